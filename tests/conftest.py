@@ -1,0 +1,41 @@
+"""Options and fixtures of the tests: the scripts are imported, never copied."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before any import of the libraries: no test may reach a network
+os.environ["WANDB_MODE"] = "offline"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+GOLDEN = ROOT / "tests" / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden", default=str(GOLDEN), help="folder with recorded arrays to replay")
+
+
+def golden_files(config: pytest.Config, pattern: str) -> list[Path]:
+    return sorted(Path(config.getoption("--golden")).glob(pattern))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with an argument `golden_04` runs for every file 04*.npz in the golden folder, and so on."""
+    for name in metafunc.fixturenames:
+        if name.startswith("golden_") and name[7:9].isdigit():
+            files = golden_files(metafunc.config, f"{name[7:]}*.npz")
+            metafunc.parametrize(name, files, ids=[file.stem for file in files])
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> None:
+    """Every test has its own Accelerator and the same random numbers."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    torch.manual_seed(0)

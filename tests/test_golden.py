@@ -1,0 +1,269 @@
+"""Replays of arrays recorded from OpenAI's lm-human-preferences (TensorFlow, CPU, fp32) through the scripts' functions."""
+
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from golden_tools import folder_of, load_actor, load_golden, load_reward, named_weights, rows_of, script_args, weights_from_tf
+
+import ppo_rlhf
+from tf_adam import AdamTF
+
+LOGPROB_ATOL, WEIGHT_ATOL, RELATIVE_MOVE = 2e-5, 2e-6, 1e-4
+
+
+def tensors(arrays: dict[str, np.ndarray], prefix: str, *names: str) -> list[torch.Tensor]:
+    return [torch.from_numpy(np.asarray(arrays[prefix + name])) for name in names]
+
+
+def make_batch(queries: np.ndarray, responses: np.ndarray, vocabulary: int) -> dict[str, torch.Tensor]:
+    """What `respond` returns, for recorded responses. Padding inside a query goes, as the original masks it."""
+    contexts = rows_of(queries, vocabulary)
+    ids, mask = ppo_rlhf.left_pad(contexts, "cpu")
+    responses = torch.from_numpy(responses).long()
+    every = torch.ones_like(responses, dtype=torch.bool)
+    lengths = torch.tensor([len(row) for row in contexts])
+    both = {"ids": torch.cat([ids, responses], 1), "mask": torch.cat([mask, every], 1)}
+    return both | {"lengths": lengths, "responses": responses, "kept": every}
+
+
+def assert_moved_alike(module: torch.nn.Module, before: dict, arrays: dict, prefix: str) -> None:
+    """Weights equal to WEIGHT_ATOL, and the whole move equal to RELATIVE_MOVE (relative L2)."""
+    after, expected = named_weights(module), weights_from_tf(arrays, prefix)
+    assert set(before) >= set(expected) and len(expected) >= len(before) - 2
+    error = moved = 0.0
+    for name, target in expected.items():
+        value = after[name].detach().reshape(target.shape)
+        assert (value - target).abs().max() < WEIGHT_ATOL, name
+        error += ((value - target).double() ** 2).sum().item()
+        moved += ((target - before[name].reshape(target.shape)).double() ** 2).sum().item()
+    assert moved > 0
+    assert math.sqrt(error / moved) < RELATIVE_MOVE
+
+
+@pytest.mark.parametrize("variant", ["", "t1/", "affix/", "leftpad_patched/"])
+def test_logprobs_values_and_entropies_equal_the_original(golden_02: Path, variant: str) -> None:
+    arrays, _ = load_golden(golden_02)
+    policy = load_actor(folder_of(golden_02, "hf_policy"))
+    vocabulary = policy.lm.config.vocab_size
+    batch = make_batch(arrays["queries"], arrays["responses"], vocabulary)
+    if variant == "affix/":
+        prefix, suffix = arrays["affix/prefix_tokens"].tolist(), arrays["affix/suffix_tokens"].tolist()
+        rows = [prefix + row + suffix for row in rows_of(arrays["queries"], vocabulary)]
+        width = max(map(len, rows))
+        batch = make_batch(np.array([row + [vocabulary] * (width - len(row)) for row in rows]), arrays["responses"], vocabulary)
+    temperature = {"t1/": 1.0, "affix/": 0.5}.get(variant, 0.7)  # as recorded
+    with torch.no_grad():
+        logprobs, entropies, values = ppo_rlhf.forward_response(policy, batch, torch.arange(len(batch["ids"])), temperature)
+    for name, ours, atol in (("logprobs", logprobs, LOGPROB_ATOL), ("entropies", entropies, LOGPROB_ATOL), ("values", values, 5e-6)):
+        assert np.abs(ours.numpy() - arrays[variant + name]).max() < atol, name
+
+
+def test_logits_and_reference_logprobs_equal_the_original(golden_02: Path) -> None:
+    arrays, _ = load_golden(golden_02)
+    policy, ref = (load_actor(folder_of(golden_02, name)) for name in ("hf_policy", "hf_ref"))
+    batch = make_batch(arrays["queries"], arrays["responses"], policy.lm.config.vocab_size)
+    length = batch["responses"].shape[1]
+    with torch.no_grad():
+        logits, _ = policy(batch["ids"][:, :-1], batch["mask"][:, :-1], length)
+        ref_logprobs, _, _ = ppo_rlhf.forward_response(ref, batch, torch.arange(len(batch["ids"])), 0.7)
+    assert np.abs(logits.numpy() - arrays["lm_logits"][:, -length - 1 : -1]).max() < 2e-5
+    assert np.abs(ref_logprobs.numpy() - arrays["ref_logprobs"]).max() < LOGPROB_ATOL
+
+
+@pytest.mark.parametrize("variant", ["", "_padded"])
+def test_reward_scores_equal_the_original(golden_03a: Path, variant: str) -> None:
+    arrays, _ = load_golden(golden_03a)
+    reward = load_reward(folder_of(golden_03a, "hf_reward"))
+    vocabulary = reward.model.config.vocab_size
+    queries, responses = (rows_of(arrays[name], vocabulary) for name in ("queries", "responses" + variant))
+    scores = ppo_rlhf.score(reward, queries, responses, None, SimpleNamespace(micro_batch_size=4))
+    assert np.abs(scores.numpy() - arrays["scores" + variant]).max() < 5e-6
+
+
+def test_truncation_equals_the_original(golden_05: Path) -> None:
+    arrays, _ = load_golden(golden_05)
+    responses, pad = torch.from_numpy(arrays["responses"]).long(), int(arrays["postprocessed"].max())
+    for key in arrays:
+        if not (match := re.fullmatch(r"(?:after(\d+)/)?postprocessed", key)):
+            continue
+        kept, found = ppo_rlhf.truncate(responses, 13, int(match[1] or 4))
+        assert (torch.where(kept, responses, pad).numpy() == arrays[key]).all(), key
+        assert (found.numpy() == arrays[key.replace("postprocessed", "filter_valid")]).all(), key
+    kept, found = ppo_rlhf.truncate(responses, None, 4)
+    assert kept.all() and (found.numpy() == arrays["none/filter_valid"]).all()
+
+
+def test_penalty_equals_the_original(golden_05: Path) -> None:
+    arrays, _ = load_golden(golden_05)
+    _, found = ppo_rlhf.truncate(torch.from_numpy(arrays["responses"]).long(), 13, 4)
+    scores = ppo_rlhf.penalize(torch.from_numpy(arrays["unpenalized_scores"]), found, -1.0, "replace")
+    assert np.array_equal(scores.numpy(), arrays["scores"])
+
+
+def test_query_cut_equals_the_original() -> None:
+    record = json.loads((Path(__file__).parent / "golden" / "08_query_dataset.json").read_text())
+    pad = 66
+    for case in record["cases"]:
+        length = case["sequence_length"]
+        cut = [ppo_rlhf.cut_query(row, length, case["start_token"], case["end_token"]) for row in record["tokens"]]
+        has_end = case["start_token"] is None and case["end_token"] is None
+        kept = [i for i, row in enumerate(cut) if row or has_end]
+        assert kept == case["kept"], case["name"]
+        assert [cut[i] + [pad] * (length - len(cut[i])) for i in kept] == case["rows"], case["name"]
+
+
+def rank_files(file: Path, rows: int, batch_size: int) -> list[Path]:
+    """The recorded files of all ranks of one run: one, or those whose names differ in the rank's digit only."""
+    world = batch_size // rows
+    if world == 1:
+        return [file]
+    pattern = re.sub(r"(rank|_r)\d+", r"\1*", file.stem)
+    files = sorted(file.parent.glob(f"{pattern}.npz"))
+    assert len(files) == world, f"{file.name}: {rows} rows of {batch_size}, but {len(files)} files match {pattern}"
+    return files
+
+
+class AllRanks:
+    """An accelerator of one process that plays all ranks in turn: gradients of all of them, then one optimizer step."""
+
+    def __init__(self, world: int) -> None:
+        self.real, self.num_processes, self.gradient_accumulation_steps = Accelerator(cpu=True), world, 1
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.num_processes  # every rank has as many tokens
+
+    def accumulate(self, _: torch.nn.Module) -> object:
+        return self.real.accumulate()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self.num_processes).backward()  # as DistributedDataParallel averages
+
+
+def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
+    """Rewards, shuffles, first gradients, statistics, weights and KL coefficient after every recorded PPO step."""
+    first, record = load_golden(golden_04)
+    args = script_args(record["hparams"])
+    files = rank_files(golden_04, len(first["s0/rollout/scores"]), args.batch_size)
+    if files[0] != golden_04:
+        pytest.skip("replayed together with its first rank")
+    ranks = [load_golden(file)[0] for file in files]
+    policy, ref = (load_actor(folder_of(golden_04, name)) for name in ("hf_policy", "hf_ref"))
+    optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=1e-5)
+    num_updates, kl_coef = math.ceil(args.total_episodes / args.batch_size), args.kl_coef
+    assert num_updates == record.get("n_updates_total", num_updates)
+    shuffles = [np.random.RandomState(args.seed + 100_003 * rank) for rank in range(len(ranks))]
+    steps = sorted({key.split("/")[0] for key in first if re.match(r"s\d+/rollout", key)})
+    for step in steps:
+        before = {name: value.detach().clone() for name, value in named_weights(policy).items()}
+        assert float(first[f"{step}/kl_coef_used"]) == pytest.approx(kl_coef, rel=1e-6)
+        batches, epochs, kls = [], [], []
+        for arrays, shuffle in zip(ranks, shuffles, strict=True):
+            batch = make_batch(arrays[f"{step}/rollout/queries"], arrays[f"{step}/rollout/responses"], policy.lm.config.vocab_size)
+            names = ("logprobs", "values", "ref_logprobs", "scores")
+            batch |= dict(zip(names, tensors(arrays, f"{step}/rollout/", *names), strict=True))
+            rows = len(batch["ids"])
+            if f"{step}/rollout/postprocessed_responses" in arrays:  # a real rollout: everything can be made again
+                replay_rollout(golden_04, policy, ref, batch, arrays, step, args)
+            log_ratio = batch["logprobs"] - batch["ref_logprobs"]
+            batch["rewards"] = ppo_rlhf.token_rewards(batch["scores"], log_ratio, batch["kept"], kl_coef)
+            assert np.abs(batch["rewards"].numpy() - arrays[f"{step}/rollout/rewards"]).max() < 1e-5
+            perms = np.stack([shuffle.permutation(rows) for _ in range(args.num_epochs)])
+            assert np.array_equal(perms, arrays[f"{step}/perms"])
+            epochs.append(torch.from_numpy(perms).reshape(args.num_epochs, args.num_minibatches, -1))
+            batches.append(batch)
+            kls.append(log_ratio.sum(1).mean().item())
+        check_first_minibatch(policy, batches[0], epochs[0], first, step, args, alone=len(ranks) == 1)
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - steps.index(step) / num_updates)
+        if len(ranks) == 1:
+            accelerator = Accelerator(cpu=True)
+            records = ppo_rlhf.ppo_update(accelerator, policy, optimizer, batches[0], epochs[0], args)
+            metrics = ppo_rlhf.reduce_means(accelerator, records)
+            for name in set(metrics) & {key.removeprefix(f"{step}/stats/") for key in first}:
+                assert metrics[name] == pytest.approx(float(first[f"{step}/stats/{name}"]), rel=2e-4, abs=2e-6), name
+        else:
+            update_all_ranks(policy, optimizer, batches, epochs, args)
+        assert_moved_alike(policy, before, first, f"{step}/weights_after/policy/")
+        if args.kl_target is not None:
+            share = args.batch_size / args.kl_horizon
+            kl_coef = ppo_rlhf.adapt_kl_coef(kl_coef, float(np.mean(kls)), args.kl_target, share)
+        assert float(first[f"{step}/kl_coef_after"]) == pytest.approx(kl_coef, rel=1e-6)
+
+
+def update_all_ranks(policy, optimizer, batches, epochs, args) -> None:
+    """ppo_update for several ranks in one process: minibatch by minibatch, with a step only after the last rank."""
+
+    class Step:
+        def __init__(self, real: torch.optim.Optimizer | None) -> None:
+            self.real = real
+
+        def step(self) -> None:
+            if self.real:
+                self.real.step()
+
+        def zero_grad(self) -> None:
+            if self.real:
+                self.real.zero_grad()
+
+    accelerator = AllRanks(len(batches))
+    for i in range(args.num_epochs):
+        for j in range(args.num_minibatches):
+            for rank, batch in enumerate(batches):
+                last = Step(optimizer if rank == len(batches) - 1 else None)
+                ppo_rlhf.ppo_update(accelerator, policy, last, batch, epochs[rank][i : i + 1, j : j + 1], args)
+
+
+def replay_rollout(file: Path, policy, ref, batch, arrays, step: str, args) -> None:
+    """Log-probabilities, values, truncation and penalised reward-model scores of recorded responses."""
+    every = torch.arange(len(batch["ids"]))
+    with torch.no_grad():
+        logprobs, _, values = ppo_rlhf.forward_response(policy, batch, every, args.temperature)
+        ref_logprobs, _, _ = ppo_rlhf.forward_response(ref, batch, every, args.temperature)
+    assert (logprobs - batch["logprobs"]).abs().max() < LOGPROB_ATOL
+    assert (ref_logprobs - batch["ref_logprobs"]).abs().max() < LOGPROB_ATOL
+    assert (values - batch["values"]).abs().max() < 1e-5
+    vocabulary = policy.lm.config.vocab_size
+    stays, found = ppo_rlhf.truncate(batch["responses"], args.truncate_token, args.truncate_after)
+    truncated = [row[:n] for row, n in zip(batch["responses"].tolist(), stays.sum(1).tolist(), strict=True)]
+    assert truncated == rows_of(arrays[f"{step}/rollout/postprocessed_responses"], vocabulary)
+    reward = load_reward(folder_of(file, "hf_reward"))
+    queries = rows_of(arrays[f"{step}/rollout/queries"], vocabulary)
+    scores = ppo_rlhf.score(reward, queries, truncated, None, args)
+    scores = ppo_rlhf.penalize(scores, found, args.penalty_reward_value, "replace")
+    assert (scores - batch["scores"]).abs().max() < 1e-5
+
+
+def check_first_minibatch(policy, batch, epochs, arrays, step: str, args, alone: bool) -> None:
+    """Whitened rewards, advantages, returns, predictions and the gradient of the first minibatch."""
+    rows = epochs[0, 0]
+    if f"{step}/first_mb/order" not in arrays:
+        return
+    assert np.array_equal(rows.numpy(), arrays[f"{step}/first_mb/order"])
+    mask, rewards = batch["kept"][rows], batch["rewards"][rows]
+    if args.whiten_rewards:
+        rewards = ppo_rlhf.whiten(rewards, mask, shift_mean=False)
+    advantages, returns = ppo_rlhf.gae(batch["values"][rows], rewards, mask, args.gamma, args.lam)
+    logprobs, entropies, values = ppo_rlhf.forward_response(policy, batch, rows, args.temperature)
+    pairs = {"rewards_used": rewards, "advantages_raw": advantages, "returns": returns, "vpred": values}
+    advantages = ppo_rlhf.whiten(advantages, mask)
+    pairs |= {"advantages": advantages, "new_logprobs": logprobs, "entropies": entropies}
+    for name, ours in pairs.items():
+        assert np.abs(ours.detach().numpy() - arrays[f"{step}/first_mb/{name}"]).max() < LOGPROB_ATOL, name
+    old = batch["logprobs"][rows], batch["values"][rows], advantages, returns, mask
+    loss, _ = ppo_rlhf.ppo_loss(logprobs, values, *old, args.cliprange, args.cliprange_value, args.vf_coef)
+    loss = loss / mask.sum()
+    assert loss.item() == pytest.approx(float(arrays[f"{step}/first_mb/loss"]), abs=1e-5)
+    if not alone:
+        return  # the recorded gradient is the ranks' mean: the weights hold it
+    loss.backward()
+    gradients, weights = weights_from_tf(arrays, f"{step}/first_mb/grad/policy/"), named_weights(policy)
+    for name, target in gradients.items():
+        gradient = weights[name].grad.reshape(target.shape)
+        assert (gradient - target).norm() < 1e-4 * target.norm() + 1e-6, name
+    policy.zero_grad()

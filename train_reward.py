@@ -1,0 +1,690 @@
+"""A reward model from human comparisons, in one file.
+
+A language model with a scalar head learns which of N responses to a query people like best: cross entropy over the N
+rewards, one epoch, linear decay (Ziegler et al. 2019, arXiv:1909.08593, section 2.1). Before and after, a gain and a
+bias are set so that rewards of the reference policy's samples have mean 0 and standard deviation 1. With a preset it is
+OpenAI's lm-human-preferences: "the original" below; the tests replay arrays recorded from its code.
+
+    python train_reward.py                                              # embedded default, two CPU cores
+    python train_reward.py sentiment --dtype bf16 --track               # OpenAI's sentiment labels on one GPU
+    accelerate launch --num_processes 8 train_reward.py sentiment       # the same on eight: batch sizes are global
+
+Labels are best-of-N token rows (columns query, sample0, sample1, .., best; padding 50259), or text preferences (columns
+prompt, chosen, rejected; strings or lists of messages). The result is a Hugging Face folder, reward_model/ in the run's
+folder, that ppo_rlhf.py and AutoModelForSequenceClassification load.
+
+Shapes: B comparisons, N responses in each, T tokens of query and response (padded on the left), d hidden size.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import accelerate
+import datasets
+import numpy as np
+import torch
+import transformers
+import tyro
+from datasets.exceptions import DatasetsError
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+
+from tf_adam import AdamTF
+
+
+@dataclasses.dataclass
+class Args:
+    """A reward model from labels. The name of a preset may come first: sentiment, descriptiveness, cnndm, tldr."""
+
+    # the run
+    seed: int = 1  # Seed of query order, sampling and shuffles (rank r shuffles with seed + 100003 r)
+    output_dir: str | None = None  # Folder for all that this run makes (None: runs/<script>-<preset>-<seed>-<time>)
+    track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
+    # models
+    base_model: str = "tiny/model"  # Reward model and reference policy start from this causal LM: a folder or a hub id
+    trust_remote_code: bool = False  # Run Python code that comes with a hub model: only if you have read it
+    dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast with fp32 master weights, fp32 logits and values
+    gradient_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more compute
+    # the task
+    label_dataset: str = "tiny/labels"  # A json, jsonl, parquet or csv file, a folder, or owner/name[@revision][:part]
+    num_labels: int | None = None  # Labels to train on (None: the training split); the rest, or `test`, is held out
+    label_pad: int = 50259  # Token id that pads the rows of best-of-N labels
+    query_dataset: str = "tiny/queries"  # A json, jsonl, parquet or csv file, a folder, or owner/name[@revision][:part]
+    query_length: int = 32  # Longest query, in tokens
+    query_prefix: str = ""  # Text before every query that the policy reads (the reward model does not)
+    query_suffix: str = ""  # Text after every query that the policy reads (the reward model does not)
+    start_text: str | None = "."  # One token: a query begins after its first occurrence in the text (None: at once)
+    end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: it is not)
+    response_length: int = 24  # Tokens sampled per response
+    temperature: float = 0.7  # Divides the logits for sampling, log-probabilities and entropies
+    # the algorithm
+    normalization_samples: int = 512  # Samples that set gain and bias, before and after (0: leave them at 1 and 0)
+    batch_size: int = 32  # Comparisons per update, over all devices
+    micro_batch_size: int = 64  # Rows per forward and backward pass on one device; gradients accumulate
+    lr: float = 1e-3  # Learning rate of the first update; it decays linearly to 0
+    adam: Literal["tf", "torch"] = "tf"  # Adam as TensorFlow computes it (original), or torch.optim.Adam
+    adam_eps: float = 1e-5  # Adam's epsilon
+
+
+# OpenAI's launch.py: what the task is, for all scripts (`tiny` is what Args says), then how this script trains.
+LABELS = "vwxyzjn/lm-human-preferences"
+BOOKS = {"base_model": "gpt2", "query_dataset": "rojagtap/bookcorpus", "query_length": 64}
+SUMMARY = {"base_model": "gpt2", "query_length": 500, "query_suffix": "\n\nTL;DR:", "response_length": 75}
+CUT = {"start_text": None, "end_text": None, "truncate_token": "\n", "truncate_after": 55}
+CNNDM = {"query_dataset": "abisee/cnn_dailymail:3.0.0", "query_prefix": "Article:\n\n", "temperature": 0.5}
+TLDR = {"query_dataset": f"{LABELS}:tldr/train-subset.json"}
+TASKS = {
+    "tiny": {},
+    "sentiment": BOOKS | {"label_dataset": f"{LABELS}:sentiment/offline_5k.json"},
+    "descriptiveness": BOOKS | {"label_dataset": f"{LABELS}:descriptiveness/offline_5k.json"},
+    "cnndm": SUMMARY | CUT | CNNDM | {"end_text": "\n", "label_dataset": f"{LABELS}:cnndm/offline_60k.json"},
+    "tldr": SUMMARY | CUT | TLDR | {"label_dataset": f"{LABELS}:tldr/offline_60k.json"},
+}
+REWARD_BOOKS = {"num_labels": 4_992, "lr": 5e-5}
+REWARD_SUMMARY = {"num_labels": 46_000, "batch_size": 16, "micro_batch_size": 4, "lr": 2.5e-5}
+REWARD_PRESETS = {"tiny": {}, "sentiment": REWARD_BOOKS, "descriptiveness": REWARD_BOOKS}
+REWARD_PRESETS |= {"cnndm": REWARD_SUMMARY, "tldr": REWARD_SUMMARY}
+
+
+def stop(message: str) -> NoReturn:
+    """End with exit status 2 and one line. Of several processes only the first speaks, unless one names its rank."""
+    if os.environ.get("RANK", "0") == "0" or message.startswith("rank "):
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}\n")
+    raise SystemExit(2)
+
+
+def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """function(*args, **kwargs), or stop with the first line of its error between `what` and `hint`."""
+    try:
+        return function(*args, **kwargs)
+    except (OSError, ValueError, LookupError, RuntimeError, ImportError, AttributeError, DatasetsError) as error:
+        reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
+        stop(f"{what}: {reason[:200]}; {hint}")
+
+
+def parse_args(presets: dict[str, dict[str, Any]]) -> tuple[str, Args]:
+    """Name of the preset (`tiny` if the first argument is a flag) and its Args: defaults < TASKS < presets < flags."""
+    argv = ["None" if word == "none" else word for word in sys.argv[1:]]
+    preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
+    if preset not in presets:
+        nearest = difflib.get_close_matches(preset, presets, n=1, cutoff=0.0)[0]
+        stop(f"preset {preset!r}: does not exist; {nearest!r} is the nearest of {', '.join(presets)}")
+    values, errors = TASKS[preset] | presets[preset], io.StringIO()
+    default = Args(**{field.name: values[field.name] for field in dataclasses.fields(Args) if field.name in values})
+    try:
+        with contextlib.redirect_stderr(errors):
+            args = tyro.cli(Args, default=default, args=argv)
+    except SystemExit as exit_:
+        if not exit_.code:
+            raise
+        stop(
+            re.sub(r"[╭╮╰╯│─\s]+", " ", errors.getvalue().partition("─╮\n")[2]).partition(" For full")[0]
+        )  # tyro's box
+    for name, value in vars(args).items():
+        needed = name.endswith(("size", "length", "episodes", "minibatches", "epochs", "temperature"))
+        if isinstance(value, int | float) and name != "penalty_reward_value" and (value < 0 or needed and not value):
+            stop(f"--{name} {value}: must be {'greater than 0' if needed else '0 or more'}")
+        if isinstance(value, float) and not math.isfinite(value):
+            stop(f"--{name} {value}: must be a finite number")
+    return preset, args
+
+
+def local_path(name: str) -> Path | None:
+    """The file or folder `name`, looked for here and beside this script; None if there is none: then it is a hub id."""
+    return next((path for path in (Path(name).expanduser(), Path(__file__).parent / name) if path.exists()), None)
+
+
+def load_table(name: str, flag: str) -> datasets.DatasetDict:
+    """Splits of a json, jsonl, parquet or csv file, a folder of them, or the hub's owner/name[:file or config]."""
+    kinds, hint = (
+        {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"},
+        "a local jsonl file would do",
+    )
+    path, (repo, _, part) = local_path(name), name.partition(":")
+    if path is None:
+        where = {"path": repo, "data_files" if Path(part).suffix in kinds else "name": part or None}
+    elif path.is_file() and path.suffix not in kinds:
+        stop(f"{flag} {name}: is no table; a file ending in {', '.join(kinds)} would do")
+    else:
+        where = {"path": str(path)} if path.is_dir() else {"path": kinds[path.suffix], "data_files": str(path)}
+    return attempt(f"{flag} {name}: cannot be read", hint, datasets.load_dataset, **where)
+
+
+def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> Any:
+    """A tokenizer, or a model in fp32 with all its weights (safetensors only) and, as the original, without dropout.
+
+    Attention is eager on the CPU, where it is 3 to 4 times faster than the fused kernel after fast_matmul.
+    """
+    is_model, hint = (
+        auto_class is not AutoTokenizer,
+        "a local folder with config.json, model.safetensors and tokenizer would do",
+    )
+    if is_model:
+        kwargs |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+        kwargs |= {"attn_implementation": "sdpa" if torch.cuda.is_available() else "eager"}
+    if args.trust_remote_code:
+        kwargs["trust_remote_code"] = True
+    where = str(local_path(name) or name)
+    model = attempt(f"{flag} {name}: cannot be loaded", hint, auto_class.from_pretrained, where, **kwargs)
+    if is_model:
+        model, info = model
+        if info["missing_keys"] and "num_labels" not in kwargs:
+            missing = ", ".join(sorted(info["missing_keys"])[:3])
+            stop(f"{flag} {name}: lacks {missing}; a folder with all weights of a {type(model).__name__} would do")
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if isinstance(getattr(module, "attention_dropout", None), float):
+                module.attention_dropout = 0.0
+            if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
+                module.act = nn.GELU(approximate="tanh")  # the same function as one kernel instead of eight
+    return model
+
+
+def token_id(tokenizer: Any, text: str | None, flag: str) -> int | None:
+    """The one token that `text` is (`eos`: the tokenizer's end-of-sequence token); None for None."""
+    if text is None:
+        return None
+    ids = [tokenizer.eos_token_id] if text == "eos" else tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1 or ids[0] is None:
+        stop(f"{flag} {text!r}: is not one token of this tokenizer but {ids}; text of one token, or none, would do")
+    return ids[0]
+
+
+def cut_query(tokens: Sequence[int], length: int, start: int | None, end: int | None) -> list[int]:
+    """The query in the tokens of a text; empty if it holds none. Source: lm_human_preferences/lm_tasks.py.
+
+    What comes up to and including the first `start` goes, unless it is the last token; the rest is truncated to
+    `length`, then cut back to its last `end`, which stays.
+    """
+    tokens = list(tokens)
+    if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
+        tokens = tokens[tokens.index(start) + 1 :] if start in tokens else []
+    tokens = tokens[:length]
+    if end is not None:
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end)] if end in tokens else []
+    return tokens
+
+
+def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Up to `train` queries to train on and `test` to evaluate, as token ids, in an order drawn from --seed.
+
+    The latter come from the split `test` or `validation`; what is missing there is kept apart from the training split.
+    """
+    splits, wanted = (
+        load_table(args.query_dataset, "--query_dataset"),
+        ("text", "query", "prompt", "article", "content"),
+    )
+    table = splits["train"] if "train" in splits else next(iter(splits.values()))
+    held_out = next((splits[name] for name in ("test", "validation") if name in splits), table.select([]))
+    column = next((name for name in wanted if name in table.column_names), None)
+    if column is None:
+        stop(f"--query_dataset {args.query_dataset}: has columns {table.column_names}; {' or '.join(wanted)} would do")
+    start, end = token_id(tokenizer, args.start_text, "--start_text"), token_id(tokenizer, args.end_text, "--end_text")
+    queries: list[list[int]] = []
+    for part, need in ((held_out, test), (table, test + train)):
+        order = np.random.default_rng([args.seed, 2]).permutation(len(part))
+        for chunk in np.split(order, range(10_000, len(order), 10_000)):  # not 70 million texts for a million queries
+            if len(queries) < need and len(chunk):
+                texts = [text if isinstance(text, str) else "" for text in part[chunk.tolist()][column]]
+                rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+                queries += filter(None, (cut_query(row, args.query_length, start, end) for row in rows))
+        queries = queries[:need]
+    if len(queries) <= test:
+        stop(f"--query_dataset {args.query_dataset}: column {column!r} gave {len(queries)} queries, too few, between "
+             f"--start_text {args.start_text!r} and --end_text {args.end_text!r}; none for both would do")  # fmt: skip
+    return queries[test:], queries[:test]
+
+
+def fast_matmul(device: torch.device) -> None:
+    """On a CPU take oneDNN's fp32 matrix product, twice as fast as the default, if it is as exact: that is checked."""
+    if device.type == "cpu":
+        torch.set_float32_matmul_precision("medium")
+        x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+        if ((x @ x).double() - x.double() @ x.double()).abs().max() > 1e-4:  # a CPU where "medium" means bf16
+            torch.set_float32_matmul_precision("highest")
+
+
+def freeze(model: Any, dtype: str) -> Any:
+    """No gradients. With bf16, the matrices that autocast rounds at every use are stored rounded: equal results."""
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))  # these run in fp32
+    for module in model.requires_grad_(False).eval().modules():
+        if dtype == "bf16" and type(module).__name__ in ("Linear", "Conv1D") and module not in heads:
+            module.to(torch.bfloat16)
+    return model
+
+
+def last_hidden(model: Any, input_ids: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
+    """Last hidden states (B, t, d) of the t tokens in `input_ids`; `mask` (B, past + t) is False at padding.
+
+    Positions count real tokens only, as in the original, so that padding on either side changes nothing.
+    """
+    inputs = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+    if "position_ids" in inspect.signature(model.base_model.forward).parameters:
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+    return model.base_model(**inputs).last_hidden_state
+
+
+def last_logits(lm: Any, input_ids: Tensor, mask: Tensor, keep: int, cache: Any = None) -> tuple[Tensor, Tensor]:
+    """Logits (B, keep, V) and hidden states (B, keep, d) at the last `keep` positions, the only ones computed.
+
+    The head runs in fp32 under autocast too: a logit of magnitude 100 rounded to bf16 is off by up to 0.25.
+    """
+    hidden = last_hidden(lm, input_ids, mask, cache)[:, -keep:].contiguous()
+    with torch.autocast(hidden.device.type, enabled=False):
+        head = lm.get_output_embeddings()
+        return head(hidden.to(head.weight.dtype)).float(), hidden
+
+
+class Actor(nn.Module):
+    """A language model as a policy."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, input_ids: Tensor, mask: Tensor, keep: int, cache: Any = None) -> tuple[Tensor, Tensor]:
+        """Logits (B, keep, V) and hidden states (B, keep, d) at the last `keep` positions: see last_logits."""
+        return last_logits(self.lm, input_ids, mask, keep, cache)
+
+
+class RewardModel(nn.Module):
+    """reward = gain * head(last real token) + bias, around any sequence classifier with one label.
+
+    gain and bias stand in the classifier's config.json as `reward_gain` and `reward_bias`. Plain transformers passes
+    over them: its logit is the reward before that increasing map. `tokenizer`: None if it is the policy's.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        super().__init__()
+        self.model, self.tokenizer = model, tokenizer
+        self.gain = nn.Parameter(torch.tensor(float(getattr(model.config, "reward_gain", 1.0))))
+        self.bias = nn.Parameter(torch.tensor(float(getattr(model.config, "reward_bias", 0.0))))
+
+    def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        """Rewards (B,) in fp32. The last real token is found by the mask, never by comparing with a pad token."""
+        if not hasattr(self.model, "score"):  # encoders pool by themselves
+            return self.gain * self.model(input_ids, attention_mask=mask).logits.squeeze(-1).float() + self.bias
+        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+        hidden = last_hidden(self.model, input_ids, mask)[torch.arange(len(mask), device=mask.device), last]
+        with torch.autocast(hidden.device.type, enabled=False):
+            return (
+                self.gain * self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1).float() + self.bias
+            )
+
+
+def left_pad(rows: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, both (B, longest row). Padding is token 0 under a False mask."""
+    width = max(map(len, rows))
+    ids, mask = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), bool)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :], mask[i, width - len(row) :] = row, True
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
+
+
+def batch_indices(size: int, start: int, count: int, seed: int) -> list[int]:
+    """Positions start .. start + count - 1 of an endless stream of permutations of range(size), one per epoch."""
+    epochs = range(start // size, (start + count - 1) // size + 1)
+    stream = np.concatenate([np.random.default_rng([seed, 0, epoch]).permutation(size) for epoch in epochs])
+    return stream[start - epochs.start * size :][:count].tolist()
+
+
+def uniforms(seed: int, update: int, batch: int, length: int, device: Any) -> Tensor:
+    """Uniform numbers (batch, length) to sample with, from seed and update; ranks take their rows of one array."""
+    rng = np.random.default_rng([seed, 1, update])
+    return torch.from_numpy(rng.random((batch, length), dtype=np.float32)).to(device)
+
+
+@torch.no_grad()
+def sample(
+    policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float, end: int | None, after: int
+) -> Tensor:
+    """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p.
+
+    ids, mask: contexts (B, P), padded on the left. u: (B, R) uniform numbers; token t is where the cumulative
+    distribution passes u[:, t] (torch.multinomial draws B * V exponentials instead). Unless `end` is None, sampling is
+    over when every row has had that token at index `after` or later; columns not reached are filled with it.
+    """
+    cache = DynamicCache(config=policy.lm.config)
+    responses = torch.full(u.shape, end or 0, device=u.device)
+    for t in range(u.shape[1]):
+        logits, _ = policy(ids, mask, 1, cache)
+        cdf = (logits[:, -1] / temperature).softmax(-1).cumsum(-1)
+        ids = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
+        responses[:, t : t + 1] = ids
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        if end is not None and t >= after and (responses[:, after : t + 1] == end).any(1).all():
+            break
+    return responses
+
+
+def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
+    """`rows` in groups of `size` of similar length, so that little is padded; a sum over rows does not depend on it."""
+    return rows[lengths[rows].argsort(stable=True)].split(size)
+
+
+Label = tuple[list[int], list[list[int]], int]  # query, N responses, which is best
+
+
+def message_texts(row: dict[str, Any], tokenizer: Any) -> tuple[str, str, str]:
+    """Prompt, chosen and rejected response as text; lists of messages go through the tokenizer's chat template."""
+    prompt, answers = row.get("prompt"), (row["chosen"], row["rejected"])
+    if isinstance(answers[0], str):
+        return prompt or "", *answers
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or answers[0][:-1]
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    whole = [tokenizer.apply_chat_template(prompt + answer[-1:], tokenize=False) for answer in answers]
+    return text, *(one.removeprefix(text) for one in whole)
+
+
+def read_labels(table: Any, tokenizer: Any, args: Args) -> list[Label]:
+    """Labels of a table in either format; stops at the first row that cannot be one.
+
+    Of a preference pair, a coin drawn from --seed says which comes first, so that no constant answer is right.
+    """
+    names = sorted(
+        (name for name in table.column_names if name.startswith("sample")), key=lambda name: int(name[6:] or 0)
+    )
+    flag, coins = (
+        f"--label_dataset {args.label_dataset}",
+        np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)),
+    )
+    if {"query", "best"} <= set(table.column_names) and len(names) > 1:
+        labels = []
+        for i, row in enumerate(table):
+            lengths = {len(row[name]) for name in names}
+            if not 0 <= row["best"] < len(names):
+                stop(f"{flag}: row {i} has best = {row['best']}, must be 0 to {len(names) - 1}")
+            if len(lengths) > 1:
+                stop(
+                    f"{flag}: row {i} has samples of {sorted(lengths)} tokens; samples of one length, padded, would do"
+                )
+            query, *samples = ([token for token in row[name] if token != args.label_pad] for name in ("query", *names))
+            largest = max(max(part, default=0) for part in (query, *samples))
+            if largest >= len(tokenizer):
+                stop(f"{flag}: row {i} has token {largest} of {len(tokenizer)} in the tokenizer; another --label_pad "
+                     f"than {args.label_pad}, or labels made with this tokenizer, would do")  # fmt: skip
+            if not query or not all(samples):
+                stop(f"{flag}: row {i} has an empty query or sample; at least one token in each would do")
+            labels.append((query, samples, row["best"]))
+        return labels
+    if {"chosen", "rejected"} <= set(table.column_names):
+        if not isinstance(table[0]["chosen"], str) and not tokenizer.chat_template:
+            stop(f"{flag}: has messages, but the tokenizer of {args.base_model} has no chat template; text would do")
+        rows = [message_texts(row, tokenizer) for row in table]
+        if empty := [i for i, row in enumerate(rows) if not all(text.strip() for text in row[1:])]:
+            stop(f"{flag}: row {empty[0]} has an empty text; text in chosen and rejected would do")
+        prompts, *answers = (
+            tokenizer(list(texts), add_special_tokens=False)["input_ids"] for texts in zip(*rows, strict=True)
+        )
+        pairs = zip(prompts, *answers, coins.tolist(), strict=True)
+        cut = ((q[-args.query_length :], [a[: args.response_length] for a in both]) for q, *both, _ in pairs)
+        return [(q, both[::-1] if coin else both, coin) for (q, both), coin in zip(cut, coins.tolist(), strict=True)]
+    stop(
+        f"{flag}: has columns {table.column_names}; query, sample0, sample1, best or prompt, chosen, rejected would do"
+    )
+
+
+def load_labels(tokenizer: Any, args: Args) -> tuple[list[Label], list[Label]]:
+    """Labels to train on, and held-out ones: the split `test` or `validation`, or what --num_labels leaves."""
+    splits = load_table(args.label_dataset, "--label_dataset")
+    table = splits["train"] if "train" in splits else next(iter(splits.values()))
+    held_out = next((splits[name] for name in ("test", "validation") if name in splits), None)
+    count = len(table) if args.num_labels is None else args.num_labels
+    if not args.batch_size <= count <= len(table):
+        stop(f"--num_labels {args.num_labels}: {args.label_dataset} has {len(table)}, a batch {args.batch_size}; a "
+             "number between would do")  # fmt: skip
+    held_out = table.select(range(count, len(table))) if held_out is None else held_out
+    return read_labels(table.select(range(count)), tokenizer, args), read_labels(held_out, tokenizer, args)
+
+
+def label_rewards(model: Any, labels: list[Label], device: Any) -> tuple[Tensor, Tensor]:
+    """Rewards (B, N) of every response to its query, and which is best (B,). Rows are padded to the longest."""
+    ids, mask = left_pad([query + response for query, responses, _ in labels for response in responses], device)
+    return model(ids, mask).view(len(labels), -1), torch.tensor([best for *_, best in labels], device=device)
+
+
+def reward_update(
+    accelerator: Any, model: Any, optimizer: Any, labels: list[Label], args: Args
+) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    """One optimizer step on this rank's share of a batch of labels: mean cross entropy over all ranks.
+
+    Returns (sum, count) pairs of loss and accuracy. Source: lm_human_preferences/train_reward.py.
+    """
+    records, lengths = [], torch.tensor([len(q) + max(map(len, responses)) for q, responses, _ in labels])
+    for part in micro_batches(torch.arange(len(labels)), lengths, args.micro_batch_size):
+        with accelerator.accumulate(model):
+            rewards, best = label_rewards(model, [labels[i] for i in part.tolist()], accelerator.device)
+            loss = nn.functional.cross_entropy(rewards, best, reduction="sum")
+            accelerator.backward(loss * accelerator.gradient_accumulation_steps / len(labels))
+            optimizer.step()
+            optimizer.zero_grad()
+        count = torch.tensor(float(len(best)), device=best.device)
+        hits = (rewards.argmax(1) == best).sum()
+        records.append({"train/loss": (loss.detach(), count), "train/accuracy": (hits, count)})
+    return records
+
+
+def gain_and_bias(
+    mean: Tensor, std: Tensor, target_mean: float = 0.0, target_std: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The affine map that takes rewards with `mean` and `std` to the target's. Source: the original's rewards.py."""
+    return target_std / std, target_mean - target_std / std * mean
+
+
+@torch.no_grad()
+def normalize(
+    accelerator: Any, reward: RewardModel, ref: Any, queries: Any, contexts: Any, step: int, args: Args
+) -> dict[str, float]:
+    """Set gain and bias so that rewards of the reference policy's samples have mean 0 and (biased) std 1 on all ranks.
+
+    As in the original: gain and bias start from 1 and 0, responses are not truncated, and every call goes on in the
+    stream of queries. Returns mean and std before.
+    """
+    reward.gain.fill_(1.0)
+    reward.bias.fill_(0.0)
+    total, rows = args.normalization_samples, args.normalization_samples // accelerator.num_processes
+    mine = slice(accelerator.process_index * rows, (accelerator.process_index + 1) * rows)
+    picks = batch_indices(len(queries), step * total, total, args.seed)[mine]
+    u = uniforms(args.seed, step, total, args.response_length, accelerator.device)[mine]
+    rewards = []
+    for part in torch.arange(rows).split(args.micro_batch_size):
+        chosen = [picks[i] for i in part.tolist()]
+        responses = sample(ref, *left_pad([contexts[i] for i in chosen], u.device), u[part], args.temperature, None, 0)
+        pairs = zip(chosen, responses.tolist(), strict=True)
+        rewards.append(reward(*left_pad([queries[i] + response for i, response in pairs], u.device)))
+    rewards = accelerator.gather(torch.cat(rewards))
+    gain, bias = gain_and_bias(rewards.mean(), rewards.std(correction=0))
+    reward.gain.copy_(gain)
+    reward.bias.copy_(bias)
+    return {"mean": rewards.mean().item(), "std": rewards.std(correction=0).item()}
+
+
+@torch.no_grad()
+def score_labels(accelerator: Any, reward: RewardModel, labels: list[Label], args: Args) -> Tensor:
+    """Rewards (number of labels, N) of all held-out responses, each rank doing its share."""
+    world, rewards = accelerator.num_processes, []
+    share = -(-len(labels) // world)
+    mine = [
+        labels[i % len(labels)]
+        for i in range(accelerator.process_index * share, (accelerator.process_index + 1) * share)
+    ]
+    for i in range(0, share, args.micro_batch_size):
+        rewards.append(label_rewards(reward, mine[i : i + args.micro_batch_size], accelerator.device)[0])
+    return accelerator.gather(torch.cat(rewards))[: len(labels)]
+
+
+def reduce_means(accelerator: Any, records: list[dict[str, tuple[Tensor, Tensor]]]) -> dict[str, float]:
+    """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)
+    totals = accelerator.reduce(torch.stack([torch.stack(pair).double().sum(0) for pair in pairs])).tolist()
+    return {name: total / count for name, (total, count) in zip(names, totals, strict=True)}
+
+
+def open_output_dir(args: Args, preset: str) -> Path:
+    """A new folder for the run, with args.json in it: the arguments, versions and git commit."""
+    script, when, processes = Path(sys.argv[0]).stem, time.strftime("%Y%m%d-%H%M%S"), os.environ.get("WORLD_SIZE", "1")
+    folder = Path(args.output_dir or f"runs/{script}-{preset}-{args.seed}-{when}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        stop(f"--output_dir {folder}: is not empty; a new or empty folder would do")
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    record = {"script": script, "preset": preset, "processes": int(processes), "args": vars(args)}
+    record["versions"] = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, datasets)}
+    record["commit"] = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    what, hint = f"--output_dir {folder}: cannot be written", "a folder with write permission and space would do"
+    attempt(what, hint, folder.mkdir, parents=True, exist_ok=True)
+    attempt(what, hint, (folder / "args.json").write_text, json.dumps(record, indent=2))
+    return folder
+
+
+def save_model(folder: Path, model: Any, tokenizer: Any, extra: dict[str, Tensor]) -> Path:
+    """A Hugging Face folder with tokenizer, and `extra` tensors in value_head.safetensors; it appears when complete."""
+    new = folder.with_name(f"{folder.name}.tmp")
+    model.save_pretrained(new)
+    tokenizer.save_pretrained(new)
+    if extra:
+        save_file(extra, new / "value_head.safetensors")
+    return new.rename(folder)
+
+
+def plot_curves(folder: Path, x: str, panels: tuple[str, ...]) -> None:
+    """curves.png from metrics.jsonl: every metric in `panels` over the metric `x`."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figure = Figure(figsize=(3.4 * len(panels), 2.8), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        axes.plot([row[x] for row in rows], [row[name] for row in rows])
+        axes.set(title=name, xlabel=x)
+        axes.grid(alpha=0.3)
+    figure.savefig(folder / "curves.png", dpi=150)
+
+
+def show_labels(folder: Path, labels: list[Label], rewards: list[list[float]], tokenizer: Any) -> None:
+    """Held-out comparisons, best reward first: all to samples.jsonl, a few to the terminal; * is the label."""
+    table = Table("query", "", "response", "reward")
+    with (folder / "samples.jsonl").open("w") as file:
+        for i, ((query, responses, best), values) in enumerate(zip(labels, rewards, strict=True)):
+            rows = sorted(zip(values, map(tokenizer.decode, responses), range(len(values)), strict=True), reverse=True)
+            record = [{"reward": value, "response": text, "is_best": j == best} for value, text, j in rows]
+            file.write(json.dumps({"query": tokenizer.decode(query), "responses": record}) + "\n")
+            for rank, (value, text, j) in enumerate(rows if i < 4 else ()):
+                first = escape(tokenizer.decode(query)) if rank == 0 else ""
+                table.add_row(
+                    first, "*" if j == best else "", escape(text), f"{value:.2f}", end_section=j == rows[-1][2]
+                )
+    Console().print(table)
+
+
+def main(args: Args, preset: str) -> None:
+    """Set-up and first normalisation, then one loop over updates: train, log; at the end normalise, evaluate, save."""
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    for flag in ("batch_size", "normalization_samples"):
+        value = getattr(args, flag)
+        if value % world:
+            stop(f"--{flag} {value}: is not a multiple of {world} processes; {value // world * world + world} would do")
+    rows = args.batch_size // world
+    accelerator = accelerate.Accelerator(
+        mixed_precision="bf16" if args.dtype == "bf16" else "no",
+        gradient_accumulation_steps=math.ceil(rows / args.micro_batch_size),
+        log_with="wandb" if args.track else None,
+        kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    device = accelerator.device
+    fast_matmul(device)
+    tokenizer = load(AutoTokenizer, args.base_model, "--base_model", args)
+    labels, held_out = load_labels(tokenizer, args)
+    prefix, suffix = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (args.query_prefix, args.query_suffix)
+    )
+    queries, _ = load_queries(tokenizer, args, max(1, 2 * args.normalization_samples), 0)
+    contexts = [prefix + query + suffix for query in queries]
+    model = load(AutoModelForSequenceClassification, args.base_model, "--base_model", args, num_labels=1)
+    torch.manual_seed(args.seed)
+    nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
+    model.config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    ref = Actor(freeze(load(AutoModelForCausalLM, args.base_model, "--base_model", args), args.dtype)).to(device)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    folder = open_output_dir(args, preset) if rank == 0 else Path()
+    accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset})
+    wrapped = RewardModel(model)
+    optimizer = {"tf": AdamTF, "torch": torch.optim.Adam}[args.adam](
+        wrapped.parameters(), lr=args.lr, eps=args.adam_eps
+    )
+    wrapped, optimizer = accelerator.prepare(wrapped, optimizer)
+    reward = accelerator.unwrap_model(wrapped)  # the same module, for forward passes without gradients
+
+    # 1. normalise on samples of the reference policy
+    statistics = {}
+    with accelerator.autocast():
+        if args.normalization_samples:
+            statistics["before"] = normalize(accelerator, reward, ref, queries, contexts, 0, args)
+
+    # 2. train: one epoch over the labels, in the order that rank 0 draws
+    order = np.random.RandomState(args.seed).permutation(len(labels))
+    num_updates = len(labels) // args.batch_size
+    progress = tqdm(range(num_updates), unit="update", disable=rank > 0, dynamic_ncols=True)
+    for update in progress:
+        start = update * args.batch_size
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * (1 - start / len(labels))
+        mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
+        records = reward_update(accelerator, wrapped, optimizer, mine, args)
+
+        # 3. log
+        metrics = reduce_means(accelerator, records) | {"train/lr": optimizer.param_groups[0]["lr"]}
+        metrics["train/labels"] = start + args.batch_size
+        if not math.isfinite(metrics["train/loss"]):
+            stop(f"update {update + 1}: the loss is {metrics['train/loss']}; a --lr smaller than {args.lr} may do")
+        if rank == 0:
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
+        accelerator.log(metrics, step=update + 1)
+        progress.set_postfix(loss=f"{metrics['train/loss']:.3f}", accuracy=f"{metrics['train/accuracy']:.2f}")
+
+    # 4. normalise again, 5. evaluate and save
+    with accelerator.autocast():
+        if args.normalization_samples:
+            statistics["after"] = normalize(accelerator, reward, ref, queries, contexts, 1, args)
+        rewards = score_labels(accelerator, reward, held_out, args).float().cpu() if held_out else torch.zeros(0, 1)
+    best = torch.tensor([best for *_, best in held_out])
+    if rank == 0:
+        statistics |= {"gain": reward.gain.item(), "bias": reward.bias.item()}
+        if held_out:
+            statistics["test/accuracy"] = (rewards.argmax(1) == best).double().mean().item()
+            statistics["test/constant"] = best.bincount().max().item() / len(best)  # the most frequent answer
+        (folder / "results.json").write_text(json.dumps(statistics, indent=2))
+        model.config.reward_gain, model.config.reward_bias = reward.gain.item(), reward.bias.item()
+        plot_curves(folder, "train/labels", ("train/loss", "train/accuracy"))
+        show_labels(folder, held_out, rewards.tolist(), tokenizer)
+        saved = save_model(folder / "reward_model", model, tokenizer, {})
+        accuracy = f"accuracy on {len(held_out)} held-out labels {statistics.get('test/accuracy', math.nan):.3f}"
+        Console().print(
+            f"{accuracy} (best constant {statistics.get('test/constant', math.nan):.3f}); {saved} is the model"
+        )
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    preset_name, arguments = parse_args(REWARD_PRESETS)
+    main(arguments, preset_name)
