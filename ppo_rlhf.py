@@ -14,7 +14,8 @@ Unlike the original, queries are padded on the left (equal results: positions co
 of their micro-batch; padding is a mask and no token, so that no tokenizer's pad or eos is taken for it; the order of
 queries comes from --seed; any number of devices draws the same responses.
 
-Shapes: B sequences, P context tokens (padded on the left), R response tokens, V vocabulary, d hidden size.
+Shapes: B sequences (K per query, next to each other; K = 1 in PPO), P context tokens (padded on the left), R response
+tokens, V vocabulary, d hidden size.
 """
 
 import contextlib
@@ -50,13 +51,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+from transformers.pytorch_utils import Conv1D
 
 from tf_adam import AdamTF
+
+Pairs = dict[str, tuple[Tensor, Tensor]]  # a metric's name -> its sum and count
 
 
 @dataclasses.dataclass
 class Args:
-    """PPO against a reward model. The name of a preset may come first: sentiment, descriptiveness, cnndm, tldr."""
+    """Settings of a run. The name of a preset may come first: sentiment, descriptiveness, cnndm, tldr."""
 
     # the run
     seed: int = 1  # Seed of query order, sampling and shuffles (rank r shuffles with seed + 100003 r)
@@ -71,7 +75,7 @@ class Args:
     dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast with fp32 master weights, fp32 logits and values
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more compute
     # the task
-    query_dataset: str = "tiny/queries"  # A json, jsonl, parquet or csv file, a folder, or owner/name[@revision][:part]
+    query_dataset: str = "tiny/queries"  # A json, jsonl, parquet or csv file or URL, a folder, or owner/name[:config]
     query_length: int = 32  # Longest query, in tokens
     query_prefix: str = ""  # Text before every query that the policy reads (the reward model does not)
     query_suffix: str = ""  # Text after every query that the policy reads (the reward model does not)
@@ -85,17 +89,17 @@ class Args:
     penalty_mode: Literal["replace", "add"] = "replace"  # The penalty replaces the score (original) or is added to it
     mask_truncated: bool = False  # What follows the truncate token is left out of KL and loss (original: stays in)
     # the algorithm
-    total_episodes: int = 16_384  # Responses sampled in the whole run
+    total_episodes: int = 12_800  # Responses sampled in the whole run
     batch_size: int = 128  # Episodes per update, over all devices
     micro_batch_size: int = 64  # Rows per forward and backward pass on one device; gradients accumulate
     num_minibatches: int = 1  # Optimizer steps per epoch; whitening is per minibatch and rank
     num_epochs: int = 4  # Passes over the batch in each update
-    lr: float = 5e-4  # Learning rate of the first update; it decays linearly to 0
+    lr: float = 2e-4  # Learning rate of the first update; it decays linearly to 0
     adam: Literal["tf", "torch"] = "tf"  # Adam as TensorFlow computes it (original), or torch.optim.Adam
     adam_eps: float = 1e-5  # Adam's epsilon
     kl_coef: float = 0.15  # Coefficient of the KL penalty at the start
     kl_target: float | None = 6.0  # KL, in nats per response, that the coefficient adapts to (None: it stays fixed)
-    kl_horizon: float = 10_000.0  # Horizon of that adaptation, in episodes
+    kl_horizon: float = 2_000.0  # Horizon of that adaptation, in episodes
     cliprange: float = 0.2  # The probability ratio is clipped to 1 +- this
     cliprange_value: float = 0.2  # The predicted value is clipped to the old value +- this
     vf_coef: float = 0.1  # Weight of the value loss
@@ -104,25 +108,35 @@ class Args:
     whiten_rewards: bool = True  # Scale rewards to unit variance, per minibatch and rank
 
 
-# OpenAI's launch.py: what the task is, for all scripts (`tiny` is what Args says), then how this script trains.
-LABELS = "vwxyzjn/lm-human-preferences"
+# OpenAI's launch.py: what the task is, for all scripts (`tiny` is what Args says), then how each of them trains.
+LABELS = "hf://datasets/vwxyzjn/lm-human-preferences"
 BOOKS = {"base_model": "gpt2", "query_dataset": "rojagtap/bookcorpus", "query_length": 64}
 SUMMARY = {"base_model": "gpt2", "query_length": 500, "query_suffix": "\n\nTL;DR:", "response_length": 75}
 CUT = {"start_text": None, "end_text": None, "truncate_token": "\n", "truncate_after": 55}
 CNNDM = {"query_dataset": "abisee/cnn_dailymail:3.0.0", "query_prefix": "Article:\n\n", "temperature": 0.5}
-TLDR = {"query_dataset": f"{LABELS}:tldr/train-subset.json"}
+TLDR = {"query_dataset": f"{LABELS}/tldr/train-subset.json", "label_dataset": f"{LABELS}/tldr/offline_60k.json"}
 TASKS = {
     "tiny": {},
-    "sentiment": BOOKS | {"label_dataset": f"{LABELS}:sentiment/offline_5k.json"},
-    "descriptiveness": BOOKS | {"label_dataset": f"{LABELS}:descriptiveness/offline_5k.json"},
-    "cnndm": SUMMARY | CUT | CNNDM | {"end_text": "\n", "label_dataset": f"{LABELS}:cnndm/offline_60k.json"},
-    "tldr": SUMMARY | CUT | TLDR | {"label_dataset": f"{LABELS}:tldr/offline_60k.json"},
+    "sentiment": BOOKS | {"label_dataset": f"{LABELS}/sentiment/offline_5k.json"},
+    "descriptiveness": BOOKS | {"label_dataset": f"{LABELS}/descriptiveness/offline_5k.json"},
+    "cnndm": SUMMARY | CUT | CNNDM | {"end_text": "\n", "label_dataset": f"{LABELS}/cnndm/offline_60k.json"},
+    "tldr": SUMMARY | CUT | TLDR,
 }
-PPO_BOOKS = {"total_episodes": 1_000_000, "batch_size": 512, "lr": 1e-5, "kl_horizon": 10_000.0}
-PPO_SUMMARY = {"total_episodes": 1_000_000, "batch_size": 32, "micro_batch_size": 4, "lr": 2e-6}
-PPO_PRESETS = {"tiny": {}, "sentiment": PPO_BOOKS, "descriptiveness": PPO_BOOKS}
-PPO_PRESETS["cnndm"] = PPO_SUMMARY | {"kl_target": None, "kl_coef": 0.01, "whiten_rewards": False}
-PPO_PRESETS["tldr"] = PPO_SUMMARY | {"kl_target": None, "kl_coef": 0.03, "whiten_rewards": False}
+REWARD_BOOKS = {"num_labels": 4_992, "batch_size": 32, "lr": 5e-5}
+REWARD_SUMMARY = {"num_labels": 46_000, "batch_size": 16, "micro_batch_size": 4, "lr": 2.5e-5}
+RL_BOOKS = {"total_episodes": 1_000_000, "batch_size": 512, "lr": 1e-5, "kl_horizon": 10_000.0}
+RL_SUMMARY = {"total_episodes": 1_000_000, "batch_size": 32, "micro_batch_size": 4, "lr": 2e-6, "kl_target": None}
+RL_CNNDM = RL_SUMMARY | {"kl_coef": 0.01, "whiten_rewards": False}
+RL_TLDR = RL_SUMMARY | {"kl_coef": 0.03, "whiten_rewards": False}
+PYTHIA = "cleanrl/EleutherAI_pythia-1b-deduped"  # TRL's RLOO on TL;DR: responses end with EOS
+EOS = {"truncate_token": "eos", "truncate_after": 0, "mask_truncated": True, "penalty_mode": "add", "query_suffix": ""}
+TRL_RUN = {"num_epochs": 2, "rloo_k": 2, "response_length": 53, "batch_size": 512, "lr": 3e-6, "query_length": 512}
+TRL = {"base_model": f"{PYTHIA}__sft__tldr", "reward_model": f"{PYTHIA}__reward__tldr", "query_dataset": "trl-lib/tldr"}
+RUNS = {
+    "reward": dict(zip(TASKS, ({}, REWARD_BOOKS, REWARD_BOOKS, REWARD_SUMMARY, REWARD_SUMMARY), strict=True)),
+    "ppo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR), strict=True)),
+    "rloo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR | EOS | TRL_RUN | TRL), strict=True)),
+}
 
 
 def stop(message: str) -> NoReturn:
@@ -141,14 +155,14 @@ def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kw
         stop(f"{what}: {reason[:200]}; {hint}")
 
 
-def parse_args(presets: dict[str, dict[str, Any]]) -> tuple[str, Args]:
-    """Name of the preset (`tiny` if the first argument is a flag) and its Args: defaults < TASKS < presets < flags."""
+def parse_args(run: str) -> tuple[str, Args]:
+    """Name of the preset (`tiny` if the first argument is a flag), and Args: defaults < TASKS < RUNS[run] < flags."""
     argv = ["None" if word == "none" else word for word in sys.argv[1:]]
     preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
-    if preset not in presets:
-        nearest = difflib.get_close_matches(preset, presets, n=1, cutoff=0.0)[0]
-        stop(f"preset {preset!r}: does not exist; {nearest!r} is the nearest of {', '.join(presets)}")
-    values, errors = TASKS[preset] | presets[preset], io.StringIO()
+    if preset not in TASKS:
+        nearest = difflib.get_close_matches(preset, TASKS, n=1, cutoff=0.0)[0]
+        stop(f"preset {preset!r}: does not exist; {nearest!r} is the nearest of {', '.join(TASKS)}")
+    values, errors = TASKS[preset] | RUNS[run][preset], io.StringIO()
     default = Args(**{field.name: values[field.name] for field in dataclasses.fields(Args) if field.name in values})
     try:
         with contextlib.redirect_stderr(errors):
@@ -156,9 +170,7 @@ def parse_args(presets: dict[str, dict[str, Any]]) -> tuple[str, Args]:
     except SystemExit as exit_:
         if not exit_.code:
             raise
-        stop(
-            re.sub(r"[╭╮╰╯│─\s]+", " ", errors.getvalue().partition("─╮\n")[2]).partition(" For full")[0]
-        )  # tyro's box
+        stop(re.sub(r"[╭╮╰╯│─|+\s]+|-{3,}", " ", errors.getvalue()).partition(" For full")[0])  # tyro's box as a line
     for name, value in vars(args).items():
         needed = name.endswith(("size", "length", "episodes", "minibatches", "epochs", "temperature"))
         if isinstance(value, int | float) and name != "penalty_reward_value" and (value < 0 or needed and not value):
@@ -174,19 +186,11 @@ def local_path(name: str) -> Path | None:
 
 
 def load_table(name: str, flag: str) -> datasets.DatasetDict:
-    """Splits of a json, jsonl, parquet or csv file, a folder of them, or the hub's owner/name[:file or config]."""
-    kinds, hint = (
-        {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"},
-        "a local jsonl file would do",
-    )
-    path, (repo, _, part) = local_path(name), name.partition(":")
-    if path is None:
-        where = {"path": repo, "data_files" if Path(part).suffix in kinds else "name": part or None}
-    elif path.is_file() and path.suffix not in kinds:
-        stop(f"{flag} {name}: is no table; a file ending in {', '.join(kinds)} would do")
-    else:
-        where = {"path": str(path)} if path.is_dir() else {"path": kinds[path.suffix], "data_files": str(path)}
-    return attempt(f"{flag} {name}: cannot be read", hint, datasets.load_dataset, **where)
+    """The splits of a json, jsonl, parquet or csv file or URL, of a folder, or of owner/name[:config]."""
+    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}.get(Path(name).suffix)
+    path = local_path(name)
+    where = (kind, None, None, str(path or name)) if kind else (str(path),) if path else name.split(":")
+    return attempt(f"{flag} {name}: cannot be read", "a local jsonl file would do", datasets.load_dataset, *where)
 
 
 def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> Any:
@@ -210,11 +214,12 @@ def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> An
         if info["missing_keys"] and "num_labels" not in kwargs:
             missing = ", ".join(sorted(info["missing_keys"])[:3])
             stop(f"{flag} {name}: lacks {missing}; a folder with all weights of a {type(model).__name__} would do")
-        for module in model.modules():
+        for module in [*model.modules(), model.config]:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if isinstance(getattr(module, "attention_dropout", None), float):
-                module.attention_dropout = 0.0
+            for key, value in vars(module).items():
+                if "dropout" in key and isinstance(value, float):
+                    setattr(module, key, 0.0)
             if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
                 module.act = nn.GELU(approximate="tanh")  # the same function as one kernel instead of eight
     return model
@@ -288,30 +293,35 @@ def freeze(model: Any, dtype: str) -> Any:
     """No gradients. With bf16, the matrices that autocast rounds at every use are stored rounded: equal results."""
     heads = (model.get_output_embeddings(), getattr(model, "score", None))  # these run in fp32
     for module in model.requires_grad_(False).eval().modules():
-        if dtype == "bf16" and type(module).__name__ in ("Linear", "Conv1D") and module not in heads:
+        if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D) and module not in heads:
             module.to(torch.bfloat16)
     return model
 
 
-def last_hidden(model: Any, input_ids: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
-    """Last hidden states (B, t, d) of the t tokens in `input_ids`; `mask` (B, past + t) is False at padding.
+def last_hidden(model: Any, ids: Tensor, mask: Tensor, positions: Tensor | None = None, cache: Any = None) -> Tensor:
+    """Last hidden states (B, t, d) of ids (B, t). mask: (B, past + t), False at padding, or (B, t, t), who sees whom.
 
     Positions count real tokens only, as in the original, so that padding on either side changes nothing.
     """
-    inputs = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+    if positions is None:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    if mask.dim() == 3:
+        mask = mask.unsqueeze(1)
+        if model.config._attn_implementation == "eager":
+            mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
     if "position_ids" in inspect.signature(model.base_model.forward).parameters:
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        inputs["position_ids"] = positions
     return model.base_model(**inputs).last_hidden_state
 
 
-def last_logits(lm: Any, input_ids: Tensor, mask: Tensor, keep: int, cache: Any = None) -> tuple[Tensor, Tensor]:
-    """Logits (B, keep, V) and hidden states (B, keep, d) at the last `keep` positions, the only ones computed.
+def last_logits(lm: Any, keep: int, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """Logits (B, keep, V) and hidden states (B, keep, d) at the last `keep` positions; inputs are those of last_hidden.
 
     The head runs in fp32 under autocast too: a logit of magnitude 100 rounded to bf16 is off by up to 0.25.
     """
-    hidden = last_hidden(lm, input_ids, mask, cache)[:, -keep:].contiguous()
+    hidden, head = last_hidden(lm, *inputs)[:, -keep:].contiguous(), lm.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
-        head = lm.get_output_embeddings()
         return head(hidden.to(head.weight.dtype)).float(), hidden
 
 
@@ -323,9 +333,9 @@ class ActorCritic(nn.Module):
         self.lm, self.value_head = lm, nn.Linear(lm.config.get_text_config().hidden_size, 1)
         self.value_head.load_state_dict({name: x * 0 for name, x in self.value_head.state_dict().items()})
 
-    def forward(self, input_ids: Tensor, mask: Tensor, keep: int, cache: Any = None) -> tuple[Tensor, Tensor]:
-        """Logits (B, keep, V) and values (B, keep) at the last `keep` positions, both fp32."""
-        logits, hidden = last_logits(self.lm, input_ids, mask, keep, cache)
+    def forward(self, keep: int, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Logits (B, keep, V) and values (B, keep), both fp32, at the last `keep` positions: see last_logits."""
+        logits, hidden = last_logits(self.lm, keep, *inputs)
         with torch.autocast(hidden.device.type, enabled=False):
             return logits, self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
 
@@ -345,14 +355,16 @@ class RewardModel(nn.Module):
 
     def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards (B,) in fp32. The last real token is found by the mask, never by comparing with a pad token."""
-        if not hasattr(self.model, "score"):  # encoders pool by themselves
-            return self.gain * self.model(input_ids, attention_mask=mask).logits.squeeze(-1).float() + self.bias
-        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+        index = torch.arange(mask.shape[1], device=mask.device)
+        if not hasattr(self.model, "score"):  # an encoder: it pools by itself, and wants its padding on the right
+            shift = (index + (~mask).sum(1, keepdim=True)) % len(index)
+            logits = self.model(input_ids.gather(1, shift), attention_mask=mask.gather(1, shift)).logits
+            return self.gain * logits.squeeze(-1).float() + self.bias
+        last = (mask * index).argmax(1)
         hidden = last_hidden(self.model, input_ids, mask)[torch.arange(len(mask), device=mask.device), last]
         with torch.autocast(hidden.device.type, enabled=False):
-            return (
-                self.gain * self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1).float() + self.bias
-            )
+            reward = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
+            return self.gain * reward.float() + self.bias
 
 
 def load_reward(args: Args, preset: str, tokenizer: Any, device: torch.device) -> Any:
@@ -396,26 +408,30 @@ def uniforms(seed: int, update: int, batch: int, length: int, device: Any) -> Te
 
 
 @torch.no_grad()
-def sample(
-    policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float, end: int | None, after: int
-) -> Tensor:
+def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float, end: Any, after: int) -> Tensor:
     """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p.
 
-    ids, mask: contexts (B, P), padded on the left. u: (B, R) uniform numbers; token t is where the cumulative
-    distribution passes u[:, t] (torch.multinomial draws B * V exponentials instead). Unless `end` is None, sampling is
-    over when every row has had that token at index `after` or later; columns not reached are filled with it.
+    ids, mask: contexts, padded on the left, (B / K, P): each is read once for K responses, which come next to each
+    other. u: (B, R) uniform numbers; token t is where the cumulative distribution passes u[:, t] (torch.multinomial
+    draws B * V exponentials instead). Unless `end` is None, sampling is over when every row has had that token at index
+    `after` or later; columns not reached are filled with it.
     """
-    cache = DynamicCache(config=policy.lm.config)
+    cache, copies, training = DynamicCache(config=policy.lm.config), len(u) // len(ids), policy.training
+    policy.eval()  # under gradient checkpointing transformers keeps no cache in training mode
+    logits = policy(1, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
+    mask = mask.repeat_interleave(copies, 0)
+    cache.batch_repeat_interleave(copies)
     responses = torch.full(u.shape, end or 0, device=u.device)
     for t in range(u.shape[1]):
-        logits, _ = policy(ids, mask, 1, cache)
         cdf = (logits[:, -1] / temperature).softmax(-1).cumsum(-1)
         ids = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
         responses[:, t : t + 1] = ids
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        if end is not None and t >= after and (responses[:, after : t + 1] == end).any(1).all():
-            break
-    return responses
+        over = end is not None and t >= after and (responses[:, after : t + 1] == end).any(1).all()
+        if over or t + 1 == u.shape[1]:
+            policy.train(training)
+            return responses
+        mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
+        logits = policy(1, ids, mask, None, cache)[0]
 
 
 def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:
@@ -429,28 +445,16 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
 
 
 def respond(policy: Any, contexts: list[list[int]], u: Tensor, end: int | None, args: Args) -> dict[str, Any]:
-    """A batch: ids and mask (B, P + R), context lengths (B,) on the CPU, responses (B, R), which of their tokens count
-    in KL and loss (kept, B, R), whether the truncate token was found (B,), and the truncated responses as lists.
+    """A batch: ids and mask (B / K, P) of the contexts, their lengths on the CPU, responses (B, R), which of their
+    tokens count in KL and loss (kept, B, R), whether the truncate token was found (B,), truncated responses as lists.
     """
     ids, mask = left_pad(contexts, u.device)
-    responses = sample(
-        policy, ids, mask, u, args.temperature, end if args.mask_truncated else None, args.truncate_after
-    )
+    may_end = end if args.mask_truncated else None  # the original's KL and loss want all R tokens
+    responses = sample(policy, ids, mask, u, args.temperature, may_end, args.truncate_after)
     stays, found = truncate(responses, end, args.truncate_after)
-    every = torch.ones_like(stays)
-    batch = {"ids": torch.cat([ids, responses], 1), "mask": torch.cat([mask, every], 1), "responses": responses}
-    batch |= {"lengths": mask.sum(1).cpu(), "kept": stays if args.mask_truncated else every, "found": found}
-    pairs = zip(responses.tolist(), stays.sum(1).tolist(), strict=True)
-    return batch | {"truncated": [response[:length] for response, length in pairs]}
-
-
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log p(token) and entropy, both (B, R) in nats, of softmax(logits / temperature) for logits (B, R, V)."""
-    logits = logits / temperature
-    normalizer = logits.logsumexp(-1)
-    with torch.no_grad():  # the entropy is only logged
-        entropy = normalizer - ((logits - normalizer.unsqueeze(-1)).exp() * logits).sum(-1)
-    return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - normalizer, entropy
+    truncated = [row[:length] for row, length in zip(responses.tolist(), stays.sum(1).tolist(), strict=True)]
+    batch = {"ids": ids, "mask": mask, "lengths": mask.sum(1).cpu(), "responses": responses, "found": found}
+    return batch | {"kept": stays if args.mask_truncated else torch.ones_like(stays), "truncated": truncated}
 
 
 def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
@@ -459,15 +463,32 @@ def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...
 
 
 def forward_response(policy: Any, batch: dict[str, Tensor], rows: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """Log-probabilities and entropies (b, R) of the responses in `rows`, and the policy's second output.
+    """Log-probabilities and entropies, (b, R) or (b, K, R), of the responses in `rows`, and what else the policy gives.
 
-    Rollout and update come here with the same rows, so that the first ratio is 1 in any precision. Contexts are cut to
-    the longest among the rows; the last token of a response is never an input.
+    Rollout and update come here with the same rows, so that the first ratio is 1 in any precision. A row of the forward
+    pass is [context | response 1 | .. | response K]: a context is computed once for its K responses, which do not see
+    each other. Contexts are cut to the longest of `rows`; the last token of a response is never an input.
     """
-    responses = batch["responses"][rows]
-    width = int(batch["lengths"][rows].max()) + responses.shape[1]
-    logits, second = policy(batch["ids"][rows, -width:-1], batch["mask"][rows, -width:-1], responses.shape[1])
-    return *token_logprobs(logits, responses, temperature), second
+    tokens, width = batch["responses"][rows], int(batch["lengths"][rows].max())
+    b, copies, length = tokens.view(len(rows), -1, tokens.shape[-1]).shape
+    inputs = tokens.view(b, copies, length)[:, :, :-1].flatten(1)
+    context, real = batch["ids"][rows, -width:], batch["mask"][rows, -width:]
+    index = torch.arange(inputs.shape[1], device=inputs.device)
+    owner = torch.cat([index.new_full((width,), -1), index // max(length - 1, 1)])  # which response a column belongs to
+    sees = ((owner == -1) | (owner == owner.unsqueeze(1))).tril() & torch.cat([real, inputs >= 0], 1).unsqueeze(1)
+    sees |= torch.eye(len(owner), dtype=torch.bool, device=sees.device)  # padding sees itself, so that it stays finite
+    positions = torch.cat(
+        [(real.cumsum(1) - 1).clamp(min=0), real.sum(1, keepdim=True) + index % max(length - 1, 1)], 1
+    )
+    logits, *others = policy(1 + len(index), torch.cat([context, inputs], 1), sees, positions)
+    # where a token is predicted: the first of a response at the end of the context, the others at the one before
+    at = torch.cat([index.new_zeros(copies, 1), 1 + index.view(copies, -1)], 1).flatten()
+    logits = logits / temperature
+    normalizer = logits.logsumexp(-1)
+    with torch.no_grad():  # the entropy is only logged
+        entropy = normalizer - ((logits - normalizer.unsqueeze(-1)).exp() * logits).sum(-1)
+    chosen = logits.flatten(1).gather(1, at * logits.shape[-1] + tokens.flatten(1))
+    return tuple(x.view_as(tokens) for x in (chosen - normalizer[:, at], *(y[:, at] for y in (entropy, *others))))
 
 
 @torch.no_grad()
@@ -531,10 +552,10 @@ def adapt_kl_coef(kl_coef: float, kl: float, target: float, share: float) -> flo
 def ppo_loss(
     logprobs: Tensor, values: Tensor, old_logprobs: Tensor, old_values: Tensor, advantages: Tensor, returns: Tensor,
     mask: Tensor, cliprange: float, cliprange_value: float, vf_coef: float,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+) -> tuple[Tensor, Pairs]:  # fmt: skip
     """Clipped policy loss + vf_coef * clipped value loss, SUMMED over mask, so that micro-batches add up. All (b, R).
 
-    Returns the loss and detached sums for the metrics. Source: Schulman et al. 2017 (arXiv:1707.06347), equation 7;
+    Returns the loss and (sum, count) pairs for the metrics. Source: Schulman et al. 2017, arXiv:1707.06347, equation 7;
     lm_human_preferences/train_policy.py, PPOTrainer.loss (value clipping and the factor 0.5).
     """
     log_ratio = logprobs - old_logprobs
@@ -554,25 +575,20 @@ def ppo_loss(
         "ratio_squared": ratio**2,
     }
     sums = {name: (term * mask).sum() for name, term in terms.items()}
-    sums["ppo/loss/total"] = loss = sums["ppo/loss/policy"] + vf_coef * sums["ppo/loss/value"]
-    return loss, {name: total.detach() for name, total in sums.items()}
+    sums["ppo/loss/total"] = sums["ppo/loss/policy"] + vf_coef * sums["ppo/loss/value"]
+    return sums["ppo/loss/total"], {name: (total.detach(), mask.sum()) for name, total in sums.items()}
 
 
 def ppo_update(
-    accelerator: accelerate.Accelerator,
-    policy: Any,
-    optimizer: Any,
-    batch: dict[str, Tensor],
-    epochs: Tensor,
-    args: Args,
-) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    accelerator: Any, policy: Any, optimizer: Any, batch: dict[str, Tensor], epochs: Tensor, args: Args
+) -> list[Pairs]:
     """All optimizer steps on one batch of rollouts; `epochs` (num_epochs, num_minibatches, rows) holds the shuffles.
 
-    Advantages come from rewards whitened per minibatch and rank. The gradient is that of the mean over the tokens of
-    all ranks, in however many micro-batches. Returns (sum, count) pairs for the metrics.
+    The gradient is that of a mean over all ranks, in however many micro-batches. Advantages come from rewards whitened
+    per minibatch and rank. Returns (sum, count) pairs for the metrics.
     """
-    records, batch = [], batch | {name: torch.zeros_like(batch["values"]) for name in ("advantages", "returns")}
-    one = torch.ones((), device=batch["values"].device)
+    records, one = [], torch.ones((), device=batch["kept"].device)
+    batch |= {name: torch.zeros_like(batch["values"]) for name in ("advantages", "returns")}
     for minibatch in epochs.flatten(0, 1):
         mask, rewards, values = (batch[name][minibatch] for name in ("kept", "rewards", "values"))
         if args.whiten_rewards:
@@ -587,18 +603,17 @@ def ppo_update(
             with accelerator.accumulate(policy):
                 logprobs, entropy, values = forward_response(policy, batch, rows, args.temperature)
                 old = [batch[name][rows] for name in ("logprobs", "values", "advantages", "returns", "kept")]
-                loss, sums = ppo_loss(logprobs, values, *old, args.cliprange, args.cliprange_value, args.vf_coef)
+                loss, pairs = ppo_loss(logprobs, values, *old, args.cliprange, args.cliprange_value, args.vf_coef)
                 accelerator.backward(loss * scale)  # it averages over processes and micro-batches, the loss is a sum
                 optimizer.step()
                 optimizer.zero_grad()
-            sums["ppo/policy/entropy"] = (entropy * old[-1]).sum()
-            records.append({name: (total, old[-1].sum()) for name, total in sums.items()})
-            if len(records) == 3:  # before any step
+            records.append(pairs | {"ppo/policy/entropy": ((entropy * old[-1]).sum(), old[-1].sum())})
+            if "first_ratio_error" not in records[0]:  # before any step
                 records[0]["first_ratio_error"] = (((logprobs - old[0]).exp() - 1).abs().max().detach(), one)
     return records
 
 
-def reduce_means(accelerator: Any, records: list[dict[str, tuple[Tensor, Tensor]]]) -> dict[str, float]:
+def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
     """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
     names = list(dict.fromkeys(name for record in records for name in record))
     pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)
@@ -633,17 +648,17 @@ def self_check(metrics: dict[str, float], update: int, args: Args) -> None:
 
 def open_output_dir(args: Args, preset: str) -> Path:
     """A new folder for the run, with args.json in it: the arguments, versions and git commit."""
-    script, when, processes = Path(sys.argv[0]).stem, time.strftime("%Y%m%d-%H%M%S"), os.environ.get("WORLD_SIZE", "1")
-    folder = Path(args.output_dir or f"runs/{script}-{preset}-{args.seed}-{when}")
+    script, processes = Path(sys.argv[0]).stem, int(os.environ.get("WORLD_SIZE", "1"))
+    folder = Path(args.output_dir or f"runs/{script}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         stop(f"--output_dir {folder}: is not empty; a new or empty folder would do")
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    record = {"script": script, "preset": preset, "processes": int(processes), "args": vars(args)}
-    record["versions"] = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, datasets)}
-    record["commit"] = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, datasets)}
+    record = {"script": script, "preset": preset, "processes": processes, "commit": commit, "versions": versions}
     what, hint = f"--output_dir {folder}: cannot be written", "a folder with write permission and space would do"
     attempt(what, hint, folder.mkdir, parents=True, exist_ok=True)
-    attempt(what, hint, (folder / "args.json").write_text, json.dumps(record, indent=2))
+    attempt(what, hint, (folder / "args.json").write_text, json.dumps(record | {"args": vars(args)}, indent=2))
     return folder
 
 
@@ -664,6 +679,7 @@ def plot_curves(folder: Path, x: str, panels: tuple[str, ...]) -> None:
     for axes, name in zip(figure.subplots(1, len(panels)), panels, strict=True):
         axes.plot([row[x] for row in rows], [row[name] for row in rows])
         axes.set(title=name, xlabel=x)
+        axes.locator_params(axis="x", nbins=5)
         axes.grid(alpha=0.3)
     figure.savefig(folder / "curves.png", dpi=150)
 
@@ -681,17 +697,18 @@ def show_samples(folder: Path, before: list[Any], after: list[Any]) -> None:
     Console().print(table, f"mean score {means[0]:.2f} before, {means[1]:.2f} after; {folder} has everything", sep="\n")
 
 
-def main(args: Args, preset: str) -> None:
+def main(preset: str, args: Args) -> None:
     """Set-up, then a loop of updates: rollout, score, reward, advantage, update, log; at the end evaluate and save."""
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    divisor, rows = world * args.num_minibatches, args.batch_size // world
+    divisor, micro = world * args.num_minibatches, args.micro_batch_size
     if args.batch_size % divisor:
         nearest = args.batch_size // divisor * divisor
-        stop(f"--batch_size {args.batch_size}: is not a multiple of {world} processes x --num_minibatches "
-             f"{args.num_minibatches}; {nearest or 2 * divisor} or {nearest + divisor} would do")  # fmt: skip
+        stop(f"--batch_size {args.batch_size}: is not a multiple of {divisor} (processes x minibatches x responses per "
+             f"query); {nearest or 2 * divisor} or {nearest + divisor} would do")  # fmt: skip
+    rows = episodes = args.batch_size // world  # on this rank, in each update
     accelerator = accelerate.Accelerator(
         mixed_precision="bf16" if args.dtype == "bf16" else "no",
-        gradient_accumulation_steps=math.ceil(rows / args.num_minibatches / args.micro_batch_size),
+        gradient_accumulation_steps=math.ceil(rows / args.num_minibatches / micro),
         log_with="wandb" if args.track else None,
         kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
@@ -705,8 +722,8 @@ def main(args: Args, preset: str) -> None:
     )
     contexts, eval_contexts = ([prefix + query + suffix for query in part] for part in (queries, eval_queries))
     reward = load_reward(args, preset, tokenizer, device)
-    policy = ActorCritic(load(AutoModelForCausalLM, args.base_model, "--base_model", args))
-    ref = ActorCritic(freeze(load(AutoModelForCausalLM, args.base_model, "--base_model", args), args.dtype)).to(device)
+    lm, ref_lm = (load(AutoModelForCausalLM, args.base_model, "--base_model", args) for _ in range(2))
+    policy, ref = ActorCritic(lm), ActorCritic(freeze(ref_lm, args.dtype)).to(device)
     window = getattr(policy.lm.config.get_text_config(), "max_position_embeddings", math.inf)
     if (longest := max(map(len, contexts + eval_contexts)) + args.response_length) > window:
         stop(f"--response_length {args.response_length}: makes {longest} tokens with the longest query, more than the "
@@ -724,45 +741,46 @@ def main(args: Args, preset: str) -> None:
 
     progress = tqdm(range(num_updates), unit="update", disable=rank > 0, dynamic_ncols=True)
     for update in progress:
-        # 1. rollout: a response to each query, and what policy and reference think of its tokens
-        picks = batch_indices(len(queries), update * args.batch_size + rank * rows, rows, args.seed)
-        u = uniforms(args.seed, update + 1, args.batch_size, args.response_length, device)[rank * rows :][:rows]
+        # 1. rollout: responses to the queries, and what policy and reference think of their tokens
+        picks = batch_indices(len(queries), (update * world + rank) * rows, rows, args.seed)
+        u = uniforms(args.seed, update + 1, args.batch_size, args.response_length, device)[rank * episodes :][:episodes]
         shuffles = [shuffle.permutation(rows) for _ in range(args.num_epochs)]
         epochs = torch.from_numpy(np.stack(shuffles)).view(args.num_epochs, args.num_minibatches, -1)
         with torch.no_grad(), accelerator.autocast():
             batch = respond(actor, [contexts[i] for i in picks], u, end, args)
             batch |= {name: torch.empty_like(u) for name in ("logprobs", "values", "ref_logprobs")}
-            parts = [micro_batches(rows_, batch["lengths"], args.micro_batch_size) for rows_ in epochs[0]]
+            parts = [micro_batches(minibatch, batch["lengths"], micro) for minibatch in epochs[0]]
             for part in itertools.chain(*parts):
-                logprobs, _, values = forward_response(actor, batch, part, args.temperature)
-                batch["logprobs"][part], batch["values"][part] = logprobs, values
+                logprobs, _, batch["values"][part] = forward_response(actor, batch, part, args.temperature)
+                batch["logprobs"][part] = logprobs
                 batch["ref_logprobs"][part] = forward_response(ref, batch, part, args.temperature)[0]
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
-            scores = score(reward, [queries[i] for i in picks], batch["truncated"], tokenizer, args).to(device)
+            asked = [queries[i] for i in picks]
+            scores = score(reward, asked, batch["truncated"], tokenizer, args).to(device)
         scores = penalize(scores, batch["found"], args.penalty_reward_value, args.penalty_mode)
 
         # 3. reward: the score at the last token, minus the KL penalty at every token
         log_ratio = (batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]
         batch["rewards"] = token_rewards(scores, log_ratio, batch["kept"], kl_coef)
 
-        # 4. advantage and 5. update: clipped PPO steps on whitened advantages
+        # 4. advantage and 5. update
         for group in optimizer.param_groups:
             group["lr"] = args.lr * (1 - update / num_updates)
         records = ppo_update(accelerator, policy, optimizer, batch, epochs, args)
 
         # 6. log; then the KL coefficient adapts to the KL of all ranks
-        per_response = {
-            "objective/kl": log_ratio.sum(1),
-            "objective/kl_k3": ((-log_ratio).exp() - 1 + log_ratio).sum(1),
-            "objective/entropy": -(batch["logprobs"] * batch["kept"]).sum(1),
+        totals = {
+            "objective/kl": log_ratio,
+            "objective/kl_k3": (-log_ratio).exp() - 1 + log_ratio,
+            "objective/entropy": -batch["logprobs"] * batch["kept"],
             "objective/scores": scores,
-            "objective/non_score_reward": -kl_coef * log_ratio.sum(1),
-            "objective/score_total": scores - kl_coef * log_ratio.sum(1),
+            "objective/non_score_reward": -kl_coef * log_ratio,
+            "objective/score_total": batch["rewards"],
             "objective/found_end": batch["found"].float(),
         }
-        count = torch.tensor(float(rows), device=device)
-        records.append({name: (x.sum(), count) for name, x in per_response.items()})
+        count = torch.tensor(float(episodes), device=device)
+        records.append({name: (x.sum(), count) for name, x in totals.items()})
         metrics = {"ppo/episode": (update + 1) * args.batch_size, "ppo/lr": optimizer.param_groups[0]["lr"]}
         metrics |= {"objective/kl_coef": kl_coef} | reduce_means(accelerator, records)
         metrics["ppo/val/var_explained"] = 1 - metrics["ppo/val/error"] / metrics["ppo/returns/var"]
@@ -789,5 +807,4 @@ def main(args: Args, preset: str) -> None:
 
 
 if __name__ == "__main__":
-    chosen, arguments = parse_args(PPO_PRESETS)
-    main(arguments, chosen)
+    main(*parse_args("ppo"))

@@ -43,7 +43,7 @@ class AdamTF(torch.optim.Adam):
         params = list(params)
         if fused is None:
             tensors = [p for group in params for p in (group["params"] if isinstance(group, dict) else [group])]
-            fused = all(torch.is_tensor(p) and p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in tensors)
+            fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in tensors)
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=fused)
 
     @torch.no_grad()

@@ -47,8 +47,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+from transformers.pytorch_utils import Conv1D
 
 from tf_adam import AdamTF
+
+Pairs = dict[str, tuple[Tensor, Tensor]]  # a metric's name -> its sum and count
 
 
 @dataclasses.dataclass
@@ -65,10 +68,10 @@ class Args:
     dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast with fp32 master weights, fp32 logits and values
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more compute
     # the task
-    label_dataset: str = "tiny/labels"  # A json, jsonl, parquet or csv file, a folder, or owner/name[@revision][:part]
+    label_dataset: str = "tiny/labels"  # A json, jsonl, parquet or csv file or URL, a folder, or owner/name[:config]
     num_labels: int | None = None  # Labels to train on (None: the training split); the rest, or `test`, is held out
     label_pad: int = 50259  # Token id that pads the rows of best-of-N labels
-    query_dataset: str = "tiny/queries"  # A json, jsonl, parquet or csv file, a folder, or owner/name[@revision][:part]
+    query_dataset: str = "tiny/queries"  # A json, jsonl, parquet or csv file or URL, a folder, or owner/name[:config]
     query_length: int = 32  # Longest query, in tokens
     query_prefix: str = ""  # Text before every query that the policy reads (the reward model does not)
     query_suffix: str = ""  # Text after every query that the policy reads (the reward model does not)
@@ -78,31 +81,42 @@ class Args:
     temperature: float = 0.7  # Divides the logits for sampling, log-probabilities and entropies
     # the algorithm
     normalization_samples: int = 512  # Samples that set gain and bias, before and after (0: leave them at 1 and 0)
-    batch_size: int = 32  # Comparisons per update, over all devices
+    batch_size: int = 8  # Comparisons per update, over all devices
     micro_batch_size: int = 64  # Rows per forward and backward pass on one device; gradients accumulate
-    lr: float = 1e-3  # Learning rate of the first update; it decays linearly to 0
+    lr: float = 2e-3  # Learning rate of the first update; it decays linearly to 0
     adam: Literal["tf", "torch"] = "tf"  # Adam as TensorFlow computes it (original), or torch.optim.Adam
     adam_eps: float = 1e-5  # Adam's epsilon
 
 
-# OpenAI's launch.py: what the task is, for all scripts (`tiny` is what Args says), then how this script trains.
-LABELS = "vwxyzjn/lm-human-preferences"
+# OpenAI's launch.py: what the task is, for all scripts (`tiny` is what Args says), then how each of them trains.
+LABELS = "hf://datasets/vwxyzjn/lm-human-preferences"
 BOOKS = {"base_model": "gpt2", "query_dataset": "rojagtap/bookcorpus", "query_length": 64}
 SUMMARY = {"base_model": "gpt2", "query_length": 500, "query_suffix": "\n\nTL;DR:", "response_length": 75}
 CUT = {"start_text": None, "end_text": None, "truncate_token": "\n", "truncate_after": 55}
 CNNDM = {"query_dataset": "abisee/cnn_dailymail:3.0.0", "query_prefix": "Article:\n\n", "temperature": 0.5}
-TLDR = {"query_dataset": f"{LABELS}:tldr/train-subset.json"}
+TLDR = {"query_dataset": f"{LABELS}/tldr/train-subset.json", "label_dataset": f"{LABELS}/tldr/offline_60k.json"}
 TASKS = {
     "tiny": {},
-    "sentiment": BOOKS | {"label_dataset": f"{LABELS}:sentiment/offline_5k.json"},
-    "descriptiveness": BOOKS | {"label_dataset": f"{LABELS}:descriptiveness/offline_5k.json"},
-    "cnndm": SUMMARY | CUT | CNNDM | {"end_text": "\n", "label_dataset": f"{LABELS}:cnndm/offline_60k.json"},
-    "tldr": SUMMARY | CUT | TLDR | {"label_dataset": f"{LABELS}:tldr/offline_60k.json"},
+    "sentiment": BOOKS | {"label_dataset": f"{LABELS}/sentiment/offline_5k.json"},
+    "descriptiveness": BOOKS | {"label_dataset": f"{LABELS}/descriptiveness/offline_5k.json"},
+    "cnndm": SUMMARY | CUT | CNNDM | {"end_text": "\n", "label_dataset": f"{LABELS}/cnndm/offline_60k.json"},
+    "tldr": SUMMARY | CUT | TLDR,
 }
-REWARD_BOOKS = {"num_labels": 4_992, "lr": 5e-5}
+REWARD_BOOKS = {"num_labels": 4_992, "batch_size": 32, "lr": 5e-5}
 REWARD_SUMMARY = {"num_labels": 46_000, "batch_size": 16, "micro_batch_size": 4, "lr": 2.5e-5}
-REWARD_PRESETS = {"tiny": {}, "sentiment": REWARD_BOOKS, "descriptiveness": REWARD_BOOKS}
-REWARD_PRESETS |= {"cnndm": REWARD_SUMMARY, "tldr": REWARD_SUMMARY}
+RL_BOOKS = {"total_episodes": 1_000_000, "batch_size": 512, "lr": 1e-5, "kl_horizon": 10_000.0}
+RL_SUMMARY = {"total_episodes": 1_000_000, "batch_size": 32, "micro_batch_size": 4, "lr": 2e-6, "kl_target": None}
+RL_CNNDM = RL_SUMMARY | {"kl_coef": 0.01, "whiten_rewards": False}
+RL_TLDR = RL_SUMMARY | {"kl_coef": 0.03, "whiten_rewards": False}
+PYTHIA = "cleanrl/EleutherAI_pythia-1b-deduped"  # TRL's RLOO on TL;DR: responses end with EOS
+EOS = {"truncate_token": "eos", "truncate_after": 0, "mask_truncated": True, "penalty_mode": "add", "query_suffix": ""}
+TRL_RUN = {"num_epochs": 2, "rloo_k": 2, "response_length": 53, "batch_size": 512, "lr": 3e-6, "query_length": 512}
+TRL = {"base_model": f"{PYTHIA}__sft__tldr", "reward_model": f"{PYTHIA}__reward__tldr", "query_dataset": "trl-lib/tldr"}
+RUNS = {
+    "reward": dict(zip(TASKS, ({}, REWARD_BOOKS, REWARD_BOOKS, REWARD_SUMMARY, REWARD_SUMMARY), strict=True)),
+    "ppo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR), strict=True)),
+    "rloo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR | EOS | TRL_RUN | TRL), strict=True)),
+}
 
 
 def stop(message: str) -> NoReturn:
@@ -121,14 +135,14 @@ def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kw
         stop(f"{what}: {reason[:200]}; {hint}")
 
 
-def parse_args(presets: dict[str, dict[str, Any]]) -> tuple[str, Args]:
-    """Name of the preset (`tiny` if the first argument is a flag) and its Args: defaults < TASKS < presets < flags."""
+def parse_args(run: str) -> tuple[str, Args]:
+    """Name of the preset (`tiny` if the first argument is a flag), and Args: defaults < TASKS < RUNS[run] < flags."""
     argv = ["None" if word == "none" else word for word in sys.argv[1:]]
     preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
-    if preset not in presets:
-        nearest = difflib.get_close_matches(preset, presets, n=1, cutoff=0.0)[0]
-        stop(f"preset {preset!r}: does not exist; {nearest!r} is the nearest of {', '.join(presets)}")
-    values, errors = TASKS[preset] | presets[preset], io.StringIO()
+    if preset not in TASKS:
+        nearest = difflib.get_close_matches(preset, TASKS, n=1, cutoff=0.0)[0]
+        stop(f"preset {preset!r}: does not exist; {nearest!r} is the nearest of {', '.join(TASKS)}")
+    values, errors = TASKS[preset] | RUNS[run][preset], io.StringIO()
     default = Args(**{field.name: values[field.name] for field in dataclasses.fields(Args) if field.name in values})
     try:
         with contextlib.redirect_stderr(errors):
@@ -136,9 +150,7 @@ def parse_args(presets: dict[str, dict[str, Any]]) -> tuple[str, Args]:
     except SystemExit as exit_:
         if not exit_.code:
             raise
-        stop(
-            re.sub(r"[╭╮╰╯│─\s]+", " ", errors.getvalue().partition("─╮\n")[2]).partition(" For full")[0]
-        )  # tyro's box
+        stop(re.sub(r"[╭╮╰╯│─|+\s]+|-{3,}", " ", errors.getvalue()).partition(" For full")[0])  # tyro's box as a line
     for name, value in vars(args).items():
         needed = name.endswith(("size", "length", "episodes", "minibatches", "epochs", "temperature"))
         if isinstance(value, int | float) and name != "penalty_reward_value" and (value < 0 or needed and not value):
@@ -154,19 +166,11 @@ def local_path(name: str) -> Path | None:
 
 
 def load_table(name: str, flag: str) -> datasets.DatasetDict:
-    """Splits of a json, jsonl, parquet or csv file, a folder of them, or the hub's owner/name[:file or config]."""
-    kinds, hint = (
-        {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"},
-        "a local jsonl file would do",
-    )
-    path, (repo, _, part) = local_path(name), name.partition(":")
-    if path is None:
-        where = {"path": repo, "data_files" if Path(part).suffix in kinds else "name": part or None}
-    elif path.is_file() and path.suffix not in kinds:
-        stop(f"{flag} {name}: is no table; a file ending in {', '.join(kinds)} would do")
-    else:
-        where = {"path": str(path)} if path.is_dir() else {"path": kinds[path.suffix], "data_files": str(path)}
-    return attempt(f"{flag} {name}: cannot be read", hint, datasets.load_dataset, **where)
+    """The splits of a json, jsonl, parquet or csv file or URL, of a folder, or of owner/name[:config]."""
+    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}.get(Path(name).suffix)
+    path = local_path(name)
+    where = (kind, None, None, str(path or name)) if kind else (str(path),) if path else name.split(":")
+    return attempt(f"{flag} {name}: cannot be read", "a local jsonl file would do", datasets.load_dataset, *where)
 
 
 def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> Any:
@@ -190,11 +194,12 @@ def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> An
         if info["missing_keys"] and "num_labels" not in kwargs:
             missing = ", ".join(sorted(info["missing_keys"])[:3])
             stop(f"{flag} {name}: lacks {missing}; a folder with all weights of a {type(model).__name__} would do")
-        for module in model.modules():
+        for module in [*model.modules(), model.config]:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if isinstance(getattr(module, "attention_dropout", None), float):
-                module.attention_dropout = 0.0
+            for key, value in vars(module).items():
+                if "dropout" in key and isinstance(value, float):
+                    setattr(module, key, 0.0)
             if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
                 module.act = nn.GELU(approximate="tanh")  # the same function as one kernel instead of eight
     return model
@@ -268,30 +273,35 @@ def freeze(model: Any, dtype: str) -> Any:
     """No gradients. With bf16, the matrices that autocast rounds at every use are stored rounded: equal results."""
     heads = (model.get_output_embeddings(), getattr(model, "score", None))  # these run in fp32
     for module in model.requires_grad_(False).eval().modules():
-        if dtype == "bf16" and type(module).__name__ in ("Linear", "Conv1D") and module not in heads:
+        if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D) and module not in heads:
             module.to(torch.bfloat16)
     return model
 
 
-def last_hidden(model: Any, input_ids: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
-    """Last hidden states (B, t, d) of the t tokens in `input_ids`; `mask` (B, past + t) is False at padding.
+def last_hidden(model: Any, ids: Tensor, mask: Tensor, positions: Tensor | None = None, cache: Any = None) -> Tensor:
+    """Last hidden states (B, t, d) of ids (B, t). mask: (B, past + t), False at padding, or (B, t, t), who sees whom.
 
     Positions count real tokens only, as in the original, so that padding on either side changes nothing.
     """
-    inputs = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+    if positions is None:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    if mask.dim() == 3:
+        mask = mask.unsqueeze(1)
+        if model.config._attn_implementation == "eager":
+            mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
     if "position_ids" in inspect.signature(model.base_model.forward).parameters:
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        inputs["position_ids"] = positions
     return model.base_model(**inputs).last_hidden_state
 
 
-def last_logits(lm: Any, input_ids: Tensor, mask: Tensor, keep: int, cache: Any = None) -> tuple[Tensor, Tensor]:
-    """Logits (B, keep, V) and hidden states (B, keep, d) at the last `keep` positions, the only ones computed.
+def last_logits(lm: Any, keep: int, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """Logits (B, keep, V) and hidden states (B, keep, d) at the last `keep` positions; inputs are those of last_hidden.
 
     The head runs in fp32 under autocast too: a logit of magnitude 100 rounded to bf16 is off by up to 0.25.
     """
-    hidden = last_hidden(lm, input_ids, mask, cache)[:, -keep:].contiguous()
+    hidden, head = last_hidden(lm, *inputs)[:, -keep:].contiguous(), lm.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):
-        head = lm.get_output_embeddings()
         return head(hidden.to(head.weight.dtype)).float(), hidden
 
 
@@ -302,9 +312,9 @@ class Actor(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, input_ids: Tensor, mask: Tensor, keep: int, cache: Any = None) -> tuple[Tensor, Tensor]:
-        """Logits (B, keep, V) and hidden states (B, keep, d) at the last `keep` positions: see last_logits."""
-        return last_logits(self.lm, input_ids, mask, keep, cache)
+    def forward(self, keep: int, *inputs: Any) -> tuple[Tensor]:
+        """Logits (B, keep, V) at the last `keep` positions: see last_logits."""
+        return last_logits(self.lm, keep, *inputs)[:1]
 
 
 class RewardModel(nn.Module):
@@ -322,14 +332,16 @@ class RewardModel(nn.Module):
 
     def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards (B,) in fp32. The last real token is found by the mask, never by comparing with a pad token."""
-        if not hasattr(self.model, "score"):  # encoders pool by themselves
-            return self.gain * self.model(input_ids, attention_mask=mask).logits.squeeze(-1).float() + self.bias
-        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+        index = torch.arange(mask.shape[1], device=mask.device)
+        if not hasattr(self.model, "score"):  # an encoder: it pools by itself, and wants its padding on the right
+            shift = (index + (~mask).sum(1, keepdim=True)) % len(index)
+            logits = self.model(input_ids.gather(1, shift), attention_mask=mask.gather(1, shift)).logits
+            return self.gain * logits.squeeze(-1).float() + self.bias
+        last = (mask * index).argmax(1)
         hidden = last_hidden(self.model, input_ids, mask)[torch.arange(len(mask), device=mask.device), last]
         with torch.autocast(hidden.device.type, enabled=False):
-            return (
-                self.gain * self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1).float() + self.bias
-            )
+            reward = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
+            return self.gain * reward.float() + self.bias
 
 
 def left_pad(rows: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
@@ -355,26 +367,30 @@ def uniforms(seed: int, update: int, batch: int, length: int, device: Any) -> Te
 
 
 @torch.no_grad()
-def sample(
-    policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float, end: int | None, after: int
-) -> Tensor:
+def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float, end: Any, after: int) -> Tensor:
     """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p.
 
-    ids, mask: contexts (B, P), padded on the left. u: (B, R) uniform numbers; token t is where the cumulative
-    distribution passes u[:, t] (torch.multinomial draws B * V exponentials instead). Unless `end` is None, sampling is
-    over when every row has had that token at index `after` or later; columns not reached are filled with it.
+    ids, mask: contexts, padded on the left, (B / K, P): each is read once for K responses, which come next to each
+    other. u: (B, R) uniform numbers; token t is where the cumulative distribution passes u[:, t] (torch.multinomial
+    draws B * V exponentials instead). Unless `end` is None, sampling is over when every row has had that token at index
+    `after` or later; columns not reached are filled with it.
     """
-    cache = DynamicCache(config=policy.lm.config)
+    cache, copies, training = DynamicCache(config=policy.lm.config), len(u) // len(ids), policy.training
+    policy.eval()  # under gradient checkpointing transformers keeps no cache in training mode
+    logits = policy(1, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
+    mask = mask.repeat_interleave(copies, 0)
+    cache.batch_repeat_interleave(copies)
     responses = torch.full(u.shape, end or 0, device=u.device)
     for t in range(u.shape[1]):
-        logits, _ = policy(ids, mask, 1, cache)
         cdf = (logits[:, -1] / temperature).softmax(-1).cumsum(-1)
         ids = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
         responses[:, t : t + 1] = ids
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        if end is not None and t >= after and (responses[:, after : t + 1] == end).any(1).all():
-            break
-    return responses
+        over = end is not None and t >= after and (responses[:, after : t + 1] == end).any(1).all()
+        if over or t + 1 == u.shape[1]:
+            policy.train(training)
+            return responses
+        mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
+        logits = policy(1, ids, mask, None, cache)[0]
 
 
 def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
@@ -463,9 +479,7 @@ def label_rewards(model: Any, labels: list[Label], device: Any) -> tuple[Tensor,
     return model(ids, mask).view(len(labels), -1), torch.tensor([best for *_, best in labels], device=device)
 
 
-def reward_update(
-    accelerator: Any, model: Any, optimizer: Any, labels: list[Label], args: Args
-) -> list[dict[str, tuple[Tensor, Tensor]]]:
+def reward_update(accelerator: Any, model: Any, optimizer: Any, labels: list[Label], args: Args) -> list[Pairs]:
     """One optimizer step on this rank's share of a batch of labels: mean cross entropy over all ranks.
 
     Returns (sum, count) pairs of loss and accuracy. Source: lm_human_preferences/train_reward.py.
@@ -533,7 +547,7 @@ def score_labels(accelerator: Any, reward: RewardModel, labels: list[Label], arg
     return accelerator.gather(torch.cat(rewards))[: len(labels)]
 
 
-def reduce_means(accelerator: Any, records: list[dict[str, tuple[Tensor, Tensor]]]) -> dict[str, float]:
+def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
     """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
     names = list(dict.fromkeys(name for record in records for name in record))
     pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)
@@ -543,17 +557,17 @@ def reduce_means(accelerator: Any, records: list[dict[str, tuple[Tensor, Tensor]
 
 def open_output_dir(args: Args, preset: str) -> Path:
     """A new folder for the run, with args.json in it: the arguments, versions and git commit."""
-    script, when, processes = Path(sys.argv[0]).stem, time.strftime("%Y%m%d-%H%M%S"), os.environ.get("WORLD_SIZE", "1")
-    folder = Path(args.output_dir or f"runs/{script}-{preset}-{args.seed}-{when}")
+    script, processes = Path(sys.argv[0]).stem, int(os.environ.get("WORLD_SIZE", "1"))
+    folder = Path(args.output_dir or f"runs/{script}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         stop(f"--output_dir {folder}: is not empty; a new or empty folder would do")
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    record = {"script": script, "preset": preset, "processes": int(processes), "args": vars(args)}
-    record["versions"] = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, datasets)}
-    record["commit"] = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, datasets)}
+    record = {"script": script, "preset": preset, "processes": processes, "commit": commit, "versions": versions}
     what, hint = f"--output_dir {folder}: cannot be written", "a folder with write permission and space would do"
     attempt(what, hint, folder.mkdir, parents=True, exist_ok=True)
-    attempt(what, hint, (folder / "args.json").write_text, json.dumps(record, indent=2))
+    attempt(what, hint, (folder / "args.json").write_text, json.dumps(record | {"args": vars(args)}, indent=2))
     return folder
 
 
@@ -574,6 +588,7 @@ def plot_curves(folder: Path, x: str, panels: tuple[str, ...]) -> None:
     for axes, name in zip(figure.subplots(1, len(panels)), panels, strict=True):
         axes.plot([row[x] for row in rows], [row[name] for row in rows])
         axes.set(title=name, xlabel=x)
+        axes.locator_params(axis="x", nbins=5)
         axes.grid(alpha=0.3)
     figure.savefig(folder / "curves.png", dpi=150)
 
@@ -594,7 +609,7 @@ def show_labels(folder: Path, labels: list[Label], rewards: list[list[float]], t
     Console().print(table)
 
 
-def main(args: Args, preset: str) -> None:
+def main(preset: str, args: Args) -> None:
     """Set-up and first normalisation, then one loop over updates: train, log; at the end normalise, evaluate, save."""
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     for flag in ("batch_size", "normalization_samples"):
@@ -686,5 +701,4 @@ def main(args: Args, preset: str) -> None:
 
 
 if __name__ == "__main__":
-    preset_name, arguments = parse_args(REWARD_PRESETS)
-    main(arguments, preset_name)
+    main(*parse_args("reward"))

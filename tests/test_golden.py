@@ -29,7 +29,7 @@ def make_batch(queries: np.ndarray, responses: np.ndarray, vocabulary: int) -> d
     responses = torch.from_numpy(responses).long()
     every = torch.ones_like(responses, dtype=torch.bool)
     lengths = torch.tensor([len(row) for row in contexts])
-    both = {"ids": torch.cat([ids, responses], 1), "mask": torch.cat([mask, every], 1)}
+    both = {"ids": ids, "mask": mask}
     return both | {"lengths": lengths, "responses": responses, "kept": every}
 
 
@@ -71,7 +71,9 @@ def test_logits_and_reference_logprobs_equal_the_original(golden_02: Path) -> No
     batch = make_batch(arrays["queries"], arrays["responses"], policy.lm.config.vocab_size)
     length = batch["responses"].shape[1]
     with torch.no_grad():
-        logits, _ = policy(batch["ids"][:, :-1], batch["mask"][:, :-1], length)
+        ids = torch.cat([batch["ids"], batch["responses"][:, :-1]], 1)
+        mask = torch.cat([batch["mask"], batch["kept"][:, :-1]], 1)
+        logits, _ = policy(length, ids, mask)
         ref_logprobs, _, _ = ppo_rlhf.forward_response(ref, batch, torch.arange(len(batch["ids"])), 0.7)
     assert np.abs(logits.numpy() - arrays["lm_logits"][:, -length - 1 : -1]).max() < 2e-5
     assert np.abs(ref_logprobs.numpy() - arrays["ref_logprobs"]).max() < LOGPROB_ATOL

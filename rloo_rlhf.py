@@ -1,0 +1,762 @@
+"""RLOO from human preferences for language models, in one file.
+
+REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740): a policy continues every query K times, a reward model
+(train_reward.py) scores the continuations, and each is compared with the mean of its K - 1 siblings. A response is one
+action: no value function, no advantage per token, the KL penalty a part of its reward. All else is ppo_rlhf.py and its
+"original" to the letter: `diff ppo_rlhf.py rloo_rlhf.py` shows the algorithm and nothing more.
+
+    python rloo_rlhf.py                                             # embedded default, two CPU cores
+    python rloo_rlhf.py sentiment --dtype bf16 --track              # OpenAI's sentiment task on one GPU
+    accelerate launch --num_processes 8 rloo_rlhf.py sentiment      # the same on eight: batch sizes are global
+
+Unlike the original, queries are padded on the left (equal results: positions count real tokens) and cut to the longest
+of their micro-batch; padding is a mask and no token, so that no tokenizer's pad or eos is taken for it; the order of
+queries comes from --seed; any number of devices draws the same responses.
+
+Shapes: B sequences (K per query, next to each other; K = 1 in PPO), P context tokens (padded on the left), R response
+tokens, V vocabulary, d hidden size.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import inspect
+import io
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import accelerate
+import datasets
+import numpy as np
+import torch
+import transformers
+import tyro
+from datasets.exceptions import DatasetsError
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+from transformers.pytorch_utils import Conv1D
+
+from tf_adam import AdamTF
+
+Pairs = dict[str, tuple[Tensor, Tensor]]  # a metric's name -> its sum and count
+
+
+@dataclasses.dataclass
+class Args:
+    """Settings of a run. The name of a preset may come first: sentiment, descriptiveness, cnndm, tldr."""
+
+    # the run
+    seed: int = 1  # Seed of query order, sampling and shuffles (rank r shuffles with seed + 100003 r)
+    output_dir: str | None = None  # Folder for all that this run makes (None: runs/<script>-<preset>-<seed>-<time>)
+    track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
+    eval_queries: int = 64  # Held-out queries, sampled before the first and after the last update
+    # models
+    base_model: str = "tiny/model"  # Policy and reference start from this causal LM: a folder or a hub id
+    reward_model: str | None = None  # Classifier with one label: folder or hub id (None: the preset's newest in runs/)
+    reward_fn: str | None = None  # Instead of a reward model, `module:function` of (queries, responses) -> floats
+    trust_remote_code: bool = False  # Run Python code that comes with a hub model: only if you have read it
+    dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast with fp32 master weights, fp32 logits and values
+    gradient_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more compute
+    # the task
+    query_dataset: str = "tiny/queries"  # A json, jsonl, parquet or csv file or URL, a folder, or owner/name[:config]
+    query_length: int = 32  # Longest query, in tokens
+    query_prefix: str = ""  # Text before every query that the policy reads (the reward model does not)
+    query_suffix: str = ""  # Text after every query that the policy reads (the reward model does not)
+    start_text: str | None = "."  # One token: a query begins after its first occurrence in the text (None: at once)
+    end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: it is not)
+    response_length: int = 24  # Tokens sampled per response
+    temperature: float = 0.7  # Divides the logits for sampling, log-probabilities and entropies
+    truncate_token: str | None = "."  # A response ends with this token; `eos`: the tokenizer's; None: it never ends
+    truncate_after: int = 16  # A truncate token counts from this index on
+    penalty_reward_value: float = -1.0  # Penalty for a response without a truncate token
+    penalty_mode: Literal["replace", "add"] = "replace"  # The penalty replaces the score (original) or is added to it
+    mask_truncated: bool = False  # What follows the truncate token is left out of KL and loss (original: stays in)
+    # the algorithm
+    total_episodes: int = 12_800  # Responses sampled in the whole run
+    batch_size: int = 128  # Episodes per update, over all devices
+    micro_batch_size: int = 64  # Rows per forward and backward pass on one device; gradients accumulate
+    num_minibatches: int = 1  # Optimizer steps per epoch; whitening is per minibatch and rank
+    num_epochs: int = 4  # Passes over the batch in each update
+    lr: float = 2e-4  # Learning rate of the first update; it decays linearly to 0
+    adam: Literal["tf", "torch"] = "tf"  # Adam as TensorFlow computes it (original), or torch.optim.Adam
+    adam_eps: float = 1e-5  # Adam's epsilon
+    kl_coef: float = 0.15  # Coefficient of the KL penalty at the start
+    kl_target: float | None = 6.0  # KL, in nats per response, that the coefficient adapts to (None: it stays fixed)
+    kl_horizon: float = 2_000.0  # Horizon of that adaptation, in episodes
+    cliprange: float = 0.2  # The probability ratio is clipped to 1 +- this
+    rloo_k: int = 4  # Responses per query
+    token_level: bool = False  # Clip the ratio of each token instead of the response's (long ones leave 1 +- 0.2 soon)
+
+
+# OpenAI's launch.py: what the task is, for all scripts (`tiny` is what Args says), then how each of them trains.
+LABELS = "hf://datasets/vwxyzjn/lm-human-preferences"
+BOOKS = {"base_model": "gpt2", "query_dataset": "rojagtap/bookcorpus", "query_length": 64}
+SUMMARY = {"base_model": "gpt2", "query_length": 500, "query_suffix": "\n\nTL;DR:", "response_length": 75}
+CUT = {"start_text": None, "end_text": None, "truncate_token": "\n", "truncate_after": 55}
+CNNDM = {"query_dataset": "abisee/cnn_dailymail:3.0.0", "query_prefix": "Article:\n\n", "temperature": 0.5}
+TLDR = {"query_dataset": f"{LABELS}/tldr/train-subset.json", "label_dataset": f"{LABELS}/tldr/offline_60k.json"}
+TASKS = {
+    "tiny": {},
+    "sentiment": BOOKS | {"label_dataset": f"{LABELS}/sentiment/offline_5k.json"},
+    "descriptiveness": BOOKS | {"label_dataset": f"{LABELS}/descriptiveness/offline_5k.json"},
+    "cnndm": SUMMARY | CUT | CNNDM | {"end_text": "\n", "label_dataset": f"{LABELS}/cnndm/offline_60k.json"},
+    "tldr": SUMMARY | CUT | TLDR,
+}
+REWARD_BOOKS = {"num_labels": 4_992, "batch_size": 32, "lr": 5e-5}
+REWARD_SUMMARY = {"num_labels": 46_000, "batch_size": 16, "micro_batch_size": 4, "lr": 2.5e-5}
+RL_BOOKS = {"total_episodes": 1_000_000, "batch_size": 512, "lr": 1e-5, "kl_horizon": 10_000.0}
+RL_SUMMARY = {"total_episodes": 1_000_000, "batch_size": 32, "micro_batch_size": 4, "lr": 2e-6, "kl_target": None}
+RL_CNNDM = RL_SUMMARY | {"kl_coef": 0.01, "whiten_rewards": False}
+RL_TLDR = RL_SUMMARY | {"kl_coef": 0.03, "whiten_rewards": False}
+PYTHIA = "cleanrl/EleutherAI_pythia-1b-deduped"  # TRL's RLOO on TL;DR: responses end with EOS
+EOS = {"truncate_token": "eos", "truncate_after": 0, "mask_truncated": True, "penalty_mode": "add", "query_suffix": ""}
+TRL_RUN = {"num_epochs": 2, "rloo_k": 2, "response_length": 53, "batch_size": 512, "lr": 3e-6, "query_length": 512}
+TRL = {"base_model": f"{PYTHIA}__sft__tldr", "reward_model": f"{PYTHIA}__reward__tldr", "query_dataset": "trl-lib/tldr"}
+RUNS = {
+    "reward": dict(zip(TASKS, ({}, REWARD_BOOKS, REWARD_BOOKS, REWARD_SUMMARY, REWARD_SUMMARY), strict=True)),
+    "ppo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR), strict=True)),
+    "rloo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR | EOS | TRL_RUN | TRL), strict=True)),
+}
+
+
+def stop(message: str) -> NoReturn:
+    """End with exit status 2 and one line. Of several processes only the first speaks, unless one names its rank."""
+    if os.environ.get("RANK", "0") == "0" or message.startswith("rank "):
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}\n")
+    raise SystemExit(2)
+
+
+def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """function(*args, **kwargs), or stop with the first line of its error between `what` and `hint`."""
+    try:
+        return function(*args, **kwargs)
+    except (OSError, ValueError, LookupError, RuntimeError, ImportError, AttributeError, DatasetsError) as error:
+        reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
+        stop(f"{what}: {reason[:200]}; {hint}")
+
+
+def parse_args(run: str) -> tuple[str, Args]:
+    """Name of the preset (`tiny` if the first argument is a flag), and Args: defaults < TASKS < RUNS[run] < flags."""
+    argv = ["None" if word == "none" else word for word in sys.argv[1:]]
+    preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
+    if preset not in TASKS:
+        nearest = difflib.get_close_matches(preset, TASKS, n=1, cutoff=0.0)[0]
+        stop(f"preset {preset!r}: does not exist; {nearest!r} is the nearest of {', '.join(TASKS)}")
+    values, errors = TASKS[preset] | RUNS[run][preset], io.StringIO()
+    default = Args(**{field.name: values[field.name] for field in dataclasses.fields(Args) if field.name in values})
+    try:
+        with contextlib.redirect_stderr(errors):
+            args = tyro.cli(Args, default=default, args=argv)
+    except SystemExit as exit_:
+        if not exit_.code:
+            raise
+        stop(re.sub(r"[╭╮╰╯│─|+\s]+|-{3,}", " ", errors.getvalue()).partition(" For full")[0])  # tyro's box as a line
+    for name, value in vars(args).items():
+        needed = name.endswith(("size", "length", "episodes", "minibatches", "epochs", "temperature"))
+        if isinstance(value, int | float) and name != "penalty_reward_value" and (value < 0 or needed and not value):
+            stop(f"--{name} {value}: must be {'greater than 0' if needed else '0 or more'}")
+        if isinstance(value, float) and not math.isfinite(value):
+            stop(f"--{name} {value}: must be a finite number")
+    return preset, args
+
+
+def local_path(name: str) -> Path | None:
+    """The file or folder `name`, looked for here and beside this script; None if there is none: then it is a hub id."""
+    return next((path for path in (Path(name).expanduser(), Path(__file__).parent / name) if path.exists()), None)
+
+
+def load_table(name: str, flag: str) -> datasets.DatasetDict:
+    """The splits of a json, jsonl, parquet or csv file or URL, of a folder, or of owner/name[:config]."""
+    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}.get(Path(name).suffix)
+    path = local_path(name)
+    where = (kind, None, None, str(path or name)) if kind else (str(path),) if path else name.split(":")
+    return attempt(f"{flag} {name}: cannot be read", "a local jsonl file would do", datasets.load_dataset, *where)
+
+
+def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> Any:
+    """A tokenizer, or a model in fp32 with all its weights (safetensors only) and, as the original, without dropout.
+
+    Attention is eager on the CPU, where it is 3 to 4 times faster than the fused kernel after fast_matmul.
+    """
+    is_model, hint = (
+        auto_class is not AutoTokenizer,
+        "a local folder with config.json, model.safetensors and tokenizer would do",
+    )
+    if is_model:
+        kwargs |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+        kwargs |= {"attn_implementation": "sdpa" if torch.cuda.is_available() else "eager"}
+    if args.trust_remote_code:
+        kwargs["trust_remote_code"] = True
+    where = str(local_path(name) or name)
+    model = attempt(f"{flag} {name}: cannot be loaded", hint, auto_class.from_pretrained, where, **kwargs)
+    if is_model:
+        model, info = model
+        if info["missing_keys"] and "num_labels" not in kwargs:
+            missing = ", ".join(sorted(info["missing_keys"])[:3])
+            stop(f"{flag} {name}: lacks {missing}; a folder with all weights of a {type(model).__name__} would do")
+        for module in [*model.modules(), model.config]:
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            for key, value in vars(module).items():
+                if "dropout" in key and isinstance(value, float):
+                    setattr(module, key, 0.0)
+            if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
+                module.act = nn.GELU(approximate="tanh")  # the same function as one kernel instead of eight
+    return model
+
+
+def token_id(tokenizer: Any, text: str | None, flag: str) -> int | None:
+    """The one token that `text` is (`eos`: the tokenizer's end-of-sequence token); None for None."""
+    if text is None:
+        return None
+    ids = [tokenizer.eos_token_id] if text == "eos" else tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1 or ids[0] is None:
+        stop(f"{flag} {text!r}: is not one token of this tokenizer but {ids}; text of one token, or none, would do")
+    return ids[0]
+
+
+def cut_query(tokens: Sequence[int], length: int, start: int | None, end: int | None) -> list[int]:
+    """The query in the tokens of a text; empty if it holds none. Source: lm_human_preferences/lm_tasks.py.
+
+    What comes up to and including the first `start` goes, unless it is the last token; the rest is truncated to
+    `length`, then cut back to its last `end`, which stays.
+    """
+    tokens = list(tokens)
+    if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
+        tokens = tokens[tokens.index(start) + 1 :] if start in tokens else []
+    tokens = tokens[:length]
+    if end is not None:
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end)] if end in tokens else []
+    return tokens
+
+
+def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Up to `train` queries to train on and `test` to evaluate, as token ids, in an order drawn from --seed.
+
+    The latter come from the split `test` or `validation`; what is missing there is kept apart from the training split.
+    """
+    splits, wanted = (
+        load_table(args.query_dataset, "--query_dataset"),
+        ("text", "query", "prompt", "article", "content"),
+    )
+    table = splits["train"] if "train" in splits else next(iter(splits.values()))
+    held_out = next((splits[name] for name in ("test", "validation") if name in splits), table.select([]))
+    column = next((name for name in wanted if name in table.column_names), None)
+    if column is None:
+        stop(f"--query_dataset {args.query_dataset}: has columns {table.column_names}; {' or '.join(wanted)} would do")
+    start, end = token_id(tokenizer, args.start_text, "--start_text"), token_id(tokenizer, args.end_text, "--end_text")
+    queries: list[list[int]] = []
+    for part, need in ((held_out, test), (table, test + train)):
+        order = np.random.default_rng([args.seed, 2]).permutation(len(part))
+        for chunk in np.split(order, range(10_000, len(order), 10_000)):  # not 70 million texts for a million queries
+            if len(queries) < need and len(chunk):
+                texts = [text if isinstance(text, str) else "" for text in part[chunk.tolist()][column]]
+                rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+                queries += filter(None, (cut_query(row, args.query_length, start, end) for row in rows))
+        queries = queries[:need]
+    if len(queries) <= test:
+        stop(f"--query_dataset {args.query_dataset}: column {column!r} gave {len(queries)} queries, too few, between "
+             f"--start_text {args.start_text!r} and --end_text {args.end_text!r}; none for both would do")  # fmt: skip
+    return queries[test:], queries[:test]
+
+
+def fast_matmul(device: torch.device) -> None:
+    """On a CPU take oneDNN's fp32 matrix product, twice as fast as the default, if it is as exact: that is checked."""
+    if device.type == "cpu":
+        torch.set_float32_matmul_precision("medium")
+        x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+        if ((x @ x).double() - x.double() @ x.double()).abs().max() > 1e-4:  # a CPU where "medium" means bf16
+            torch.set_float32_matmul_precision("highest")
+
+
+def freeze(model: Any, dtype: str) -> Any:
+    """No gradients. With bf16, the matrices that autocast rounds at every use are stored rounded: equal results."""
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))  # these run in fp32
+    for module in model.requires_grad_(False).eval().modules():
+        if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D) and module not in heads:
+            module.to(torch.bfloat16)
+    return model
+
+
+def last_hidden(model: Any, ids: Tensor, mask: Tensor, positions: Tensor | None = None, cache: Any = None) -> Tensor:
+    """Last hidden states (B, t, d) of ids (B, t). mask: (B, past + t), False at padding, or (B, t, t), who sees whom.
+
+    Positions count real tokens only, as in the original, so that padding on either side changes nothing.
+    """
+    if positions is None:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    if mask.dim() == 3:
+        mask = mask.unsqueeze(1)
+        if model.config._attn_implementation == "eager":
+            mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+    if "position_ids" in inspect.signature(model.base_model.forward).parameters:
+        inputs["position_ids"] = positions
+    return model.base_model(**inputs).last_hidden_state
+
+
+def last_logits(lm: Any, keep: int, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """Logits (B, keep, V) and hidden states (B, keep, d) at the last `keep` positions; inputs are those of last_hidden.
+
+    The head runs in fp32 under autocast too: a logit of magnitude 100 rounded to bf16 is off by up to 0.25.
+    """
+    hidden, head = last_hidden(lm, *inputs)[:, -keep:].contiguous(), lm.get_output_embeddings()
+    with torch.autocast(hidden.device.type, enabled=False):
+        return head(hidden.to(head.weight.dtype)).float(), hidden
+
+
+class Actor(nn.Module):
+    """A language model as a policy."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, keep: int, *inputs: Any) -> tuple[Tensor]:
+        """Logits (B, keep, V) at the last `keep` positions: see last_logits."""
+        return last_logits(self.lm, keep, *inputs)[:1]
+
+
+class RewardModel(nn.Module):
+    """reward = gain * head(last real token) + bias, around any sequence classifier with one label.
+
+    gain and bias stand in the classifier's config.json as `reward_gain` and `reward_bias`. Plain transformers passes
+    over them: its logit is the reward before that increasing map. `tokenizer`: None if it is the policy's.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        super().__init__()
+        self.model, self.tokenizer = model, tokenizer
+        self.gain = nn.Parameter(torch.tensor(float(getattr(model.config, "reward_gain", 1.0))))
+        self.bias = nn.Parameter(torch.tensor(float(getattr(model.config, "reward_bias", 0.0))))
+
+    def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        """Rewards (B,) in fp32. The last real token is found by the mask, never by comparing with a pad token."""
+        index = torch.arange(mask.shape[1], device=mask.device)
+        if not hasattr(self.model, "score"):  # an encoder: it pools by itself, and wants its padding on the right
+            shift = (index + (~mask).sum(1, keepdim=True)) % len(index)
+            logits = self.model(input_ids.gather(1, shift), attention_mask=mask.gather(1, shift)).logits
+            return self.gain * logits.squeeze(-1).float() + self.bias
+        last = (mask * index).argmax(1)
+        hidden = last_hidden(self.model, input_ids, mask)[torch.arange(len(mask), device=mask.device), last]
+        with torch.autocast(hidden.device.type, enabled=False):
+            reward = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
+            return self.gain * reward.float() + self.bias
+
+
+def load_reward(args: Args, preset: str, tokenizer: Any, device: torch.device) -> Any:
+    """--reward_fn, or the RewardModel in --reward_model, or the newest that train_reward.py finished for the preset."""
+    if args.reward_fn is not None:
+        module, _, name = args.reward_fn.partition(":")
+        sys.path.insert(0, os.getcwd())
+        what, hint = f"--reward_fn {args.reward_fn}: cannot be imported", "module:function from this folder would do"
+        return attempt(what, hint, lambda: getattr(importlib.import_module(module), name))
+    made = sorted(Path("runs").glob(f"train_reward-{preset}-*/reward_model"), key=lambda folder: folder.stat().st_mtime)
+    if args.reward_model is None and not made:
+        stop(f"--reward_model: none given, none in runs/; `python train_reward.py {preset}` would make one")
+    name = args.reward_model or str(made[-1])
+    model = freeze(load(AutoModelForSequenceClassification, name, "--reward_model", args), args.dtype)
+    if model.config.num_labels != 1:
+        stop(f"--reward_model {name}: has {model.config.num_labels} labels; a classifier with one label would do")
+    own = load(AutoTokenizer, name, "--reward_model", args)
+    return RewardModel(model, None if own.get_vocab() == tokenizer.get_vocab() else own).to(device)
+
+
+def left_pad(rows: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, both (B, longest row). Padding is token 0 under a False mask."""
+    width = max(map(len, rows))
+    ids, mask = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), bool)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :], mask[i, width - len(row) :] = row, True
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
+
+
+def batch_indices(size: int, start: int, count: int, seed: int) -> list[int]:
+    """Positions start .. start + count - 1 of an endless stream of permutations of range(size), one per epoch."""
+    epochs = range(start // size, (start + count - 1) // size + 1)
+    stream = np.concatenate([np.random.default_rng([seed, 0, epoch]).permutation(size) for epoch in epochs])
+    return stream[start - epochs.start * size :][:count].tolist()
+
+
+def uniforms(seed: int, update: int, batch: int, length: int, device: Any) -> Tensor:
+    """Uniform numbers (batch, length) to sample with, from seed and update; ranks take their rows of one array."""
+    rng = np.random.default_rng([seed, 1, update])
+    return torch.from_numpy(rng.random((batch, length), dtype=np.float32)).to(device)
+
+
+@torch.no_grad()
+def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float, end: Any, after: int) -> Tensor:
+    """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p.
+
+    ids, mask: contexts, padded on the left, (B / K, P): each is read once for K responses, which come next to each
+    other. u: (B, R) uniform numbers; token t is where the cumulative distribution passes u[:, t] (torch.multinomial
+    draws B * V exponentials instead). Unless `end` is None, sampling is over when every row has had that token at index
+    `after` or later; columns not reached are filled with it.
+    """
+    cache, copies, training = DynamicCache(config=policy.lm.config), len(u) // len(ids), policy.training
+    policy.eval()  # under gradient checkpointing transformers keeps no cache in training mode
+    logits = policy(1, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
+    mask = mask.repeat_interleave(copies, 0)
+    cache.batch_repeat_interleave(copies)
+    responses = torch.full(u.shape, end or 0, device=u.device)
+    for t in range(u.shape[1]):
+        cdf = (logits[:, -1] / temperature).softmax(-1).cumsum(-1)
+        ids = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
+        responses[:, t : t + 1] = ids
+        over = end is not None and t >= after and (responses[:, after : t + 1] == end).any(1).all()
+        if over or t + 1 == u.shape[1]:
+            policy.train(training)
+            return responses
+        mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
+        logits = policy(1, ids, mask, None, cache)[0]
+
+
+def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:
+    """Which tokens of responses (B, R) stay, (B, R), and whether the truncate token was found, (B,).
+
+    What follows the first `token` at index `after` or later goes, the token itself stays. None: all stay, all found.
+    """
+    index = torch.arange(responses.shape[1], device=responses.device)
+    hit = (responses == (-1 if token is None else token)) & (index >= after)
+    return hit.cumsum(1) - hit.long() == 0, hit.any(1) | (token is None)
+
+
+def respond(policy: Any, contexts: list[list[int]], u: Tensor, end: int | None, args: Args) -> dict[str, Any]:
+    """A batch: ids and mask (B / K, P) of the contexts, their lengths on the CPU, responses (B, R), which of their
+    tokens count in KL and loss (kept, B, R), whether the truncate token was found (B,), truncated responses as lists.
+    """
+    ids, mask = left_pad(contexts, u.device)
+    may_end = end if args.mask_truncated else None  # the original's KL and loss want all R tokens
+    responses = sample(policy, ids, mask, u, args.temperature, may_end, args.truncate_after)
+    stays, found = truncate(responses, end, args.truncate_after)
+    truncated = [row[:length] for row, length in zip(responses.tolist(), stays.sum(1).tolist(), strict=True)]
+    batch = {"ids": ids, "mask": mask, "lengths": mask.sum(1).cpu(), "responses": responses, "found": found}
+    return batch | {"kept": stays if args.mask_truncated else torch.ones_like(stays), "truncated": truncated}
+
+
+def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
+    """`rows` in groups of `size` of similar length, so that little is padded; a sum over rows does not depend on it."""
+    return rows[lengths[rows].argsort(stable=True)].split(size)
+
+
+def forward_response(policy: Any, batch: dict[str, Tensor], rows: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """Log-probabilities and entropies, (b, R) or (b, K, R), of the responses in `rows`, and what else the policy gives.
+
+    Rollout and update come here with the same rows, so that the first ratio is 1 in any precision. A row of the forward
+    pass is [context | response 1 | .. | response K]: a context is computed once for its K responses, which do not see
+    each other. Contexts are cut to the longest of `rows`; the last token of a response is never an input.
+    """
+    tokens, width = batch["responses"][rows], int(batch["lengths"][rows].max())
+    b, copies, length = tokens.view(len(rows), -1, tokens.shape[-1]).shape
+    inputs = tokens.view(b, copies, length)[:, :, :-1].flatten(1)
+    context, real = batch["ids"][rows, -width:], batch["mask"][rows, -width:]
+    index = torch.arange(inputs.shape[1], device=inputs.device)
+    owner = torch.cat([index.new_full((width,), -1), index // max(length - 1, 1)])  # which response a column belongs to
+    sees = ((owner == -1) | (owner == owner.unsqueeze(1))).tril() & torch.cat([real, inputs >= 0], 1).unsqueeze(1)
+    sees |= torch.eye(len(owner), dtype=torch.bool, device=sees.device)  # padding sees itself, so that it stays finite
+    positions = torch.cat(
+        [(real.cumsum(1) - 1).clamp(min=0), real.sum(1, keepdim=True) + index % max(length - 1, 1)], 1
+    )
+    logits, *others = policy(1 + len(index), torch.cat([context, inputs], 1), sees, positions)
+    # where a token is predicted: the first of a response at the end of the context, the others at the one before
+    at = torch.cat([index.new_zeros(copies, 1), 1 + index.view(copies, -1)], 1).flatten()
+    logits = logits / temperature
+    normalizer = logits.logsumexp(-1)
+    with torch.no_grad():  # the entropy is only logged
+        entropy = normalizer - ((logits - normalizer.unsqueeze(-1)).exp() * logits).sum(-1)
+    chosen = logits.flatten(1).gather(1, at * logits.shape[-1] + tokens.flatten(1))
+    return tuple(x.view_as(tokens) for x in (chosen - normalizer[:, at], *(y[:, at] for y in (entropy, *others))))
+
+
+@torch.no_grad()
+def score(reward: Any, queries: list[list[int]], responses: list[list[int]], tokenizer: Any, args: Args) -> Tensor:
+    """Rewards (B,) of query + response, on the CPU. A function, or a model with another tokenizer, reads text."""
+    if not isinstance(reward, RewardModel):
+        return torch.tensor([*map(float, reward(tokenizer.batch_decode(queries), tokenizer.batch_decode(responses)))])
+    rows = [query + response for query, response in zip(queries, responses, strict=True)]
+    if reward.tokenizer is not None:
+        rows = reward.tokenizer(tokenizer.batch_decode(rows))["input_ids"]
+    scores, lengths = torch.empty(len(rows)), torch.tensor([len(row) for row in rows])
+    for group in micro_batches(torch.arange(len(rows)), lengths, args.micro_batch_size):
+        scores[group] = reward(*left_pad([rows[i] for i in group.tolist()], reward.gain.device)).cpu()
+    return scores
+
+
+def penalize(scores: Tensor, found: Tensor, value: float, mode: str) -> Tensor:
+    """Scores (B,); where no truncate token was found, `value` replaces the score or is added to it."""
+    return torch.where(found, scores, scores + value if mode == "add" else torch.full_like(scores, value))
+
+
+def rloo_advantages(rewards: Tensor) -> Tensor:
+    """Rewards (n, K), a row per query, minus the mean of the other K - 1 in their row (Ahmadian et al., equation 8)."""
+    return rewards - (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
+
+
+def adapt_kl_coef(kl_coef: float, kl: float, target: float, share: float) -> float:
+    """The KL coefficient after a batch of mean KL `kl` that is `share` of the horizon (Ziegler et al. 2019, 2.2)."""
+    return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * share)
+
+
+def rloo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float, token_level: bool
+) -> tuple[Tensor, Pairs]:
+    """Clipped policy loss, SUMMED over responses, so that micro-batches add up. Advantages (n, K), the rest (n, K, R).
+
+    The ratio is that of whole responses or, token_level, of tokens. At ratio 1 the gradient of either is REINFORCE's,
+    -advantage * grad log pi(response). Returns the loss and (sum, count) pairs for the metrics.
+    """
+    log_ratio = (logprobs - old_logprobs) * mask
+    if not token_level:
+        log_ratio, mask = log_ratio.sum(-1, keepdim=True), torch.ones_like(mask[..., :1])
+    ratio, advantages = log_ratio.exp(), advantages.unsqueeze(-1)
+    policy_loss, policy_loss_clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    terms = {
+        "ppo/loss/policy": torch.maximum(policy_loss, policy_loss_clipped),
+        "ppo/policy/approxkl": 0.5 * log_ratio**2,
+        "ppo/policy/clipfrac": policy_loss_clipped > policy_loss,
+        "ppo/val/ratio": ratio,
+        "ratio_squared": ratio**2,
+    }
+    sums = {name: (term * mask).sum() for name, term in terms.items()}
+    return sums["ppo/loss/policy"], {name: (total.detach(), mask.sum()) for name, total in sums.items()}
+
+
+def rloo_update(
+    accelerator: Any, policy: Any, optimizer: Any, batch: dict[str, Tensor], epochs: Tensor, args: Args
+) -> list[Pairs]:
+    """All optimizer steps on one batch of rollouts; `epochs` (num_epochs, num_minibatches, rows) holds the shuffles.
+
+    The gradient is that of a mean over all ranks, in however many micro-batches. Returns (sum, count) pairs for the
+    metrics.
+    """
+    records, one = [], torch.ones((), device=batch["kept"].device)
+    for minibatch in epochs.flatten(0, 1):
+        scale = accelerator.gradient_accumulation_steps / batch["advantages"][minibatch].numel()
+        for rows in micro_batches(minibatch, batch["lengths"], math.ceil(args.micro_batch_size / args.rloo_k)):
+            with accelerator.accumulate(policy):
+                logprobs, entropy = forward_response(policy, batch, rows, args.temperature)
+                old = [batch[name][rows] for name in ("logprobs", "advantages", "kept")]
+                loss, pairs = rloo_loss(logprobs, *old, args.cliprange, args.token_level)
+                accelerator.backward(loss * scale)  # it averages over processes and micro-batches, the loss is a sum
+                optimizer.step()
+                optimizer.zero_grad()
+            records.append(pairs | {"ppo/policy/entropy": ((entropy * old[-1]).sum(), old[-1].sum())})
+            if "first_ratio_error" not in records[0]:  # before any step
+                records[0]["first_ratio_error"] = (((logprobs - old[0]).exp() - 1).abs().max().detach(), one)
+    return records
+
+
+def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
+    """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)
+    totals = accelerator.reduce(torch.stack([torch.stack(pair).double().sum(0) for pair in pairs])).tolist()
+    return {name: total / count for name, (total, count) in zip(names, totals, strict=True)}
+
+
+@torch.no_grad()
+def evaluate(
+    policy: Any, ref: Any, reward: Any, queries: Any, contexts: Any, end: Any, tokenizer: Any, args: Args
+) -> Any:
+    """Rows (query, response, score, KL) of the evaluation queries, drawn with the same random numbers at each call."""
+    u = uniforms(args.seed, 0, len(queries), args.response_length, next(policy.parameters()).device)
+    batch, rows = respond(policy, contexts, u, end, args), torch.arange(len(queries))
+    logprobs, ref_logprobs = (forward_response(model, batch, rows, args.temperature)[0] for model in (policy, ref))
+    kl = ((logprobs - ref_logprobs) * batch["kept"]).sum(1).tolist()
+    scores = score(reward, queries, batch["truncated"], tokenizer, args).tolist()
+    texts = tokenizer.batch_decode(queries), tokenizer.batch_decode(batch["truncated"])
+    return list(zip(*texts, scores, kl, strict=True))
+
+
+def self_check(metrics: dict[str, float], update: int, args: Args) -> None:
+    """Stop a run that cannot be right: a number that is none, a first ratio that is not 1, a first KL that is not 0."""
+    tolerance, off, kl = {"fp32": 1e-3, "bf16": 2e-2}[args.dtype], metrics["first_ratio_error"], metrics["objective/kl"]
+    if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
+        stop(f"update {update + 1}: {', '.join(broken)} not finite; a --lr smaller than {args.lr} may do")
+    if off > tolerance:
+        stop(f"update {update + 1}: the first ratio is off 1 by {off:.2g}; rollout and update compute differently")
+    if update == 0 and abs(kl) > tolerance * args.response_length:
+        stop(f"update 1: the KL to the reference is {kl:.2g}, not 0, though the policy still is the reference")
+
+
+def open_output_dir(args: Args, preset: str) -> Path:
+    """A new folder for the run, with args.json in it: the arguments, versions and git commit."""
+    script, processes = Path(sys.argv[0]).stem, int(os.environ.get("WORLD_SIZE", "1"))
+    folder = Path(args.output_dir or f"runs/{script}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        stop(f"--output_dir {folder}: is not empty; a new or empty folder would do")
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, datasets)}
+    record = {"script": script, "preset": preset, "processes": processes, "commit": commit, "versions": versions}
+    what, hint = f"--output_dir {folder}: cannot be written", "a folder with write permission and space would do"
+    attempt(what, hint, folder.mkdir, parents=True, exist_ok=True)
+    attempt(what, hint, (folder / "args.json").write_text, json.dumps(record | {"args": vars(args)}, indent=2))
+    return folder
+
+
+def save_model(folder: Path, model: Any, tokenizer: Any, extra: dict[str, Tensor]) -> Path:
+    """A Hugging Face folder with tokenizer, and `extra` tensors in value_head.safetensors; it appears when complete."""
+    new = folder.with_name(f"{folder.name}.tmp")
+    model.save_pretrained(new)
+    tokenizer.save_pretrained(new)
+    if extra:
+        save_file(extra, new / "value_head.safetensors")
+    return new.rename(folder)
+
+
+def plot_curves(folder: Path, x: str, panels: tuple[str, ...]) -> None:
+    """curves.png from metrics.jsonl: every metric in `panels` over the metric `x`."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figure = Figure(figsize=(3.4 * len(panels), 2.8), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        axes.plot([row[x] for row in rows], [row[name] for row in rows])
+        axes.set(title=name, xlabel=x)
+        axes.locator_params(axis="x", nbins=5)
+        axes.grid(alpha=0.3)
+    figure.savefig(folder / "curves.png", dpi=150)
+
+
+def show_samples(folder: Path, before: list[Any], after: list[Any]) -> None:
+    """Before and after of the same queries: all to samples.jsonl, a few and the means to the terminal."""
+    table, names = Table("query", "before", "score", "after", "score", show_lines=True), ("response", "score", "kl")
+    with (folder / "samples.jsonl").open("w") as file:
+        for i, ((query, *old), (_, *new)) in enumerate(zip(before, after, strict=True)):
+            pair = {"before": dict(zip(names, old, strict=True)), "after": dict(zip(names, new, strict=True))}
+            file.write(json.dumps({"query": query} | pair) + "\n")
+            if i < 6:
+                table.add_row(*map(escape, (query, old[0], f"{old[1]:.2f}", new[0], f"{new[1]:.2f}")))
+    means = [sum(row[2] for row in rows) / len(rows) for rows in (before, after)]
+    Console().print(table, f"mean score {means[0]:.2f} before, {means[1]:.2f} after; {folder} has everything", sep="\n")
+
+
+def main(preset: str, args: Args) -> None:
+    """Set-up, then a loop of updates: rollout, score, reward, advantage, update, log; at the end evaluate and save."""
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if args.rloo_k < 2:
+        stop(f"--rloo_k {args.rloo_k}: leaves no sibling to compare with; 2 or more would do")
+    divisor, micro = world * args.num_minibatches * args.rloo_k, math.ceil(args.micro_batch_size / args.rloo_k)
+    if args.batch_size % divisor:
+        nearest = args.batch_size // divisor * divisor
+        stop(f"--batch_size {args.batch_size}: is not a multiple of {divisor} (processes x minibatches x responses per "
+             f"query); {nearest or 2 * divisor} or {nearest + divisor} would do")  # fmt: skip
+    rows, episodes = args.batch_size // world // args.rloo_k, args.batch_size // world  # on this rank, in each update
+    accelerator = accelerate.Accelerator(
+        mixed_precision="bf16" if args.dtype == "bf16" else "no",
+        gradient_accumulation_steps=math.ceil(rows / args.num_minibatches / micro),
+        log_with="wandb" if args.track else None,
+        kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    device, num_updates = accelerator.device, math.ceil(args.total_episodes / args.batch_size)
+    fast_matmul(device)
+    tokenizer = load(AutoTokenizer, args.base_model, "--base_model", args)
+    end = token_id(tokenizer, args.truncate_token, "--truncate_token")
+    queries, eval_queries = load_queries(tokenizer, args, num_updates * args.batch_size, args.eval_queries)
+    prefix, suffix = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (args.query_prefix, args.query_suffix)
+    )
+    contexts, eval_contexts = ([prefix + query + suffix for query in part] for part in (queries, eval_queries))
+    reward = load_reward(args, preset, tokenizer, device)
+    lm, ref_lm = (load(AutoModelForCausalLM, args.base_model, "--base_model", args) for _ in range(2))
+    policy, ref = Actor(lm), Actor(freeze(ref_lm, args.dtype)).to(device)
+    window = getattr(policy.lm.config.get_text_config(), "max_position_embeddings", math.inf)
+    if (longest := max(map(len, contexts + eval_contexts)) + args.response_length) > window:
+        stop(f"--response_length {args.response_length}: makes {longest} tokens with the longest query, more than the "
+             f"context window of {args.base_model}, {window}")  # fmt: skip
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable()
+    folder = open_output_dir(args, preset) if rank == 0 else Path()
+    accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset})
+    optimizer = {"tf": AdamTF, "torch": torch.optim.Adam}[args.adam](policy.parameters(), lr=args.lr, eps=args.adam_eps)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    actor = accelerator.unwrap_model(policy)  # the same module, for forward passes without gradients
+    shuffle, kl_coef = np.random.RandomState(args.seed + 100_003 * rank), args.kl_coef
+    with accelerator.autocast():
+        before = evaluate(actor, ref, reward, eval_queries, eval_contexts, end, tokenizer, args)
+
+    progress = tqdm(range(num_updates), unit="update", disable=rank > 0, dynamic_ncols=True)
+    for update in progress:
+        # 1. rollout: responses to the queries, and what policy and reference think of their tokens
+        picks = batch_indices(len(queries), (update * world + rank) * rows, rows, args.seed)
+        u = uniforms(args.seed, update + 1, args.batch_size, args.response_length, device)[rank * episodes :][:episodes]
+        shuffles = [shuffle.permutation(rows) for _ in range(args.num_epochs)]
+        epochs = torch.from_numpy(np.stack(shuffles)).view(args.num_epochs, args.num_minibatches, -1)
+        with torch.no_grad(), accelerator.autocast():
+            batch = respond(actor, [contexts[i] for i in picks], u, end, args)
+            batch |= {name: batch[name].view(rows, args.rloo_k, -1) for name in ("responses", "kept")}  # (n, K, R)
+            batch |= {name: torch.empty_like(u).view_as(batch["kept"]) for name in ("logprobs", "ref_logprobs")}
+            parts = [micro_batches(minibatch, batch["lengths"], micro) for minibatch in epochs[0]]
+            for part in itertools.chain(*parts):
+                logprobs, _ = forward_response(actor, batch, part, args.temperature)
+                batch["logprobs"][part] = logprobs
+                batch["ref_logprobs"][part] = forward_response(ref, batch, part, args.temperature)[0]
+
+            # 2. score: the reward of the truncated response, or a penalty where it never ends
+            asked = [queries[i] for i in picks for _ in range(args.rloo_k)]
+            scores = score(reward, asked, batch["truncated"], tokenizer, args).to(device)
+        scores = penalize(scores, batch["found"], args.penalty_reward_value, args.penalty_mode)
+
+        # 3. reward: the score minus the KL penalty of the whole response
+        log_ratio = (batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]
+        batch["rewards"] = scores.view(rows, -1) - kl_coef * log_ratio.sum(2)
+
+        # 4. advantage and 5. update
+        batch["advantages"] = rloo_advantages(batch["rewards"])
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * (1 - update / num_updates)
+        records = rloo_update(accelerator, policy, optimizer, batch, epochs, args)
+
+        # 6. log; then the KL coefficient adapts to the KL of all ranks
+        totals = {
+            "objective/kl": log_ratio,
+            "objective/kl_k3": (-log_ratio).exp() - 1 + log_ratio,
+            "objective/entropy": -batch["logprobs"] * batch["kept"],
+            "objective/scores": scores,
+            "objective/non_score_reward": -kl_coef * log_ratio,
+            "objective/score_total": batch["rewards"],
+            "objective/found_end": batch["found"].float(),
+        }
+        count = torch.tensor(float(episodes), device=device)
+        records.append({name: (x.sum(), count) for name, x in totals.items()})
+        metrics = {"ppo/episode": (update + 1) * args.batch_size, "ppo/lr": optimizer.param_groups[0]["lr"]}
+        metrics |= {"objective/kl_coef": kl_coef} | reduce_means(accelerator, records)
+        metrics["ppo/val/ratio_var"] = metrics.pop("ratio_squared") - metrics["ppo/val/ratio"] ** 2
+        self_check(metrics, update, args)
+        if rank == 0:
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
+        accelerator.log(metrics, step=update + 1)
+        progress.set_postfix({name: f"{metrics[f'objective/{name}']:.3g}" for name in ("scores", "kl", "kl_coef")})
+        if args.kl_target is not None:
+            kl_coef = adapt_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.batch_size / args.kl_horizon)
+
+    # 7. evaluate and save
+    with accelerator.autocast():
+        after = evaluate(actor, ref, reward, eval_queries, eval_contexts, end, tokenizer, args)
+    if rank == 0:
+        save_model(folder / "policy", actor.lm, tokenizer, {})
+        plot_curves(
+            folder, "ppo/episode", ("objective/scores", "objective/kl", "objective/kl_coef", "ppo/policy/entropy")
+        )
+        show_samples(folder, before, after)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(*parse_args("rloo"))

@@ -1,0 +1,116 @@
+"""Random tiny models of several architectures, and batches of given tokens, as the tests put them into the scripts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    FalconConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+import ppo_rlhf
+
+VOCABULARY, EOS = 50, 0
+ARGS = SimpleNamespace(trust_remote_code=False, dtype="fp32", micro_batch_size=64, temperature=0.7)
+
+COMMON = {"vocab_size": VOCABULARY, "initializer_range": 0.25, "bos_token_id": EOS, "eos_token_id": EOS}
+LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "attention_dropout": 0.1}
+NEOX = LLAMA | {"hidden_dropout": 0.1, "classifier_dropout": 0.1}
+FALCON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_dropout": 0.1}
+FALCON |= {"attention_dropout": 0.1, "alibi": False, "max_position_embeddings": 64}
+CONFIGS = {
+    "gpt2": (GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),  # its dropout is 0.1 by default
+    "gpt_neox": (GPTNeoXConfig, NEOX),
+    "llama": (LlamaConfig, LLAMA),
+    "qwen3": (Qwen3Config, LLAMA | {"head_dim": 8}),
+    "falcon": (FalconConfig, FALCON),
+}
+
+
+def make_config(name: str, **changes: Any) -> Any:
+    config_class, values = CONFIGS[name]
+    return config_class(**COMMON | values | changes)
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Biases and norms start at 0 and 1, where mistakes in them would not show."""
+    for parameter in model.parameters():
+        if parameter.dim() < 2:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+
+
+def save_tokenizer(folder: Path) -> Any:
+    """A tokenizer of words w1 .. w49 whose pad token is its eos, token 0."""
+    words = {"<|endoftext|>": EOS} | {f"w{i}": i for i in range(1, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def save_model(folder: Path, name: str, auto_class: Any = AutoModelForCausalLM, **changes: Any) -> Path:
+    """A random model of the architecture, and the tokenizer, in a Hugging Face folder."""
+    model = auto_class.from_config(make_config(name, **changes))
+    randomize(model)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_classifier(folder: Path, name: str, **changes: Any) -> Path:
+    return save_model(folder, name, AutoModelForSequenceClassification, num_labels=1, **changes)
+
+
+def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
+    """The policy as ppo_rlhf.py loads it, with a random value head instead of one of zeros."""
+    actor = ppo_rlhf.ActorCritic(ppo_rlhf.load(AutoModelForCausalLM, str(folder), "--base_model", ARGS))
+    generator = torch.Generator().manual_seed(7)
+    for parameter in actor.value_head.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return actor
+
+
+def make_actor(name: str, attn_implementation: str = "eager", **changes: Any) -> ppo_rlhf.ActorCritic:
+    """A policy straight from a config, without dropout, for tests that are not about loading."""
+    torch.manual_seed(0)
+    config = make_config(name, **changes)
+    for key in [key for key in vars(config) if "drop" in key]:
+        setattr(config, key, 0.0)
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
+    randomize(lm)
+    actor = ppo_rlhf.ActorCritic(lm)
+    torch.nn.init.normal_(actor.value_head.weight, std=0.2)
+    return actor
+
+
+def make_batch(contexts: list[list[int]], responses: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """What `respond` returns, for given responses of one length, all of whose tokens count."""
+    ids, mask = ppo_rlhf.left_pad(contexts, "cpu")
+    tokens = torch.tensor(responses)
+    batch = {"ids": ids, "mask": mask, "lengths": mask.sum(1), "responses": tokens}
+    return batch | {"kept": torch.ones_like(tokens, dtype=torch.bool)}
+
+
+def random_rows(lengths: Sequence[int], seed: int, vocabulary: int = VOCABULARY) -> list[list[int]]:
+    """Rows of random tokens, eos among them, of the given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def full_logits(lm: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Logits (length, V) of each row alone, unpadded, from a plain forward pass of transformers."""
+    with torch.no_grad():
+        return [lm(torch.tensor([row])).logits[0] for row in rows]
