@@ -1,10 +1,11 @@
 """PPO from human preferences for language models, in one file.
 
 A policy continues queries, a reward model (train_reward.py) scores the continuations, and PPO moves the policy towards
-higher scores while a penalty on the KL divergence holds it near the model that it started from. With a preset it is
-OpenAI's lm-human-preferences (Ziegler et al. 2019, arXiv:1909.08593; github.com/openai/lm-human-preferences): "the
-original" below. The tests replay arrays recorded from its code; README.md says which line here holds which of "The N
-Implementation Details of RLHF with PPO" (Huang et al. 2024).
+higher scores while a penalty on the KL divergence holds it near the model that it started from.
+
+The tasks are those of OpenAI's lm-human-preferences (Ziegler et al. 2019, arXiv:1909.08593), "the original" below. The
+tests replay arrays recorded from its code, and README.md says which line here holds which of "The N Implementation
+Details of RLHF with PPO" (Huang et al. 2024).
 
     python ppo_rlhf.py                                              # embedded default, two CPU cores
     python ppo_rlhf.py sentiment --dtype bf16 --track               # OpenAI's sentiment task on one GPU
@@ -34,6 +35,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shutil import which
 from typing import Any, Literal, NoReturn
 
 import accelerate
@@ -150,7 +152,8 @@ def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kw
     """function(*args, **kwargs), or stop with the first line of its error between `what` and `hint`."""
     try:
         return function(*args, **kwargs)
-    except (OSError, ValueError, LookupError, RuntimeError, ImportError, AttributeError, DatasetsError) as error:
+    except (AttributeError, DatasetsError, ImportError, LookupError, OSError, RuntimeError, StopIteration, SyntaxError,
+            TypeError, ValueError) as error:  # fmt: skip
         reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
         stop(f"{what}: {reason[:200]}; {hint}")
 
@@ -170,9 +173,10 @@ def parse_args(run: str) -> tuple[str, Args]:
     except SystemExit as exit_:
         if not exit_.code:
             raise
-        stop(re.sub(r"[╭╮╰╯│─|+\s]+|-{3,}", " ", errors.getvalue()).partition(" For full")[0])  # tyro's box as a line
+        box = re.sub(r"[╭╮╰╯│─|+\s]+|-{3,}", " ", errors.getvalue().partition("\n")[2]).partition(" For full")[0]
+        stop(f"{box.strip()}; --help lists all flags")
     for name, value in vars(args).items():
-        needed = name.endswith(("size", "length", "episodes", "minibatches", "epochs", "temperature"))
+        needed = name.startswith(("total", "num", "eval", "temp", "kl_t", "kl_h")) or name.endswith(("size", "length"))
         if isinstance(value, int | float) and name != "penalty_reward_value" and (value < 0 or needed and not value):
             stop(f"--{name} {value}: must be {'greater than 0' if needed else '0 or more'}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -209,6 +213,8 @@ def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> An
         kwargs["trust_remote_code"] = True
     where = str(local_path(name) or name)
     model = attempt(f"{flag} {name}: cannot be loaded", hint, auto_class.from_pretrained, where, **kwargs)
+    if not is_model and not model("a", add_special_tokens=False)["input_ids"]:
+        stop(f"{flag} {name}: has no tokenizer; {hint}")
     if is_model:
         model, info = model
         if info["missing_keys"] and "num_labels" not in kwargs:
@@ -217,12 +223,21 @@ def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> An
         for module in [*model.modules(), model.config]:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+            if isinstance(module, nn.Embedding):
+                module.padding_idx = None  # a pad that is also the eos gets its gradient
             for key, value in vars(module).items():
                 if "dropout" in key and isinstance(value, float):
                     setattr(module, key, 0.0)
             if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
                 module.act = nn.GELU(approximate="tanh")  # the same function as one kernel instead of eight
     return model
+
+
+def check_window(what: str, model: Any, longest: int) -> None:
+    """Stop, naming the flag `what`, if a text of `longest` tokens is longer than the context window of `model`."""
+    window = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    if longest > window:
+        stop(f"{what}: makes {longest} tokens with the query, the context window of {model.name_or_path} is {window}")
 
 
 def token_id(tokenizer: Any, text: str | None, flag: str) -> int | None:
@@ -274,7 +289,11 @@ def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[lis
                 rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
                 queries += filter(None, (cut_query(row, args.query_length, start, end) for row in rows))
         queries = queries[:need]
-    if len(queries) <= test:
+    if 0 < len(queries) <= test:
+        stop(
+            f"--eval_queries {test}: {args.query_dataset} gave {len(queries)} queries in all; a smaller number would do"
+        )
+    if not queries:
         stop(f"--query_dataset {args.query_dataset}: column {column!r} gave {len(queries)} queries, too few, between "
              f"--start_text {args.start_text!r} and --end_text {args.end_text!r}; none for both would do")  # fmt: skip
     return queries[test:], queries[:test]
@@ -294,7 +313,7 @@ def freeze(model: Any, dtype: str) -> Any:
     heads = (model.get_output_embeddings(), getattr(model, "score", None))  # these run in fp32
     for module in model.requires_grad_(False).eval().modules():
         if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D) and module not in heads:
-            module.to(torch.bfloat16)
+            module.weight.data = module.weight.data.to(torch.bfloat16)
     return model
 
 
@@ -416,8 +435,8 @@ def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float
     draws B * V exponentials instead). Unless `end` is None, sampling is over when every row has had that token at index
     `after` or later; columns not reached are filled with it.
     """
-    cache, copies, training = DynamicCache(config=policy.lm.config), len(u) // len(ids), policy.training
-    policy.eval()  # under gradient checkpointing transformers keeps no cache in training mode
+    cache, copies, training = DynamicCache(config=policy.lm.config), len(u) // len(ids), policy.lm.training
+    policy.lm.eval()  # under gradient checkpointing transformers keeps no cache in training mode
     logits = policy(1, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
     mask = mask.repeat_interleave(copies, 0)
     cache.batch_repeat_interleave(copies)
@@ -428,7 +447,7 @@ def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float
         responses[:, t : t + 1] = ids
         over = end is not None and t >= after and (responses[:, after : t + 1] == end).any(1).all()
         if over or t + 1 == u.shape[1]:
-            policy.train(training)
+            policy.lm.train(training)
             return responses
         mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
         logits = policy(1, ids, mask, None, cache)[0]
@@ -495,7 +514,12 @@ def forward_response(policy: Any, batch: dict[str, Tensor], rows: Tensor, temper
 def score(reward: Any, queries: list[list[int]], responses: list[list[int]], tokenizer: Any, args: Args) -> Tensor:
     """Rewards (B,) of query + response, on the CPU. A function, or a model with another tokenizer, reads text."""
     if not isinstance(reward, RewardModel):
-        return torch.tensor([*map(float, reward(tokenizer.batch_decode(queries), tokenizer.batch_decode(responses)))])
+        texts = tokenizer.batch_decode(queries), tokenizer.batch_decode(responses)
+        what, hint = f"--reward_fn {args.reward_fn}: gave no rewards", "one finite float per response would do"
+        values = attempt(what, hint, lambda: [*map(float, reward(*texts))])
+        if len(values) != len(queries) or not all(map(math.isfinite, values)):
+            stop(f"--reward_fn {args.reward_fn}: gave {len(values)} values for {len(queries)}, as {values[:1]}; {hint}")
+        return torch.tensor(values)
     rows = [query + response for query, response in zip(queries, responses, strict=True)]
     if reward.tokenizer is not None:
         rows = reward.tokenizer(tokenizer.batch_decode(rows))["input_ids"]
@@ -523,10 +547,8 @@ def penalize(scores: Tensor, found: Tensor, value: float, mode: str) -> Tensor:
 
 
 def token_rewards(scores: Tensor, log_ratio: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Rewards (B, R): -kl_coef * (log pi - log ref) at every token of mask, plus the score (B,) at its last one.
-
-    The original's mask is all True: KL is paid beyond the truncation too, and the score received at the very end.
-    Source: lm_human_preferences/train_policy.py, compute_rewards.
+    """Rewards (B, R): -kl_coef * (log pi - log ref) at every token of mask, plus the score (B,) at its last one. In the
+    original mask is all True: KL is paid beyond the truncation, the score comes at the end.
     """
     is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return -kl_coef * log_ratio * mask + scores.unsqueeze(1) * is_last
@@ -588,7 +610,7 @@ def ppo_update(
     per minibatch and rank. Returns (sum, count) pairs for the metrics.
     """
     records, one = [], torch.ones((), device=batch["kept"].device)
-    batch |= {name: torch.zeros_like(batch["values"]) for name in ("advantages", "returns")}
+    batch = batch | {name: torch.zeros_like(batch["values"]) for name in ("advantages", "returns")}
     for minibatch in epochs.flatten(0, 1):
         mask, rewards, values = (batch[name][minibatch] for name in ("kept", "rewards", "values"))
         if args.whiten_rewards:
@@ -635,6 +657,23 @@ def evaluate(
     return list(zip(*texts, scores, kl, strict=True))
 
 
+@torch.no_grad()
+def check_forward(policy: Any, context: list[int], response: list[int], args: Args) -> None:
+    """Stop unless forward_response computes what the model by itself does: logits scaled after the head, a sliding
+    window shorter than the text or alibi would make it another model, and no later check could see that.
+    """
+    device = next(policy.parameters()).device
+    plain = policy.lm(torch.tensor([context + response], device=device)).logits[0, len(context) - 1 : -1].float()
+    tokens, hint = torch.tensor([response], device=device), "a plain causal language model would do"
+    expected = (plain / args.temperature).log_softmax(-1).gather(1, tokens.T).T
+    ids, mask = left_pad([context], device)
+    batch = {"ids": ids, "mask": mask, "lengths": mask.sum(1).cpu(), "responses": tokens}
+    what = f"--base_model {args.base_model}: cannot be run on packed rows"
+    ours = attempt(what, hint, forward_response, policy, batch, torch.tensor([0]), args.temperature)[0]
+    if (off := (ours - expected).abs().max().item()) > 1e-2:
+        stop(f"--base_model {args.base_model}: its log-probabilities are off by {off:.2g} here; {hint}")
+
+
 def self_check(metrics: dict[str, float], update: int, args: Args) -> None:
     """Stop a run that cannot be right: a number that is none, a first ratio that is not 1, a first KL that is not 0."""
     tolerance, off, kl = {"fp32": 1e-3, "bf16": 2e-2}[args.dtype], metrics["first_ratio_error"], metrics["objective/kl"]
@@ -653,7 +692,7 @@ def open_output_dir(args: Args, preset: str) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         stop(f"--output_dir {folder}: is not empty; a new or empty folder would do")
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if which("git") else ""
     versions = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, datasets)}
     record = {"script": script, "preset": preset, "processes": processes, "commit": commit, "versions": versions}
     what, hint = f"--output_dir {folder}: cannot be written", "a folder with write permission and space would do"
@@ -699,6 +738,8 @@ def show_samples(folder: Path, before: list[Any], after: list[Any]) -> None:
 
 def main(preset: str, args: Args) -> None:
     """Set-up, then a loop of updates: rollout, score, reward, advantage, update, log; at the end evaluate and save."""
+    transformers.logging.set_verbosity_error()  # what is wrong, the one line of `stop` says
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     divisor, micro = world * args.num_minibatches, args.micro_batch_size
     if args.batch_size % divisor:
@@ -708,6 +749,7 @@ def main(preset: str, args: Args) -> None:
     rows = episodes = args.batch_size // world  # on this rank, in each update
     accelerator = accelerate.Accelerator(
         mixed_precision="bf16" if args.dtype == "bf16" else "no",
+        cpu=not torch.accelerator.is_available(),
         gradient_accumulation_steps=math.ceil(rows / args.num_minibatches / micro),
         log_with="wandb" if args.track else None,
         kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
@@ -723,21 +765,22 @@ def main(preset: str, args: Args) -> None:
     contexts, eval_contexts = ([prefix + query + suffix for query in part] for part in (queries, eval_queries))
     reward = load_reward(args, preset, tokenizer, device)
     lm, ref_lm = (load(AutoModelForCausalLM, args.base_model, "--base_model", args) for _ in range(2))
-    policy, ref = ActorCritic(lm), ActorCritic(freeze(ref_lm, args.dtype)).to(device)
-    window = getattr(policy.lm.config.get_text_config(), "max_position_embeddings", math.inf)
-    if (longest := max(map(len, contexts + eval_contexts)) + args.response_length) > window:
-        stop(f"--response_length {args.response_length}: makes {longest} tokens with the longest query, more than the "
-             f"context window of {args.base_model}, {window}")  # fmt: skip
+    policy, ref = ActorCritic(lm).to(device), ActorCritic(freeze(ref_lm, args.dtype)).to(device)
+    longest = max(map(len, contexts + eval_contexts)) + args.response_length
+    check_window(f"--response_length {args.response_length}", lm, longest)
+    if isinstance(reward, RewardModel) and reward.tokenizer is None:
+        check_window(f"--reward_model {args.reward_model}", reward.model, longest - len(prefix + suffix))
+    check_forward(policy, max(contexts, key=len), contexts[0][:1] * args.response_length, args)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable()
-    folder = open_output_dir(args, preset) if rank == 0 else Path()
-    accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset})
     optimizer = {"tf": AdamTF, "torch": torch.optim.Adam}[args.adam](policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     actor = accelerator.unwrap_model(policy)  # the same module, for forward passes without gradients
     shuffle, kl_coef = np.random.RandomState(args.seed + 100_003 * rank), args.kl_coef
     with accelerator.autocast():
         before = evaluate(actor, ref, reward, eval_queries, eval_contexts, end, tokenizer, args)
+    folder = open_output_dir(args, preset) if rank == 0 else Path()
+    accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset})
 
     progress = tqdm(range(num_updates), unit="update", disable=rank > 0, dynamic_ncols=True)
     for update in progress:
@@ -760,7 +803,7 @@ def main(preset: str, args: Args) -> None:
             scores = score(reward, asked, batch["truncated"], tokenizer, args).to(device)
         scores = penalize(scores, batch["found"], args.penalty_reward_value, args.penalty_mode)
 
-        # 3. reward: the score at the last token, minus the KL penalty at every token
+        # 3. reward: the score minus the KL penalty
         log_ratio = (batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]
         batch["rewards"] = token_rewards(scores, log_ratio, batch["kept"], kl_coef)
 

@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shutil import which
 from typing import Any, Literal, NoReturn
 
 import accelerate
@@ -130,7 +131,8 @@ def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kw
     """function(*args, **kwargs), or stop with the first line of its error between `what` and `hint`."""
     try:
         return function(*args, **kwargs)
-    except (OSError, ValueError, LookupError, RuntimeError, ImportError, AttributeError, DatasetsError) as error:
+    except (AttributeError, DatasetsError, ImportError, LookupError, OSError, RuntimeError, StopIteration, SyntaxError,
+            TypeError, ValueError) as error:  # fmt: skip
         reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
         stop(f"{what}: {reason[:200]}; {hint}")
 
@@ -150,9 +152,10 @@ def parse_args(run: str) -> tuple[str, Args]:
     except SystemExit as exit_:
         if not exit_.code:
             raise
-        stop(re.sub(r"[╭╮╰╯│─|+\s]+|-{3,}", " ", errors.getvalue()).partition(" For full")[0])  # tyro's box as a line
+        box = re.sub(r"[╭╮╰╯│─|+\s]+|-{3,}", " ", errors.getvalue().partition("\n")[2]).partition(" For full")[0]
+        stop(f"{box.strip()}; --help lists all flags")
     for name, value in vars(args).items():
-        needed = name.endswith(("size", "length", "episodes", "minibatches", "epochs", "temperature"))
+        needed = name.startswith(("total", "num", "eval", "temp", "kl_t", "kl_h")) or name.endswith(("size", "length"))
         if isinstance(value, int | float) and name != "penalty_reward_value" and (value < 0 or needed and not value):
             stop(f"--{name} {value}: must be {'greater than 0' if needed else '0 or more'}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -189,6 +192,8 @@ def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> An
         kwargs["trust_remote_code"] = True
     where = str(local_path(name) or name)
     model = attempt(f"{flag} {name}: cannot be loaded", hint, auto_class.from_pretrained, where, **kwargs)
+    if not is_model and not model("a", add_special_tokens=False)["input_ids"]:
+        stop(f"{flag} {name}: has no tokenizer; {hint}")
     if is_model:
         model, info = model
         if info["missing_keys"] and "num_labels" not in kwargs:
@@ -197,12 +202,21 @@ def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> An
         for module in [*model.modules(), model.config]:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+            if isinstance(module, nn.Embedding):
+                module.padding_idx = None  # a pad that is also the eos gets its gradient
             for key, value in vars(module).items():
                 if "dropout" in key and isinstance(value, float):
                     setattr(module, key, 0.0)
             if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
                 module.act = nn.GELU(approximate="tanh")  # the same function as one kernel instead of eight
     return model
+
+
+def check_window(what: str, model: Any, longest: int) -> None:
+    """Stop, naming the flag `what`, if a text of `longest` tokens is longer than the context window of `model`."""
+    window = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    if longest > window:
+        stop(f"{what}: makes {longest} tokens with the query, the context window of {model.name_or_path} is {window}")
 
 
 def token_id(tokenizer: Any, text: str | None, flag: str) -> int | None:
@@ -254,7 +268,11 @@ def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[lis
                 rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
                 queries += filter(None, (cut_query(row, args.query_length, start, end) for row in rows))
         queries = queries[:need]
-    if len(queries) <= test:
+    if 0 < len(queries) <= test:
+        stop(
+            f"--eval_queries {test}: {args.query_dataset} gave {len(queries)} queries in all; a smaller number would do"
+        )
+    if not queries:
         stop(f"--query_dataset {args.query_dataset}: column {column!r} gave {len(queries)} queries, too few, between "
              f"--start_text {args.start_text!r} and --end_text {args.end_text!r}; none for both would do")  # fmt: skip
     return queries[test:], queries[:test]
@@ -274,7 +292,7 @@ def freeze(model: Any, dtype: str) -> Any:
     heads = (model.get_output_embeddings(), getattr(model, "score", None))  # these run in fp32
     for module in model.requires_grad_(False).eval().modules():
         if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D) and module not in heads:
-            module.to(torch.bfloat16)
+            module.weight.data = module.weight.data.to(torch.bfloat16)
     return model
 
 
@@ -375,8 +393,8 @@ def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float
     draws B * V exponentials instead). Unless `end` is None, sampling is over when every row has had that token at index
     `after` or later; columns not reached are filled with it.
     """
-    cache, copies, training = DynamicCache(config=policy.lm.config), len(u) // len(ids), policy.training
-    policy.eval()  # under gradient checkpointing transformers keeps no cache in training mode
+    cache, copies, training = DynamicCache(config=policy.lm.config), len(u) // len(ids), policy.lm.training
+    policy.lm.eval()  # under gradient checkpointing transformers keeps no cache in training mode
     logits = policy(1, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
     mask = mask.repeat_interleave(copies, 0)
     cache.batch_repeat_interleave(copies)
@@ -387,7 +405,7 @@ def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float
         responses[:, t : t + 1] = ids
         over = end is not None and t >= after and (responses[:, after : t + 1] == end).any(1).all()
         if over or t + 1 == u.shape[1]:
-            policy.train(training)
+            policy.lm.train(training)
             return responses
         mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
         logits = policy(1, ids, mask, None, cache)[0]
@@ -412,52 +430,53 @@ def message_texts(row: dict[str, Any], tokenizer: Any) -> tuple[str, str, str]:
     return text, *(one.removeprefix(text) for one in whole)
 
 
-def read_labels(table: Any, tokenizer: Any, args: Args) -> list[Label]:
-    """Labels of a table in either format; stops at the first row that cannot be one.
+def read_rows(table: Any, names: list[str], tokenizer: Any, args: Args) -> list[Label]:
+    """Labels of a table of best-of-N token rows, samples in the columns `names`; stops at the first bad one."""
+    flag, labels = f"--label_dataset {args.label_dataset}", []
+    for i, row in enumerate(table):
+        tokens = [token for name in ("query", *names) for token in row[name] if token != args.label_pad]
+        lengths = sorted({len(row[name]) for name in names})
+        query, *samples = ([token for token in row[name] if token != args.label_pad] for name in ("query", *names))
+        if row["best"] is None or not 0 <= row["best"] < len(names):
+            stop(f"{flag}: row {i} has best = {row['best']}; 0 to {len(names) - 1} would do")
+        if len(lengths) > 1:
+            stop(f"{flag}: row {i} has samples of {lengths} tokens; samples of one length, padded, would do")
+        if bad := [token for token in tokens if not isinstance(token, int) or not 0 <= token < len(tokenizer)]:
+            stop(f"{flag}: row {i} has token {bad[0]} of {len(tokenizer)}; another --label_pad than {args.label_pad} "
+                 "or labels made with this tokenizer would do")  # fmt: skip
+        if not query or not all(samples):
+            stop(f"{flag}: row {i} has an empty query or sample; at least one token in each would do")
+        labels.append((query, samples, row["best"]))
+    return labels
 
-    Of a preference pair, a coin drawn from --seed says which comes first, so that no constant answer is right.
+
+def read_preferences(table: Any, tokenizer: Any, args: Args) -> list[Label]:
+    """Labels of a table of text preferences. A coin drawn from --seed says which of a pair comes first, so that no
+    constant answer is right. A prompt keeps its last --query_length tokens, a response its first --response_length.
     """
-    names = sorted(
-        (name for name in table.column_names if name.startswith("sample")), key=lambda name: int(name[6:] or 0)
-    )
-    flag, coins = (
-        f"--label_dataset {args.label_dataset}",
-        np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)),
-    )
-    if {"query", "best"} <= set(table.column_names) and len(names) > 1:
-        labels = []
-        for i, row in enumerate(table):
-            lengths = {len(row[name]) for name in names}
-            if not 0 <= row["best"] < len(names):
-                stop(f"{flag}: row {i} has best = {row['best']}, must be 0 to {len(names) - 1}")
-            if len(lengths) > 1:
-                stop(
-                    f"{flag}: row {i} has samples of {sorted(lengths)} tokens; samples of one length, padded, would do"
-                )
-            query, *samples = ([token for token in row[name] if token != args.label_pad] for name in ("query", *names))
-            largest = max(max(part, default=0) for part in (query, *samples))
-            if largest >= len(tokenizer):
-                stop(f"{flag}: row {i} has token {largest} of {len(tokenizer)} in the tokenizer; another --label_pad "
-                     f"than {args.label_pad}, or labels made with this tokenizer, would do")  # fmt: skip
-            if not query or not all(samples):
-                stop(f"{flag}: row {i} has an empty query or sample; at least one token in each would do")
-            labels.append((query, samples, row["best"]))
-        return labels
-    if {"chosen", "rejected"} <= set(table.column_names):
-        if not isinstance(table[0]["chosen"], str) and not tokenizer.chat_template:
+    flag, labels = f"--label_dataset {args.label_dataset}", []
+    coins = np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)).tolist()
+    for i, row in enumerate(table):
+        if not isinstance(row["chosen"], str) and row["chosen"] and not tokenizer.chat_template:
             stop(f"{flag}: has messages, but the tokenizer of {args.base_model} has no chat template; text would do")
-        rows = [message_texts(row, tokenizer) for row in table]
-        if empty := [i for i, row in enumerate(rows) if not all(text.strip() for text in row[1:])]:
-            stop(f"{flag}: row {empty[0]} has an empty text; text in chosen and rejected would do")
-        prompts, *answers = (
-            tokenizer(list(texts), add_special_tokens=False)["input_ids"] for texts in zip(*rows, strict=True)
-        )
-        pairs = zip(prompts, *answers, coins.tolist(), strict=True)
-        cut = ((q[-args.query_length :], [a[: args.response_length] for a in both]) for q, *both, _ in pairs)
-        return [(q, both[::-1] if coin else both, coin) for (q, both), coin in zip(cut, coins.tolist(), strict=True)]
-    stop(
-        f"{flag}: has columns {table.column_names}; query, sample0, sample1, best or prompt, chosen, rejected would do"
-    )
+        texts = message_texts(row, tokenizer) if row["chosen"] and row["rejected"] else ("", "", "")
+        query, *both = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        if not all(text.strip() for text in texts[1:]):
+            stop(f"{flag}: row {i} has an empty text; text in chosen and rejected would do")
+        both = [answer[: args.response_length] for answer in both]
+        labels.append((query[-args.query_length :], both[::-1] if coins[i] else both, coins[i]))
+    return labels
+
+
+def read_labels(table: Any, tokenizer: Any, args: Args) -> list[Label]:
+    """Labels of a table in either format."""
+    names = sorted(re.findall(r"^sample\d+$", "\n".join(table.column_names), re.M), key=lambda name: int(name[6:]))
+    if {"query", "best"} <= set(table.column_names) and len(names) > 1:
+        return read_rows(table, names, tokenizer, args)
+    if {"chosen", "rejected"} <= set(table.column_names):
+        return read_preferences(table, tokenizer, args)
+    stop(f"--label_dataset {args.label_dataset}: has columns {table.column_names}; query, sample0, sample1, best or "
+         "prompt, chosen, rejected would do")  # fmt: skip
 
 
 def load_labels(tokenizer: Any, args: Args) -> tuple[list[Label], list[Label]]:
@@ -466,10 +485,12 @@ def load_labels(tokenizer: Any, args: Args) -> tuple[list[Label], list[Label]]:
     table = splits["train"] if "train" in splits else next(iter(splits.values()))
     held_out = next((splits[name] for name in ("test", "validation") if name in splits), None)
     count = len(table) if args.num_labels is None else args.num_labels
+    if args.batch_size > len(table):
+        stop(f"--batch_size {args.batch_size}: {args.label_dataset} has {len(table)} labels; a smaller batch would do")
     if not args.batch_size <= count <= len(table):
         stop(f"--num_labels {args.num_labels}: {args.label_dataset} has {len(table)}, a batch {args.batch_size}; a "
              "number between would do")  # fmt: skip
-    held_out = table.select(range(count, len(table))) if held_out is None else held_out
+    held_out = table.select(list(range(count, len(table)))) if held_out is None else held_out
     return read_labels(table.select(range(count)), tokenizer, args), read_labels(held_out, tokenizer, args)
 
 
@@ -562,7 +583,7 @@ def open_output_dir(args: Args, preset: str) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         stop(f"--output_dir {folder}: is not empty; a new or empty folder would do")
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if which("git") else ""
     versions = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, datasets)}
     record = {"script": script, "preset": preset, "processes": processes, "commit": commit, "versions": versions}
     what, hint = f"--output_dir {folder}: cannot be written", "a folder with write permission and space would do"
@@ -611,6 +632,8 @@ def show_labels(folder: Path, labels: list[Label], rewards: list[list[float]], t
 
 def main(preset: str, args: Args) -> None:
     """Set-up and first normalisation, then one loop over updates: train, log; at the end normalise, evaluate, save."""
+    transformers.logging.set_verbosity_error()  # what is wrong, the one line of `stop` says
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     for flag in ("batch_size", "normalization_samples"):
         value = getattr(args, flag)
@@ -619,6 +642,7 @@ def main(preset: str, args: Args) -> None:
     rows = args.batch_size // world
     accelerator = accelerate.Accelerator(
         mixed_precision="bf16" if args.dtype == "bf16" else "no",
+        cpu=not torch.accelerator.is_available(),
         gradient_accumulation_steps=math.ceil(rows / args.micro_batch_size),
         log_with="wandb" if args.track else None,
         kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
@@ -637,6 +661,11 @@ def main(preset: str, args: Args) -> None:
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     model.config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     ref = Actor(freeze(load(AutoModelForCausalLM, args.base_model, "--base_model", args), args.dtype)).to(device)
+    longest = max(len(q) + len(response) for q, responses, _ in labels + held_out for response in responses)
+    check_window(f"--label_dataset {args.label_dataset}", model, longest)
+    check_window(f"--response_length {args.response_length}", model, max(map(len, contexts)) + args.response_length)
+    if args.normalization_samples == 1:
+        stop("--normalization_samples 1: one sample has no deviation; 2 or more, or 0, would do")
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()

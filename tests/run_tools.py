@@ -16,17 +16,21 @@ import torch
 from conftest import ROOT
 
 PPO, REWARD = "ppo_rlhf.py", "train_reward.py"
-LAUNCH = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu", "--main_process_port", "0"]
+# `accelerate launch --cpu` starts one process only, whatever --num_processes says: two on a CPU are launched as on GPUs
+LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 
 
 def run_script(script: str, words: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python script words` in `folder`, in this process. What libraries log goes where stderr goes now."""
+    """`python script words` in `folder`, in this process, on the CPU. What libraries log goes where stderr goes now."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [str(ROOT / script), *words])
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder.with_name(f"{folder.name}-cache"))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     for name in RANKS:
         monkeypatch.delenv(name, raising=False)
     for name in (None, "transformers", "datasets", "accelerate"):

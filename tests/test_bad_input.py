@@ -1,23 +1,18 @@
-"""Every wrong argument, file or model ends with exit status 2 and one line that says what would do; nothing is written."""
+"""Wrong arguments, files and models end with status 2 and one line that says what would do; nothing is written."""
 
 import json
-import logging
 import re
-import runpy
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
-import torch
 from conftest import ROOT
+from run_tools import PPO, REWARD, run_script, start, to_lines
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
-PPO, REWARD = "ppo_rlhf.py", "train_reward.py"
 QUERIES = [f"It was a warm day {i}. The baker opened the gate. She waved." for i in range(24)]
 LABEL = {"query": [5, 6, 7], "sample0": [8, 9, 10], "sample1": [11, 12, 13], "best": 0}
 PAIR = {"prompt": "The baker smiled.", "chosen": " She was happy.", "rejected": " She was sad."}
@@ -34,18 +29,14 @@ def fine(queries, responses):
 PROGRESS = re.compile(r"[^\r\n]*(it|examples|update)/s\]")  # the bars of datasets, transformers and the script
 
 
-def lines(*rows: dict[str, Any]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
 def labels(**changes: Any) -> str:
     """Ten labels, of which row 3 has `changes`."""
-    return lines(*[LABEL] * 3, LABEL | changes, *[LABEL] * 6)
+    return to_lines(*[LABEL] * 3, LABEL | changes, *[LABEL] * 6)
 
 
 def pairs(**changes: Any) -> str:
     """Ten preference pairs, of which row 3 has `changes`."""
-    return lines(*[PAIR] * 3, PAIR | changes, *[PAIR] * 6)
+    return to_lines(*[PAIR] * 3, PAIR | changes, *[PAIR] * 6)
 
 
 @pytest.fixture(scope="module")
@@ -75,31 +66,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A fresh current folder, and the state that a script changes set back afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path.with_name(f"{tmp_path.name}-cache"))
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    precision = torch.get_float32_matmul_precision()
-    yield tmp_path
-    torch.set_float32_matmul_precision(precision)
-    sys.modules.pop("functions", None)
-
-
-def run_script(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script as `python script words` runs it, in this process. What libraries log goes where stderr goes now."""
-    monkeypatch.setattr(sys, "argv", [str(ROOT / script), *words])
-    for name in ("", "transformers", "datasets", "accelerate"):
-        for handler in logging.getLogger(name or None).handlers:
-            if type(handler) is logging.StreamHandler:
-                monkeypatch.setattr(handler, "stream", sys.stderr)
-    runpy.run_path(str(ROOT / script), run_name="__main__")
-
-
 def contents(folder: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
@@ -114,7 +80,7 @@ ON_QUERIES = "--query_dataset queries.jsonl --eval_queries 4 --total_episodes 8 
 FUNCTION = f"{ON_QUERIES} --reward_fn functions:fine"
 OWN_LABELS = "--label_dataset l.jsonl --num_labels 8"
 ON_LABELS = "--query_dataset queries.jsonl --label_dataset labels.jsonl --num_labels 8 --normalization_samples 8"
-GIVEN = {"queries__jsonl": lines(*({"text": text} for text in QUERIES)), "functions__py": FUNCTIONS}
+GIVEN = {"queries__jsonl": to_lines(*({"text": text} for text in QUERIES)), "functions__py": FUNCTIONS}
 
 CASES = [
     # the command line
@@ -145,7 +111,8 @@ CASES = [
     # tables
     case("no such dataset", PPO, "--query_dataset no/such", "--query_dataset no/such", "cannot be read", "jsonl"),
     case("no such labels", REWARD, "--label_dataset no/such", "--label_dataset no/such", "cannot be read", "jsonl"),
-    case("no table", PPO, "--query_dataset queries.doc", "--query_dataset queries.doc", ".jsonl", queries__doc="x"),
+    case("no such file", PPO, "--query_dataset nowhere.jsonl", "--query_dataset nowhere.jsonl", "cannot be read"),
+    case("no table", PPO, "--query_dataset queries.doc", "--query_dataset queries.doc", "jsonl", queries__doc="x"),
     case("empty folder", PPO, ["--query_dataset", "."], "--query_dataset .", "jsonl"),
     case("empty labels", REWARD, OWN_LABELS, "--label_dataset l.jsonl", "jsonl", l__jsonl=""),
     case("empty queries", PPO, "--query_dataset q.jsonl", "--query_dataset q.jsonl", "jsonl", q__jsonl=""),
@@ -154,11 +121,11 @@ CASES = [
     case("truncated json of queries", PPO, "--query_dataset q.jsonl", "--query_dataset q.jsonl", "cannot be read",
          "JSON", q__jsonl='{"text": "One. Two."}\n{"text": "One. Tw'),
     case("columns of queries", PPO, "--query_dataset q.jsonl", "--query_dataset q.jsonl", "'words', 'tone'", "text",
-         q__jsonl=lines({"words": "One.", "tone": 1})),
+         q__jsonl=to_lines({"words": "One.", "tone": 1})),
     case("columns of labels", REWARD, OWN_LABELS, "--label_dataset l.jsonl", "'question', 'sample0'",
-         "query, sample0, sample1, best", l__jsonl=lines(*[{"question": [1], "sample0": [2]}] * 10)),
+         "query, sample0, sample1, best", l__jsonl=to_lines(*[{"question": [1], "sample0": [2]}] * 10)),
     case("one sample", REWARD, OWN_LABELS, "--label_dataset l.jsonl", "'sample0', 'best'", "sample1",
-         l__jsonl=lines(*[{"query": [1], "sample0": [2], "best": 0}] * 10)),
+         l__jsonl=to_lines(*[{"query": [1], "sample0": [2], "best": 0}] * 10)),
     case("best out of range", REWARD, OWN_LABELS, "row 3", "best = 2", "0 to 1",
          l__jsonl=labels(best=2)),
     case("best missing", REWARD, OWN_LABELS, "row 3", "best = None", "0 to 1",
@@ -174,19 +141,19 @@ CASES = [
     case("sample of padding", REWARD, OWN_LABELS, "--label_dataset l.jsonl", "row 3", "empty",
          "one token", l__jsonl=labels(sample0=[50259] * 3)),
     case("text for tokens", REWARD, OWN_LABELS, "--label_dataset l.jsonl", "token",
-         l__jsonl=lines(*[{"query": "a b", "sample0": "c d", "sample1": "e f", "best": 0}] * 10)),
+         l__jsonl=to_lines(*[{"query": "a b", "sample0": "c d", "sample1": "e f", "best": 0}] * 10)),
     case("empty text", REWARD, OWN_LABELS, "--label_dataset l.jsonl", "row 3", "empty text", "chosen",
          l__jsonl=pairs(rejected=" ")),
     case("no text", REWARD, OWN_LABELS, "--label_dataset l.jsonl", "row 3", "chosen",
          l__jsonl=pairs(chosen=None)),
     case("no chat template", REWARD, OWN_LABELS, "--label_dataset l.jsonl", "tiny/model",
          "chat template", "text would do",
-         l__jsonl=lines(*[{name: [{"role": "user", "content": PAIR[name]}] for name in PAIR}] * 10)),
+         l__jsonl=to_lines(*[{name: [{"role": "user", "content": PAIR[name]}] for name in PAIR}] * 10)),
     case("num_labels too large", REWARD, "--num_labels 5000", "--num_labels 5000", "tiny/labels", "4000"),
     case("fewer labels than a batch", REWARD, "--label_dataset l.jsonl --batch_size 16", "--batch_size 16", "10",
          l__jsonl=labels()),
     case("no start token", PPO, "--query_dataset q.jsonl", "--query_dataset q.jsonl", "'text'", "--start_text '.'",
-         "none for both", q__jsonl=lines(*[{"text": "a day without an end"}] * 300)),
+         "none for both", q__jsonl=to_lines(*[{"text": "a day without an end"}] * 300)),
     case("fewer queries than evaluated", PPO, "--query_dataset queries.jsonl --eval_queries 24", "--eval_queries 24",
          "24", **GIVEN),
     # tokens and lengths
@@ -256,21 +223,40 @@ def test_bad_input_ends_with_one_line_and_writes_nothing(
     says: tuple[str, ...],
     files: dict[str, str],
     folders: Path,
-    in_process: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, text in files.items():
-        (in_process / name).parent.mkdir(exist_ok=True)
-        (in_process / name).write_text(text)
-    before = contents(in_process)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = contents(tmp_path)
+    monkeypatch.delitem(sys.modules, "functions", raising=False)
     words = [str(folders / word[1:]) if word.startswith("@") else word for word in words]
     with pytest.raises(SystemExit) as exit_:
-        run_script(script, words, monkeypatch)
+        run_script(script, words, tmp_path, monkeypatch)
     written = re.split(r"[\r\n]+", PROGRESS.sub("", capsys.readouterr().err).strip())
     assert exit_.value.code == 2
     assert written[-1].startswith(f"{script}: error: ")
     for part in says:
         assert part in written[-1]
     assert len(written) == 1
-    assert contents(in_process) == before
+    assert contents(tmp_path) == before
+
+
+def test_a_user_sees_the_line_and_no_other(tmp_path: Path) -> None:
+    """In a process of its own, where all is seen that libraries print, and where tyro draws its box in Unicode."""
+    cases = (
+        (REWARD, "--batch_siz 1.5", "--batch_siz", "1.5", "--batch-size INT", "--help"),
+        (PPO, "--reward_model tiny/model", "--reward_model tiny/model", "lacks score.weight", "would do"),
+    )
+    processes = [
+        start([str(ROOT / script), *words.split()], tmp_path, PYTHONIOENCODING="utf-8") for script, words, *_ in cases
+    ]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    for (script, _, *says), process, (printed, errors) in zip(cases, processes, outputs, strict=True):
+        (line,) = re.split(r"[\r\n]+", PROGRESS.sub("", errors).strip())
+        assert (process.returncode, printed) == (2, "")
+        assert line.startswith(f"{script}: error: ")
+        assert all(part in line for part in says), line
+    assert not any(tmp_path.iterdir())

@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
-from run_tools import LAUNCH, PPO, REWARD, finish, read_lines, run_script, start, to_lines
+from run_tools import LAUNCH, PPO, REWARD, TORCHRUN, finish, read_lines, run_script, start, to_lines
 from safetensors.torch import load_file
 from tiny_models import save_classifier
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -55,29 +55,22 @@ WORDS = "the a he she was not good bad happy sad and of to in with had said hous
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A reward model, then a policy that finds it by itself: the folder they ran in, and the folder that each made."""
+    """A reward model, then policies that find it by themselves: the folder they ran in, and the folder each made."""
     folder = tmp_path_factory.mktemp("runs")
     finish(start([str(ROOT / REWARD), *REWARD_WORDS], folder))
     (reward,) = (folder / "runs").iterdir()
-    finish(start([str(ROOT / PPO), *PPO_WORDS], folder))
+    again = start([str(ROOT / PPO), *PPO_WORDS, "--output_dir", "again"], folder)
+    finish(start([str(ROOT / PPO), *PPO_WORDS], folder), again)
     (policy,) = set((folder / "runs").iterdir()) - {reward}
-    return SimpleNamespace(folder=folder, reward=reward, ppo=policy)
-
-
-@pytest.fixture(scope="module")
-def again(runs: SimpleNamespace) -> tuple[Path, Path]:
-    """The policy once more, and with another seed."""
-    script = str(ROOT / PPO)
-    same = start([script, *PPO_WORDS, "--output_dir", "again"], runs.folder)
-    finish(same, start([script, *PPO_WORDS, "--output_dir", "other", "--seed", "2"], runs.folder))
-    return runs.folder / "again", runs.folder / "other"
+    return SimpleNamespace(folder=folder, reward=reward, ppo=policy, again=folder / "again")
 
 
 @pytest.fixture(scope="module")
 def two(runs: SimpleNamespace) -> SimpleNamespace:
     """The same two runs, each by two processes."""
     for script, words in ((REWARD, REWARD_WORDS), (PPO, PPO_WORDS)):
-        finish(start([*LAUNCH, str(ROOT / script), *words, "--output_dir", f"two/{script}"], runs.folder))
+        words = [*LAUNCH, str(ROOT / script), *words, "--output_dir", f"two/{script}"]
+        finish(start(words, runs.folder, ACCELERATE_USE_CPU="true"))
     return SimpleNamespace(
         folder=runs.folder / "two", reward=runs.folder / "two" / REWARD, ppo=runs.folder / "two" / PPO
     )
@@ -112,7 +105,7 @@ def plain_rewards(folder: Path, rows: list[list[int]]) -> list[float]:
 
 
 def assert_schedules(rows: list[dict[str, Any]], lr: float, coefficient: float, target: float, share: float) -> None:
-    """Learning rates fall linearly, from lr at the first update to lr / updates at the last; the coefficient follows KL."""
+    """Learning rates fall linearly, to lr / updates at the last update; the coefficient of KL follows KL."""
     for i, row in enumerate(rows):
         assert row["ppo/lr"] == pytest.approx(lr * (1 - i / len(rows)), rel=1e-12)
         assert row["objective/kl_coef"] == pytest.approx(coefficient, rel=1e-12)
@@ -238,7 +231,7 @@ def test_a_run_leaves_these_files_and_nothing_pickled(runs: SimpleNamespace, two
         for folder, expected in ((made.ppo, both | policy), (made.reward, both | reward)):
             files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
             assert files == expected
-    assert {file.name for file in runs.folder.iterdir()} <= {"runs", "two", "again", "other"}
+    assert {file.name for file in runs.folder.iterdir()} <= {"runs", "two", "again", "torchrun", "other"}
 
 
 # The models it leaves
@@ -349,15 +342,24 @@ def test_two_processes_train_the_same_reward_model(runs: SimpleNamespace, two: S
     assert one == pytest.approx(other, abs=1e-2)
 
 
-def test_a_seed_decides_the_whole_run(runs: SimpleNamespace, again: tuple[Path, Path]) -> None:
+def test_processes_that_find_no_gpu_train_together(runs: SimpleNamespace) -> None:
+    """And not two policies on half of the batch each, of which one is saved."""
+    words = [*PPO_WORDS, "--num_epochs", "1", "--output_dir", "torchrun"]
+    finish(start([*TORCHRUN, str(ROOT / PPO), *words], runs.folder))
+    one, other = (read_lines(folder / "metrics.jsonl") for folder in (runs.ppo, runs.folder / "torchrun"))
+    for name in ("scores", "entropy", "found_end"):
+        assert other[0][f"objective/{name}"] == pytest.approx(one[0][f"objective/{name}"], abs=1e-5), name
+
+
+def test_a_seed_decides_the_whole_run(runs: SimpleNamespace) -> None:
+    finish(start([str(ROOT / PPO), *PPO_WORDS, "--output_dir", "other", "--seed", "2"], runs.folder))
+    folders = (runs.ppo, runs.again, runs.folder / "other")
     files = ("metrics.jsonl", "samples.jsonl", "policy/model.safetensors", "policy/value_head.safetensors")
-    digests = [
-        [hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in files] for folder in (runs.ppo, *again)
-    ]
+    digests = [[hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in files] for folder in folders]
     assert digests[0] == digests[1]
     assert all(ours != theirs for ours, theirs in zip(digests[0], digests[2], strict=True))
-    queries = [{row["query"] for row in read_lines(folder / "samples.jsonl")} for folder in (runs.ppo, again[1])]
-    assert queries[0] != queries[1]
+    queries = [{row["query"] for row in read_lines(folder / "samples.jsonl")} for folder in folders]
+    assert queries[0] == queries[1] != queries[2]
 
 
 # Rewards from elsewhere
@@ -413,7 +415,7 @@ def test_a_reward_model_with_another_tokenizer_reads_text(tmp_path: Path, monkey
 def test_the_newest_reward_model_of_the_preset_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    for i, name in enumerate(("tiny-1-b", "tiny-2-a", "sentiment-1-c")):  # newer and newer, by time and not by name
+    for i, name in enumerate(("tiny-2-b", "tiny-1-a", "sentiment-1-c")):  # newer and newer, by time and not by name
         folder = tmp_path / "runs" / f"train_reward-{name}" / "reward_model"
         save_classifier(folder, "gpt2", reward_bias=float(i))
         os.utime(folder, (1_000_000 + i, 1_000_000 + i))
@@ -421,7 +423,7 @@ def test_the_newest_reward_model_of_the_preset_is_taken(tmp_path: Path, monkeypa
     for preset, given, bias in (
         ("tiny", None, 1.0),
         ("sentiment", None, 2.0),
-        ("tiny", "runs/train_reward-tiny-1-b", 0.0),
+        ("tiny", "runs/train_reward-tiny-2-b", 0.0),
     ):
         args = ppo_args(reward_model=given and f"{given}/reward_model")
         assert ppo_rlhf.load_reward(args, preset, tokenizer, DEVICE).bias.item() == bias

@@ -10,9 +10,19 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from golden_tools import folder_of, load_actor, load_golden, load_reward, named_weights, rows_of, script_args, weights_from_tf
+from golden_tools import (
+    folder_of,
+    load_actor,
+    load_golden,
+    load_reward,
+    named_weights,
+    rows_of,
+    script_args,
+    weights_from_tf,
+)
 
 import ppo_rlhf
+import train_reward
 from tf_adam import AdamTF
 
 LOGPROB_ATOL, WEIGHT_ATOL, RELATIVE_MOVE = 2e-5, 2e-6, 1e-4
@@ -57,11 +67,19 @@ def test_logprobs_values_and_entropies_equal_the_original(golden_02: Path, varia
         prefix, suffix = arrays["affix/prefix_tokens"].tolist(), arrays["affix/suffix_tokens"].tolist()
         rows = [prefix + row + suffix for row in rows_of(arrays["queries"], vocabulary)]
         width = max(map(len, rows))
-        batch = make_batch(np.array([row + [vocabulary] * (width - len(row)) for row in rows]), arrays["responses"], vocabulary)
+        batch = make_batch(
+            np.array([row + [vocabulary] * (width - len(row)) for row in rows]), arrays["responses"], vocabulary
+        )
     temperature = {"t1/": 1.0, "affix/": 0.5}.get(variant, 0.7)  # as recorded
     with torch.no_grad():
-        logprobs, entropies, values = ppo_rlhf.forward_response(policy, batch, torch.arange(len(batch["ids"])), temperature)
-    for name, ours, atol in (("logprobs", logprobs, LOGPROB_ATOL), ("entropies", entropies, LOGPROB_ATOL), ("values", values, 5e-6)):
+        logprobs, entropies, values = ppo_rlhf.forward_response(
+            policy, batch, torch.arange(len(batch["ids"])), temperature
+        )
+    for name, ours, atol in (
+        ("logprobs", logprobs, LOGPROB_ATOL),
+        ("entropies", entropies, LOGPROB_ATOL),
+        ("values", values, 5e-6),
+    ):
         assert np.abs(ours.numpy() - arrays[variant + name]).max() < atol, name
 
 
@@ -167,7 +185,9 @@ def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
         assert float(first[f"{step}/kl_coef_used"]) == pytest.approx(kl_coef, rel=1e-6)
         batches, epochs, kls = [], [], []
         for arrays, shuffle in zip(ranks, shuffles, strict=True):
-            batch = make_batch(arrays[f"{step}/rollout/queries"], arrays[f"{step}/rollout/responses"], policy.lm.config.vocab_size)
+            batch = make_batch(
+                arrays[f"{step}/rollout/queries"], arrays[f"{step}/rollout/responses"], policy.lm.config.vocab_size
+            )
             names = ("logprobs", "values", "ref_logprobs", "scores")
             batch |= dict(zip(names, tensors(arrays, f"{step}/rollout/", *names), strict=True))
             rows = len(batch["ids"])
@@ -269,3 +289,57 @@ def check_first_minibatch(policy, batch, epochs, arrays, step: str, args, alone:
         gradient = weights[name].grad.reshape(target.shape)
         assert (gradient - target).norm() < 1e-4 * target.norm() + 1e-6, name
     policy.zero_grad()
+
+
+def recorded_labels(arrays: dict[str, np.ndarray], vocabulary: int) -> list[train_reward.Label]:
+    names = sorted(name for name in arrays if name.startswith("labels/sample"))
+    queries, *samples = (rows_of(arrays[name], vocabulary) for name in ("labels/query", *names))
+    return list(zip(queries, map(list, zip(*samples, strict=True)), arrays["labels/best"].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 3])
+def test_reward_training_equals_the_original(golden_03b: Path, micro_batch_size: int) -> None:
+    """Scores, loss and gradients of the first batch; shuffle, learning rate, loss and weights of every step."""
+    arrays, _ = load_golden(golden_03b)
+    reward = load_reward(folder_of(golden_03b, "hf_reward"))
+    labels = recorded_labels(arrays, reward.model.config.vocab_size)
+    steps = sorted({key.split("/")[0] for key in arrays if key.startswith("step")})
+    size = len(arrays["step0/indices"])
+    order = np.random.RandomState(1).permutation(len(labels))
+    assert np.array_equal(order, arrays["perm"])
+    start = float(arrays["step0/lr"])
+    first = [labels[i] for i in arrays["step0/indices"]]
+    rewards, best = train_reward.label_rewards(reward, [labels[i] for i in range(size)], "cpu")
+    if "grad_batch/scores" in arrays:
+        assert np.abs(rewards.detach().numpy() - arrays["grad_batch/scores"]).max() < 1e-5
+        loss = torch.nn.functional.cross_entropy(rewards, best)
+        assert loss.item() == pytest.approx(float(arrays["grad_batch/loss"]), abs=2e-6)
+        loss.backward()
+        weights = named_weights(reward)
+        for name, target in weights_from_tf(arrays, "grad_batch/grad/reward_model/").items():
+            gradient = weights[name].grad.reshape(target.shape)
+            assert (gradient - target).norm() < 1e-4 * target.norm() + 1e-6, name
+        reward.zero_grad()
+    before = {name: value.detach().clone() for name, value in named_weights(reward).items()}
+    args = SimpleNamespace(micro_batch_size=micro_batch_size)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=math.ceil(len(first) / micro_batch_size))
+    model, optimizer = accelerator.prepare(reward, AdamTF(reward.parameters(), lr=start, eps=1e-5))
+    for i, step in enumerate(steps):
+        rows = order[i * size : (i + 1) * size]
+        assert np.array_equal(rows, arrays[f"{step}/indices"])
+        optimizer.param_groups[0]["lr"] = start * (1 - i * size / len(labels))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(float(arrays[f"{step}/lr"]), rel=1e-6)
+        records = train_reward.reward_update(accelerator, model, optimizer, [labels[j] for j in rows], args)
+        loss = train_reward.reduce_means(accelerator, records)["train/loss"]
+        assert loss == pytest.approx(float(arrays[f"{step}/loss"]), abs=2e-6)
+        assert_moved_alike(reward, before, arrays, f"{step}/weights/reward_model/")
+
+
+def test_reward_normalisation_equals_the_original(golden_07: Path) -> None:
+    arrays, _ = load_golden(golden_07)
+    for mean, std, target_mean, target_std, gain, bias in arrays["set_reward_norm_cases"]:
+        ours = train_reward.gain_and_bias(mean, std, target_mean, target_std)
+        assert np.allclose(ours, (gain, bias), rtol=1e-5, atol=1e-6)
+    rewards = torch.from_numpy(arrays["stats_rewards"]).flatten()  # of three ranks
+    assert rewards.mean().item() == pytest.approx(float(arrays["stats_mean"]), rel=1e-6)
+    assert rewards.std(correction=0).item() == pytest.approx(float(arrays["stats_std"]), rel=1e-6)

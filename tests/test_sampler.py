@@ -83,6 +83,7 @@ def test_sampling_in_training_mode_with_gradient_checkpointing_draws_the_same(na
     expected = draw(policy, CONTEXTS, u)
     policy.train().lm.gradient_checkpointing_enable()
     assert torch.equal(draw(policy, CONTEXTS, u), expected)
+    assert policy.training and policy.lm.training  # as the update needs it
 
 
 def count_forwards(policy: ppo_rlhf.ActorCritic) -> list[int]:

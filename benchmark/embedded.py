@@ -1,0 +1,101 @@
+"""The embedded default, end to end: reward model, then PPO and RLOO for several seeds, judged by VADER itself.
+
+    python benchmark/embedded.py --seeds 1 2 3
+
+The policies only ever saw the reward model. VADER, which labelled the data, scores fresh samples of theirs and of the
+reference policy for the held-out queries. Writes results/embedded-tiny.json and results/embedded-tiny.png.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
+import common  # noqa: E402
+import rloo_rlhf  # noqa: E402
+
+
+def run(script: str, *flags: str) -> float:
+    """Run a script as a user would; seconds that it took."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, str(ROOT / script), *flags], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def fresh_samples(folder: Path, seed: int) -> tuple[list[str], list[str], float]:
+    """Truncated responses of the policy in `folder` and of the reference to all held-out queries, and the mean KL."""
+    args = rloo_rlhf.Args(seed=seed)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
+    _, queries = rloo_rlhf.load_queries(tokenizer, args, 1, 512)
+    end = rloo_rlhf.token_id(tokenizer, args.truncate_token, "--truncate_token")
+    policy, ref = (
+        rloo_rlhf.Actor(rloo_rlhf.load(AutoModelForCausalLM, str(path), "--base_model", args)).eval()
+        for path in (folder, ROOT / "tiny" / "model")
+    )
+    u = rloo_rlhf.uniforms(seed, 10**6, len(queries), args.response_length, "cpu")
+    texts, rows = [], torch.arange(len(queries))
+    for model in (policy, ref):
+        batch = rloo_rlhf.respond(model, queries, u, end, args)
+        texts.append(tokenizer.batch_decode(batch["truncated"]))
+        if model is policy:
+            with torch.no_grad():
+                pair = [rloo_rlhf.forward_response(m, batch, rows, args.temperature)[0] for m in (policy, ref)]
+            kl = (pair[0] - pair[1]).sum(1).mean().item()
+    return texts[0], texts[1], kl
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--folder", default="runs/embedded", help="where the runs go")
+    args = parser.parse_args()
+    folder = Path(args.folder)
+    judge = SentimentIntensityAnalyzer()
+    rows: list[dict[str, Any]] = []
+    curves: dict[str, list[list[dict[str, float]]]] = {"PPO": [], "RLOO": []}
+    for seed in args.seeds:
+        reward = folder / f"reward-{seed}"
+        reward_seconds = run("train_reward.py", "--seed", str(seed), "--output_dir", str(reward))
+        accuracy = json.loads((reward / "results.json").read_text())["test/accuracy"]
+        for name, script in (("PPO", "ppo_rlhf.py"), ("RLOO", "rloo_rlhf.py")):
+            out = folder / f"{name}-{seed}"
+            flags = ["--seed", str(seed), "--reward_model", str(reward / "reward_model"), "--output_dir", str(out)]
+            seconds = run(script, *flags)
+            after, before, kl = fresh_samples(out / "policy", seed)
+            metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+            curves[name].append(metrics)
+            vader = [np.mean([judge.polarity_scores(text)["compound"] for text in texts]) for texts in (before, after)]
+            row = {"algorithm": name, "seed": seed, "vader_before": vader[0], "vader_after": vader[1], "kl": kl}
+            row |= {"distinct": len(set(after)) / len(after), "accuracy": accuracy, "seconds": seconds}
+            row |= {"reward_seconds": reward_seconds, "score": np.mean([m["objective/scores"] for m in metrics[-10:]])}
+            rows.append({key: float(x) if isinstance(x, np.floating) else x for key, x in row.items()})
+            sys.stdout.write(json.dumps(rows[-1]) + "\n")
+    common.write("embedded", "tiny", args, rows)
+    figure = Figure(figsize=(10, 3), layout="constrained")
+    panels = ("objective/scores", "objective/kl", "objective/kl_coef")
+    for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for (name, runs), color in zip(curves.items(), ("tab:blue", "tab:orange"), strict=True):
+            x = [row["ppo/episode"] for row in runs[0]]
+            y = np.array([[row[panel] for row in metrics] for metrics in runs])
+            axes.plot(x, y.mean(0), color=color, label=f"{name}, {len(runs)} seeds")
+            axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.2)
+        axes.set(title=panel, xlabel="episodes")
+        axes.locator_params(axis="x", nbins=5)
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend()
+    figure.savefig(ROOT / "benchmark" / "results" / "embedded-tiny.png", dpi=130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Write the generated parts of README.md: each detail's line and test, and tables of measured results.
+
+python benchmark/readme_tables.py            # rewrite README.md between its markers
+python benchmark/readme_tables.py --check    # exit 1 if that would change it (a test does this)
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+PPO, RLOO, REWARD, ADAM = "ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py", "tf_adam.py"
+
+# (what is done, script, text of the line that does it, test file, test)
+DETAILS = [
+    ("TensorFlow's Adam: eps outside the bias correction", ADAM, 'group["eps"] /= ', "tf_adam", "trajectory_and_moments_equal_tensorflow"),
+    ("one optimizer for the whole run, eps 1e-5, no weight decay, no gradient clipping", PPO, '"tf": AdamTF', "golden", "ppo_steps_equal_the_original"),
+    ("learning rate falls linearly, in ceil(episodes / batch) updates", PPO, 'group["lr"] = args.lr *', "end_to_end", "first_update_starts_from_the_reference_and_schedules_follow"),
+    ("padding is a mask; token 0 stands under it, no embedding is resized", PPO, "Padding is token 0 under a False mask", "models", "token_ids_under_the_padding_mask_are_never_read"),
+    ("positions count real tokens only (exclusive cumulative sum of the mask)", PPO, "positions = (mask.cumsum(1) - 1)", "ppo_math", "positions_are_the_exclusive_count_of_real_tokens"),
+    ("padding changes no log-probability, value or reward", PPO, "def forward_response", "models", "left_padding_changes_no_logprob_entropy_or_value"),
+    ("queries: begin after the first `.`, end with the last, by token id", PPO, "def cut_query", "golden", "query_cut_equals_the_original"),
+    ("prefix and suffix for the policy, the raw query for the reward model", PPO, "prefix + query + suffix", "golden", "logprobs_values_and_entropies_equal_the_original"),
+    ("responses of a fixed length: no top-k, no top-p, no stop at EOS", PPO, "cdf = (logits[:, -1] / temperature)", "sampler", "sequences_have_their_exact_probabilities_with_and_without_padding"),
+    ("log-probabilities are divided by the temperature as well; values are not", PPO, "logits = logits / temperature", "golden", "logprobs_values_and_entropies_equal_the_original"),
+    ("no dropout, in training neither", PPO, "module.p = 0.0", "models", "dropout_is_off_in_training_mode_although_the_config_has_it"),
+    ("logits at response positions only", PPO, "[:, -keep:].contiguous()", "golden", "logits_and_reference_logprobs_equal_the_original"),
+    ("the score is that of the response truncated at the first `.` from index 16", PPO, "def truncate", "golden", "truncation_equals_the_original"),
+    ("without a `.` there, -1 replaces the score", PPO, "def penalize", "golden", "penalty_equals_the_original"),
+    ("the reward is read at the last real token", PPO, "last = (mask * index).argmax(1)", "models", "reward_is_gain_times_the_plain_classifiers_logit_plus_bias"),
+    ("reward = gain * head + bias, both trained", PPO, "self.gain = nn.Parameter", "golden", "reward_training_equals_the_original"),
+    ("KL is paid at every token, truncated or not; the score comes at the last", PPO, "def token_rewards", "ppo_math", "token_rewards_are_the_kl_penalty_plus_the_score_at_the_last_kept_token"),
+    ("rewards are whitened without shifting their mean", PPO, "whiten(rewards, mask, shift_mean=False)", "golden", "ppo_steps_equal_the_original"),
+    ("whitening: biased variance, eps 1e-8", PPO, "torch.rsqrt(variance + 1e-8)", "ppo_math", "whiten_gives_the_table_of_the_n_implementation_details"),
+    ("generalised advantage estimation, bootstrapping 0 at the end", PPO, "def gae", "ppo_math", "gae_ends_at_the_last_kept_token"),
+    ("advantages are whitened per minibatch and rank, inside the epochs", PPO, "whiten(advantages, mask), returns", "golden", "ppo_steps_equal_the_original"),
+    ("value head on the policy's trunk, starting at zero", PPO, "x * 0 for name", "end_to_end", "first_update_starts_from_the_reference_and_schedules_follow"),
+    ("clipped value loss around the old values, factor 0.5", PPO, "values_clipped = old_values", "ppo_math", "loss_gradients_and_metrics_equal_a_plain_loop"),
+    ("clipped policy loss", PPO, "policy_loss, policy_loss_clipped = ", "ppo_math", "clipped_tokens_have_exactly_no_gradient"),
+    ("the mean is over all tokens, however gradients accumulate", PPO, "accelerator.backward(loss * scale)", "ppo_math", "gradient_accumulation_equals_the_large_batch"),
+    ("shuffles: RandomState(seed + 100003 rank), a new permutation each epoch", PPO, "100_003 * rank", "golden", "ppo_steps_equal_the_original"),
+    ("the KL coefficient adapts to the global KL, after the update, by the global batch", PPO, "def adapt_kl_coef", "golden", "ppo_steps_equal_the_original"),
+    ("statistics are means over minibatches, epochs and ranks; var_explained after that", PPO, 'metrics["ppo/val/var_explained"]', "golden", "ppo_steps_equal_the_original"),
+    ("reward head ~ N(0, 1 / sqrt(d + 1))", REWARD, "nn.init.normal_", "golden", "reward_training_equals_the_original"),
+    ("cross entropy over the N responses, mean over the batch", REWARD, "nn.functional.cross_entropy", "golden", "reward_training_equals_the_original"),
+    ("one epoch in rank 0's order, strided over ranks, linear decay by labels seen", REWARD, "[rank::world]", "golden", "reward_training_equals_the_original"),
+    ("gain and bias set before and after, on untruncated samples of the reference", REWARD, "def normalize", "golden", "reward_normalisation_equals_the_original"),
+]  # fmt: skip
+
+
+def details_table() -> str:
+    """Every detail with the line that has it and the test that holds it. Fails if either is not there."""
+    rows = ["| detail | line | test |", "| --- | --- | --- |"]
+    for what, script, text, test_file, test in DETAILS:
+        lines = (ROOT / script).read_text().splitlines()
+        number = next((i for i, line in enumerate(lines, 1) if text in line), None)
+        test_path = f"tests/test_{test_file}.py"
+        if number is None or f"def test_{test}(" not in (ROOT / test_path).read_text():
+            raise SystemExit(f"{script}: {text!r} or {test_path}: test_{test} is not there")
+        rows.append(f"| {what} | [{script}:{number}]({script}#L{number}) | [{test}]({test_path}) |")
+    return "\n".join(rows)
+
+
+def embedded_table() -> str:
+    """The embedded default, from results/embedded-tiny.json."""
+    rows = json.loads((RESULTS / "embedded-tiny.json").read_text())["rows"]
+    table = [
+        "| | seed | VADER, reference | VADER, policy | KL | distinct samples | reward model's accuracy | seconds |"
+    ]
+    table.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        table.append(
+            f"| {row['algorithm']} | {row['seed']} | {row['vader_before']:.2f} | {row['vader_after']:.2f} | {row['kl']:.1f} "
+            f"| {row['distinct']:.0%} | {row['accuracy']:.2f} | {row['reward_seconds']:.0f} + {row['seconds']:.0f} |"
+        )
+    return "\n".join(table)
+
+
+BLOCKS = {"details": details_table, "embedded": embedded_table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only say whether README.md is up to date")
+    check, path = parser.parse_args().check, ROOT / "README.md"
+    old = text = path.read_text()
+    for name, make in BLOCKS.items():
+        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
+        if not re.search(pattern, text, re.S):
+            raise SystemExit(f"README.md has no markers for {name}")
+        block = make()
+        text = re.sub(pattern, lambda match, block=block: match[1] + block + match[2], text, flags=re.S)
+    if check and text != old:
+        raise SystemExit("README.md is out of date: python benchmark/readme_tables.py")
+    if not check:
+        path.write_text(text)
+        sys.stdout.write("README.md is up to date\n")
+
+
+if __name__ == "__main__":
+    main()

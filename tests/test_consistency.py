@@ -1,0 +1,117 @@
+"""The scripts are copies on purpose: what they share is the same to the letter, and their diff is the algorithm."""
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import itertools
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ["ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py"]
+FREE = {"Args", "main"}  # these differ, under the rules below
+MAX_LINES, MAX_FUNCTION, MAX_MAIN, MAX_DIFF = 820, 60, 200, 150
+ALLOWED = {  # fields of one name that differ between scripts, and why
+    ("ppo_rlhf.py", "train_reward.py", "base_model"): "one starts a policy from it, the other a reward model",
+    ("rloo_rlhf.py", "train_reward.py", "base_model"): "one starts a policy from it, the other a reward model",
+    ("ppo_rlhf.py", "train_reward.py", "batch_size"): "counts episodes here, comparisons there",
+    ("rloo_rlhf.py", "train_reward.py", "batch_size"): "counts episodes here, comparisons there",
+    ("ppo_rlhf.py", "train_reward.py", "lr"): "supervised learning of a new head takes larger steps",
+    ("rloo_rlhf.py", "train_reward.py", "lr"): "supervised learning of a new head takes larger steps",
+}
+
+
+def definitions(script: str) -> dict[str, str]:
+    """Source of every top-level function, class and constant, with decorators and the comments right above it."""
+    text = (ROOT / script).read_text()
+    lines, found = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name, start = node.name, min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name, start = node.targets[0].id, node.lineno
+        else:
+            continue
+        while lines[start - 2].startswith("#"):
+            start -= 1
+        assert name not in found, f"{script} defines {name} twice"
+        found[name] = "\n".join(lines[start - 1 : node.end_lineno])
+    return found
+
+
+@pytest.mark.parametrize(("one", "other"), itertools.combinations(SCRIPTS, 2))
+def test_shared_names_are_identical_to_the_letter(one: str, other: str) -> None:
+    mine, theirs = definitions(one), definitions(other)
+    shared = sorted((set(mine) & set(theirs)) - FREE)
+    assert len(shared) > 20
+    assert [name for name in shared if mine[name] != theirs[name]] == []
+
+
+@pytest.mark.parametrize(("one", "other"), itertools.combinations(SCRIPTS, 2))
+def test_args_of_one_name_agree_in_type_default_and_help(one: str, other: str) -> None:
+    helps, fields = {}, {}
+    for script in (one, other):
+        module = importlib.import_module(script[:-3])
+        fields[script] = {field.name: (str(field.type), field.default) for field in dataclasses.fields(module.Args)}
+        helps[script] = dict(re.findall(r"^    (\w+): .*?  # (.*)$", definitions(script)["Args"], re.M))
+        assert set(helps[script]) == set(fields[script]), "every field has its help in a comment"
+    for name in set(fields[one]) & set(fields[other]):
+        same = (fields[one][name], helps[one][name]) == (fields[other][name], helps[other][name])
+        assert same or (one, other, name) in ALLOWED, name
+        assert not (same and (one, other, name) in ALLOWED), f"{name} agrees now: take it from ALLOWED"
+
+
+def test_the_banners_come_in_the_same_order() -> None:
+    banners = {
+        script: re.findall(r"^ +# (\d\. \w+|\d\. \w+ and \d\. \w+)", definitions(script)["main"], re.M)
+        for script in SCRIPTS
+    }
+    assert [banner[0] for banner in banners["ppo_rlhf.py"]] == ["1", "2", "3", "4", "6", "7"]
+    assert banners["ppo_rlhf.py"] == banners["rloo_rlhf.py"]
+    assert banners["train_reward.py"] == sorted(banners["train_reward.py"])
+
+
+def test_the_diff_of_ppo_and_rloo_is_small_and_in_no_helper() -> None:
+    ppo, rloo = ((ROOT / script).read_text().splitlines() for script in SCRIPTS[:2])
+    changed = [
+        line
+        for line in difflib.unified_diff(ppo, rloo, lineterm="", n=0)
+        if line[0] in "+-" and line[:3] not in ("+++", "---")
+    ]
+    assert 50 < len(changed) <= MAX_DIFF
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_argument_is_read_and_every_import_is_used(script: str) -> None:
+    text = (ROOT / script).read_text()
+    for name in re.findall(r"^    (\w+): .*?  # ", definitions(script)["Args"], re.M):
+        assert re.search(rf"args\.{name}\b", text), f"nothing reads --{name}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_files_and_functions_stay_short(script: str) -> None:
+    text = (ROOT / script).read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < (MAX_MAIN if node.name == "main" else MAX_FUNCTION), node.name
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "tf_adam.py"])
+def test_every_public_definition_has_a_docstring(script: str) -> None:
+    for node in ast.walk(ast.parse((ROOT / script).read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("__"):
+            assert ast.get_docstring(node), f"{script}: {node.name}"
+
+
+def test_nothing_but_tf_adam_is_imported_between_the_scripts() -> None:
+    modules = {path.stem for path in ROOT.glob("*.py")}
+    for script in SCRIPTS:
+        with (ROOT / script).open("rb") as file:
+            names = [token.string for token in tokenize.tokenize(file.readline)]
+        imported = {names[i + 1] for i, name in enumerate(names) if name in ("import", "from") and i + 1 < len(names)}
+        assert imported & modules <= {"tf_adam"}
