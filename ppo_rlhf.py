@@ -152,8 +152,8 @@ def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kw
     """function(*args, **kwargs), or stop with the first line of its error between `what` and `hint`."""
     try:
         return function(*args, **kwargs)
-    except (AttributeError, DatasetsError, ImportError, LookupError, OSError, RuntimeError, StopIteration, SyntaxError,
-            TypeError, ValueError) as error:  # fmt: skip
+    except (ArithmeticError, AttributeError, DatasetsError, ImportError, LookupError, NameError, OSError, RuntimeError,
+            StopIteration, SyntaxError, TypeError, ValueError) as error:  # fmt: skip
         reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
         stop(f"{what}: {reason[:200]}; {hint}")
 
@@ -181,6 +181,8 @@ def parse_args(run: str) -> tuple[str, Args]:
             stop(f"--{name} {value}: must be {'greater than 0' if needed else '0 or more'}")
         if isinstance(value, float) and not math.isfinite(value):
             stop(f"--{name} {value}: must be a finite number")
+    if args.seed >= 2**31:
+        stop(f"--seed {args.seed}: must be less than {2**31}")
     return preset, args
 
 
@@ -758,6 +760,10 @@ def main(preset: str, args: Args) -> None:
     fast_matmul(device)
     tokenizer = load(AutoTokenizer, args.base_model, "--base_model", args)
     end = token_id(tokenizer, args.truncate_token, "--truncate_token")
+    if end is not None and args.truncate_after >= args.response_length:
+        stop(
+            f"--truncate_after {args.truncate_after}: lies beyond the response; up to {args.response_length - 1} would do"
+        )
     queries, eval_queries = load_queries(tokenizer, args, num_updates * args.batch_size, args.eval_queries)
     prefix, suffix = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in (args.query_prefix, args.query_suffix)

@@ -131,8 +131,8 @@ def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kw
     """function(*args, **kwargs), or stop with the first line of its error between `what` and `hint`."""
     try:
         return function(*args, **kwargs)
-    except (AttributeError, DatasetsError, ImportError, LookupError, OSError, RuntimeError, StopIteration, SyntaxError,
-            TypeError, ValueError) as error:  # fmt: skip
+    except (ArithmeticError, AttributeError, DatasetsError, ImportError, LookupError, NameError, OSError, RuntimeError,
+            StopIteration, SyntaxError, TypeError, ValueError) as error:  # fmt: skip
         reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
         stop(f"{what}: {reason[:200]}; {hint}")
 
@@ -160,6 +160,8 @@ def parse_args(run: str) -> tuple[str, Args]:
             stop(f"--{name} {value}: must be {'greater than 0' if needed else '0 or more'}")
         if isinstance(value, float) and not math.isfinite(value):
             stop(f"--{name} {value}: must be a finite number")
+    if args.seed >= 2**31:
+        stop(f"--seed {args.seed}: must be less than {2**31}")
     return preset, args
 
 
@@ -434,10 +436,11 @@ def read_rows(table: Any, names: list[str], tokenizer: Any, args: Args) -> list[
     """Labels of a table of best-of-N token rows, samples in the columns `names`; stops at the first bad one."""
     flag, labels = f"--label_dataset {args.label_dataset}", []
     for i, row in enumerate(table):
+        row |= {name: row[name] or [] for name in ("query", *names)}
         tokens = [token for name in ("query", *names) for token in row[name] if token != args.label_pad]
         lengths = sorted({len(row[name]) for name in names})
         query, *samples = ([token for token in row[name] if token != args.label_pad] for name in ("query", *names))
-        if row["best"] is None or not 0 <= row["best"] < len(names):
+        if not isinstance(row["best"], int) or not 0 <= row["best"] < len(names):
             stop(f"{flag}: row {i} has best = {row['best']}; 0 to {len(names) - 1} would do")
         if len(lengths) > 1:
             stop(f"{flag}: row {i} has samples of {lengths} tokens; samples of one length, padded, would do")

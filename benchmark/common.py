@@ -1,22 +1,27 @@
 """What the benchmarks share: the way to the scripts, models of a shape, and the record of a measurement."""
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import accelerate
+import numpy as np
+import torch
+import transformers
+from accelerate.state import AcceleratorState, GradientState
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py", "tf_adam.py")
 sys.path.insert(0, str(ROOT))
-
-import accelerate
-import torch
-import transformers
-from accelerate.state import AcceleratorState, GradientState
+transformers.utils.logging.disable_progress_bar()
 
 
 def git(*words: str) -> str:
@@ -49,9 +54,29 @@ def write(name: str, tag: str, args: argparse.Namespace, rows: list[dict[str, An
     return path
 
 
-def new_accelerator(dtype: str = "fp32", steps: int = 1) -> accelerate.Accelerator:
-    """An Accelerator as the scripts make it; one process may want several, of different precision."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+def new_accelerator(dtype: str = "fp32", steps: int = 1, reset: bool = True) -> accelerate.Accelerator:
+    """An Accelerator as the scripts make it. `reset` ends those made before; without it, all share one precision."""
+    if reset:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
     precision = {"fp32": "no"}.get(dtype, dtype)
-    return accelerate.Accelerator(mixed_precision=precision, gradient_accumulation_steps=steps)
+    cpu = not torch.accelerator.is_available()
+    return accelerate.Accelerator(mixed_precision=precision, gradient_accumulation_steps=steps, cpu=cpu)
+
+
+@contextlib.contextmanager
+def model_folder(name: str) -> Iterator[str]:
+    """A folder to load: tiny/model, a folder of the caller's, or for gpt2 the 124M shape with random weights."""
+    if name != "gpt2":
+        yield str(ROOT / "tiny" / "model") if name == "tiny" else name
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        transformers.GPT2LMHeadModel(transformers.GPT2Config()).save_pretrained(folder)
+        yield folder
+
+
+def random_contexts(lengths: Sequence[int], vocabulary: int, seed: int) -> list[list[int]]:
+    """Random tokens: what they are changes neither time nor memory."""
+    rng = np.random.default_rng([seed, 4])
+    return [rng.integers(1, vocabulary, length).tolist() for length in lengths]

@@ -14,34 +14,32 @@ import time
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
-import common  # noqa: E402
-import rloo_rlhf  # noqa: E402
+import rloo_rlhf
 
 
 def run(script: str, *flags: str) -> float:
     """Run a script as a user would; seconds that it took."""
     start = time.perf_counter()
-    subprocess.run([sys.executable, str(ROOT / script), *flags], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, str(common.ROOT / script), *flags], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
 def fresh_samples(folder: Path, seed: int) -> tuple[list[str], list[str], float]:
     """Truncated responses of the policy in `folder` and of the reference to all held-out queries, and the mean KL."""
     args = rloo_rlhf.Args(seed=seed)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(common.ROOT / "tiny" / "model")
     _, queries = rloo_rlhf.load_queries(tokenizer, args, 1, 512)
     end = rloo_rlhf.token_id(tokenizer, args.truncate_token, "--truncate_token")
     policy, ref = (
         rloo_rlhf.Actor(rloo_rlhf.load(AutoModelForCausalLM, str(path), "--base_model", args)).eval()
-        for path in (folder, ROOT / "tiny" / "model")
+        for path in (folder, common.ROOT / "tiny" / "model")
     )
     u = rloo_rlhf.uniforms(seed, 10**6, len(queries), args.response_length, "cpu")
     texts, rows = [], torch.arange(len(queries))
@@ -94,7 +92,7 @@ def main() -> None:
         axes.locator_params(axis="x", nbins=5)
         axes.grid(alpha=0.3)
     figure.axes[0].legend()
-    figure.savefig(ROOT / "benchmark" / "results" / "embedded-tiny.png", dpi=130)
+    figure.savefig(common.RESULTS / "embedded-tiny.png", dpi=130)
 
 
 if __name__ == "__main__":

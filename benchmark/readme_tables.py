@@ -67,14 +67,12 @@ def details_table() -> str:
 def embedded_table() -> str:
     """The embedded default, from results/embedded-tiny.json."""
     rows = json.loads((RESULTS / "embedded-tiny.json").read_text())["rows"]
-    table = [
-        "| | seed | VADER, reference | VADER, policy | KL | distinct samples | reward model's accuracy | seconds |"
-    ]
-    table.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    table = ["| | seed | VADER, reference | VADER, policy | KL | distinct samples | reward model's accuracy |"]
+    table.append("| --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
         table.append(
-            f"| {row['algorithm']} | {row['seed']} | {row['vader_before']:.2f} | {row['vader_after']:.2f} | {row['kl']:.1f} "
-            f"| {row['distinct']:.0%} | {row['accuracy']:.2f} | {row['reward_seconds']:.0f} + {row['seconds']:.0f} |"
+            f"| {row['algorithm']} | {row['seed']} | {row['vader_before']:.2f} | {row['vader_after']:.2f} | "
+            f"{row['kl']:.1f} | {row['distinct']:.1%} | {row['accuracy']:.2f} |"
         )
     return "\n".join(table)
 

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are tiny: more threads only wait for each other
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any import of the libraries: no test may reach a network
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -26,7 +26,10 @@ def script_args(hparams: dict[str, Any]) -> SimpleNamespace:
     ppo, rewards, task = hparams["ppo"], hparams["rewards"], hparams["task"]
     adaptive = rewards.get("adaptive_kl")
     return SimpleNamespace(
-        **{name: ppo[name] for name in ("lr", "vf_coef", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards")},
+        **{
+            name: ppo[name]
+            for name in ("lr", "vf_coef", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards")
+        },
         **{name: ppo[name] for name in ("batch_size", "total_episodes")},
         num_minibatches=ppo["nminibatches"],
         num_epochs=ppo["noptepochs"],
@@ -59,7 +62,7 @@ def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
 
 
 def load_reward(folder: Path) -> ppo_rlhf.RewardModel:
-    """The recorded reward model. Its head has a bias b of its own: gain * (w h + b) + bias = gain * w h + (gain b + bias)."""
+    """The recorded reward model. Its head has a bias b: gain * (w h + b) + bias = gain * w h + (gain b + bias)."""
     args = SimpleNamespace(trust_remote_code=False)
     heads = load_file(folder / "heads.safetensors")
     model = ppo_rlhf.load(AutoModelForSequenceClassification, str(folder), "--base_model", args, num_labels=1)
@@ -78,12 +81,19 @@ def weights_from_tf(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, Ten
             continue
         name = key[len(prefix) :].removeprefix("model/")
         if name in ("wpe", "wte", "ln_f/g", "ln_f/b"):
-            name = "transformer." + {"wpe": "wpe.weight", "wte": "wte.weight", "ln_f/g": "ln_f.weight", "ln_f/b": "ln_f.bias"}[name]
+            name = (
+                "transformer."
+                + {"wpe": "wpe.weight", "wte": "wte.weight", "ln_f/g": "ln_f.weight", "ln_f/b": "ln_f.bias"}[name]
+            )
         elif name.startswith("h") and name[1].isdigit():
             layer, *module, leaf = name.split("/")
             name = f"transformer.h.{layer[1:]}.{'.'.join(module)}.{'weight' if leaf in 'gw' else 'bias'}"
         else:
-            name = {"heads/value/w": "value_head.weight", "heads/reward/w": "score.weight", "reward_norm/gain": "gain"}.get(name, "")
+            name = {
+                "heads/value/w": "value_head.weight",
+                "heads/reward/w": "score.weight",
+                "reward_norm/gain": "gain",
+            }.get(name, "")
         if name:
             value = torch.from_numpy(np.asarray(array))
             names[name] = value.squeeze(0) if value.dim() == 3 else value

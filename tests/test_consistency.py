@@ -2,10 +2,10 @@
 
 import ast
 import dataclasses
-import difflib
 import importlib
 import itertools
 import re
+import subprocess
 import tokenize
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py"]
 FREE = {"Args", "main"}  # these differ, under the rules below
+PAIRS = list(itertools.combinations(SCRIPTS, 2))
 MAX_LINES, MAX_FUNCTION, MAX_MAIN, MAX_DIFF = 820, 60, 200, 150
 ALLOWED = {  # fields of one name that differ between scripts, and why
     ("ppo_rlhf.py", "train_reward.py", "base_model"): "one starts a policy from it, the other a reward model",
@@ -43,7 +44,7 @@ def definitions(script: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("one", "other"), itertools.combinations(SCRIPTS, 2))
+@pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_shared_names_are_identical_to_the_letter(one: str, other: str) -> None:
     mine, theirs = definitions(one), definitions(other)
     shared = sorted((set(mine) & set(theirs)) - FREE)
@@ -51,7 +52,7 @@ def test_shared_names_are_identical_to_the_letter(one: str, other: str) -> None:
     assert [name for name in shared if mine[name] != theirs[name]] == []
 
 
-@pytest.mark.parametrize(("one", "other"), itertools.combinations(SCRIPTS, 2))
+@pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_args_of_one_name_agree_in_type_default_and_help(one: str, other: str) -> None:
     helps, fields = {}, {}
     for script in (one, other):
@@ -75,13 +76,9 @@ def test_the_banners_come_in_the_same_order() -> None:
     assert banners["train_reward.py"] == sorted(banners["train_reward.py"])
 
 
-def test_the_diff_of_ppo_and_rloo_is_small_and_in_no_helper() -> None:
-    ppo, rloo = ((ROOT / script).read_text().splitlines() for script in SCRIPTS[:2])
-    changed = [
-        line
-        for line in difflib.unified_diff(ppo, rloo, lineterm="", n=0)
-        if line[0] in "+-" and line[:3] not in ("+++", "---")
-    ]
+def test_the_diff_of_ppo_and_rloo_is_small() -> None:
+    done = subprocess.run(["diff", *SCRIPTS[:2]], cwd=ROOT, capture_output=True, text=True, check=False)
+    changed = [line for line in done.stdout.splitlines() if line[:1] in ("<", ">")]
     assert 50 < len(changed) <= MAX_DIFF
 
 

@@ -1,4 +1,4 @@
-"""Replays of arrays recorded from OpenAI's lm-human-preferences (TensorFlow, CPU, fp32) through the scripts' functions."""
+"""Replays of arrays recorded from OpenAI's lm-human-preferences (TensorFlow, fp32) through the scripts' functions."""
 
 import json
 import math
