@@ -202,11 +202,8 @@ def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> An
 
     Attention is eager on the CPU, where it is 3 to 4 times faster than the fused kernel after fast_matmul.
     """
-    is_model, hint = (
-        auto_class is not AutoTokenizer,
-        "a local folder with config.json, model.safetensors and tokenizer would do",
-    )
-    if is_model:
+    hint = "a local folder with config.json, model.safetensors and tokenizer would do"
+    if is_model := auto_class is not AutoTokenizer:
         kwargs |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
         kwargs |= {"attn_implementation": "sdpa" if torch.cuda.is_available() else "eager"}
     if args.trust_remote_code:
@@ -270,12 +267,10 @@ def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[lis
 
     The latter come from the split `test` or `validation`; what is missing there is kept apart from the training split.
     """
-    splits, wanted = (
-        load_table(args.query_dataset, "--query_dataset"),
-        ("text", "query", "prompt", "article", "content"),
-    )
+    splits = load_table(args.query_dataset, "--query_dataset")
     table = splits["train"] if "train" in splits else next(iter(splits.values()))
     held_out = next((splits[name] for name in ("test", "validation") if name in splits), table.select([]))
+    wanted = ("text", "query", "prompt", "article", "content")
     column = next((name for name in wanted if name in table.column_names), None)
     if column is None:
         stop(f"--query_dataset {args.query_dataset}: has columns {table.column_names}; {' or '.join(wanted)} would do")
@@ -290,11 +285,9 @@ def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[lis
                 queries += filter(None, (cut_query(row, args.query_length, start, end) for row in rows))
         queries = queries[:need]
     if 0 < len(queries) <= test:
-        stop(
-            f"--eval_queries {test}: {args.query_dataset} gave {len(queries)} queries in all; a smaller number would do"
-        )
+        stop(f"--eval_queries {test}: {args.query_dataset} gave {len(queries)} queries in all; fewer would do")
     if not queries:
-        stop(f"--query_dataset {args.query_dataset}: column {column!r} gave {len(queries)} queries, too few, between "
+        stop(f"--query_dataset {args.query_dataset}: column {column!r} gave no query between "
              f"--start_text {args.start_text!r} and --end_text {args.end_text!r}; none for both would do")  # fmt: skip
     return queries[test:], queries[:test]
 
@@ -716,9 +709,7 @@ def main(preset: str, args: Args) -> None:
     tokenizer = load(AutoTokenizer, args.base_model, "--base_model", args)
     end = token_id(tokenizer, args.truncate_token, "--truncate_token")
     if end is not None and args.truncate_after >= args.response_length:
-        stop(
-            f"--truncate_after {args.truncate_after}: lies beyond the response; up to {args.response_length - 1} would do"
-        )
+        stop(f"--truncate_after {args.truncate_after}: is beyond the response; {args.response_length - 1} would do")
     queries, eval_queries = load_queries(tokenizer, args, num_updates * args.batch_size, args.eval_queries)
     prefix, suffix = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in (args.query_prefix, args.query_suffix)

@@ -10,7 +10,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 import rloo_rlhf
 
 
-def run(script: str, *flags: str) -> float:
-    """Run a script as a user would; seconds that it took."""
-    start = time.perf_counter()
-    subprocess.run([sys.executable, str(common.ROOT / script), *flags], check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
+def run(script: str, out: Path, *flags: str) -> None:
+    """Run a script as a user would, unless `out` is there from an earlier call."""
+    if not out.exists():
+        command = [sys.executable, str(common.ROOT / script), "--output_dir", str(out), *flags]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def fresh_samples(folder: Path, seed: int) -> tuple[list[str], list[str], float]:
@@ -53,33 +52,8 @@ def fresh_samples(folder: Path, seed: int) -> tuple[list[str], list[str], float]
     return texts[0], texts[1], kl
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--folder", default="runs/embedded", help="where the runs go")
-    args = parser.parse_args()
-    folder = Path(args.folder)
-    judge = SentimentIntensityAnalyzer()
-    rows: list[dict[str, Any]] = []
-    curves: dict[str, list[list[dict[str, float]]]] = {"PPO": [], "RLOO": []}
-    for seed in args.seeds:
-        reward = folder / f"reward-{seed}"
-        reward_seconds = run("train_reward.py", "--seed", str(seed), "--output_dir", str(reward))
-        accuracy = json.loads((reward / "results.json").read_text())["test/accuracy"]
-        for name, script in (("PPO", "ppo_rlhf.py"), ("RLOO", "rloo_rlhf.py")):
-            out = folder / f"{name}-{seed}"
-            flags = ["--seed", str(seed), "--reward_model", str(reward / "reward_model"), "--output_dir", str(out)]
-            seconds = run(script, *flags)
-            after, before, kl = fresh_samples(out / "policy", seed)
-            metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-            curves[name].append(metrics)
-            vader = [np.mean([judge.polarity_scores(text)["compound"] for text in texts]) for texts in (before, after)]
-            row = {"algorithm": name, "seed": seed, "vader_before": vader[0], "vader_after": vader[1], "kl": kl}
-            row |= {"distinct": len(set(after)) / len(after), "accuracy": accuracy, "seconds": seconds}
-            row |= {"reward_seconds": reward_seconds, "score": np.mean([m["objective/scores"] for m in metrics[-10:]])}
-            rows.append({key: float(x) if isinstance(x, np.floating) else x for key, x in row.items()})
-            sys.stdout.write(json.dumps(rows[-1]) + "\n")
-    common.write("embedded", "tiny", args, rows)
+def plot(curves: dict[str, list[list[dict[str, float]]]]) -> None:
+    """Mean over seeds, and a band from the lowest to the highest, of three metrics."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     panels = ("objective/scores", "objective/kl", "objective/kl_coef")
     for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
@@ -93,6 +67,42 @@ def main() -> None:
         axes.grid(alpha=0.3)
     figure.axes[0].legend()
     figure.savefig(common.RESULTS / "embedded-tiny.png", dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--folder", default="runs/embedded", help="where the runs go; finished ones are used again")
+    args = parser.parse_args()
+    folder, judge = Path(args.folder), SentimentIntensityAnalyzer()
+    rows: list[dict[str, Any]] = []
+    curves: dict[str, list[list[dict[str, float]]]] = {"PPO": [], "RLOO": []}
+    for seed in args.seeds:
+        reward = folder / f"reward-{seed}"
+        run("train_reward.py", reward, "--seed", str(seed))
+        accuracy = json.loads((reward / "results.json").read_text())["test/accuracy"]
+        for name, script in (("PPO", "ppo_rlhf.py"), ("RLOO", "rloo_rlhf.py")):
+            out = folder / f"{name}-{seed}"
+            run(script, out, "--seed", str(seed), "--reward_model", str(reward / "reward_model"))
+            after, before, kl = fresh_samples(out / "policy", seed)
+            metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+            vader = [[judge.polarity_scores(text)["compound"] for text in texts] for texts in (before, after)]
+            rows.append(
+                {
+                    "algorithm": name,
+                    "seed": seed,
+                    "vader_before": sum(vader[0]) / len(vader[0]),
+                    "vader_after": sum(vader[1]) / len(vader[1]),
+                    "kl": kl,
+                    "distinct": len(set(after)) / len(after),
+                    "accuracy": accuracy,
+                    "score": sum(row["objective/scores"] for row in metrics[-10:]) / 10,
+                }
+            )
+            curves[name].append(metrics)
+            sys.stdout.write(json.dumps(rows[-1]) + "\n")
+        common.write("embedded", "tiny", args, rows)
+        plot(curves)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Reading the recorded arrays of OpenAI's code into what the scripts take."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,5 +109,6 @@ def named_weights(module: torch.nn.Module) -> dict[str, Tensor]:
 def load_golden(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     with np.load(file) as arrays:
         data = {key: arrays[key] for key in arrays.files}
-    record = file.with_suffix(".json")
-    return data, json.loads(record.read_text()) if record.exists() else {}
+    names = (file.stem, re.sub(r"_?(rank|r)\d+$", "", file.stem))  # of several ranks, one record may stand for all
+    record = next((path for name in names if (path := file.with_name(f"{name}.json")).exists()), None)
+    return data, json.loads(record.read_text()) if record else {}

@@ -127,9 +127,9 @@ def test_penalty_equals_the_original(golden_05: Path) -> None:
     assert np.array_equal(scores.numpy(), arrays["scores"])
 
 
-def test_query_cut_equals_the_original() -> None:
-    record = json.loads((Path(__file__).parent / "golden" / "08_query_dataset.json").read_text())
-    pad = 66
+def test_query_cut_equals_the_original(golden_08: Path) -> None:
+    record = json.loads(golden_08.with_suffix(".json").read_text())
+    pad = max(token for case in record["cases"] for row in case["rows"] for token in row)
     for case in record["cases"]:
         length = case["sequence_length"]
         cut = [ppo_rlhf.cut_query(row, length, case["start_token"], case["end_token"]) for row in record["tokens"]]
@@ -172,7 +172,7 @@ def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
     args = script_args(record["hparams"])
     files = rank_files(golden_04, len(first["s0/rollout/scores"]), args.batch_size)
     if files[0] != golden_04:
-        pytest.skip("replayed together with its first rank")
+        return  # replayed together with the first rank's file
     ranks = [load_golden(file)[0] for file in files]
     policy, ref = (load_actor(folder_of(golden_04, name)) for name in ("hf_policy", "hf_ref"))
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=1e-5)
@@ -201,7 +201,7 @@ def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
             epochs.append(torch.from_numpy(perms).reshape(args.num_epochs, args.num_minibatches, -1))
             batches.append(batch)
             kls.append(log_ratio.sum(1).mean().item())
-        check_first_minibatch(policy, batches[0], epochs[0], first, step, args, alone=len(ranks) == 1)
+        check_first_minibatch(policy, batches, epochs, ranks, step, args)
         optimizer.param_groups[0]["lr"] = args.lr * (1 - steps.index(step) / num_updates)
         if len(ranks) == 1:
             accelerator = Accelerator(cpu=True)
@@ -261,30 +261,29 @@ def replay_rollout(file: Path, policy, ref, batch, arrays, step: str, args) -> N
     assert (scores - batch["scores"]).abs().max() < 1e-5
 
 
-def check_first_minibatch(policy, batch, epochs, arrays, step: str, args, alone: bool) -> None:
-    """Whitened rewards, advantages, returns, predictions and the gradient of the first minibatch."""
-    rows = epochs[0, 0]
-    if f"{step}/first_mb/order" not in arrays:
+def check_first_minibatch(policy, batches, epochs, ranks, step: str, args) -> None:
+    """Whitened rewards, advantages, returns, predictions, loss of every rank's first minibatch; the mean gradient."""
+    if f"{step}/first_mb/order" not in ranks[0]:
         return
-    assert np.array_equal(rows.numpy(), arrays[f"{step}/first_mb/order"])
-    mask, rewards = batch["kept"][rows], batch["rewards"][rows]
-    if args.whiten_rewards:
-        rewards = ppo_rlhf.whiten(rewards, mask, shift_mean=False)
-    advantages, returns = ppo_rlhf.gae(batch["values"][rows], rewards, mask, args.gamma, args.lam)
-    logprobs, entropies, values = ppo_rlhf.forward_response(policy, batch, rows, args.temperature)
-    pairs = {"rewards_used": rewards, "advantages_raw": advantages, "returns": returns, "vpred": values}
-    advantages = ppo_rlhf.whiten(advantages, mask)
-    pairs |= {"advantages": advantages, "new_logprobs": logprobs, "entropies": entropies}
-    for name, ours in pairs.items():
-        assert np.abs(ours.detach().numpy() - arrays[f"{step}/first_mb/{name}"]).max() < LOGPROB_ATOL, name
-    old = batch["logprobs"][rows], batch["values"][rows], advantages, returns, mask
-    loss, _ = ppo_rlhf.ppo_loss(logprobs, values, *old, args.cliprange, args.cliprange_value, args.vf_coef)
-    loss = loss / mask.sum()
-    assert loss.item() == pytest.approx(float(arrays[f"{step}/first_mb/loss"]), abs=1e-5)
-    if not alone:
-        return  # the recorded gradient is the ranks' mean: the weights hold it
-    loss.backward()
-    gradients, weights = weights_from_tf(arrays, f"{step}/first_mb/grad/policy/"), named_weights(policy)
+    for batch, shuffles, arrays in zip(batches, epochs, ranks, strict=True):
+        rows = shuffles[0, 0]
+        assert np.array_equal(rows.numpy(), arrays[f"{step}/first_mb/order"])
+        mask, rewards = batch["kept"][rows], batch["rewards"][rows]
+        if args.whiten_rewards:
+            rewards = ppo_rlhf.whiten(rewards, mask, shift_mean=False)
+        advantages, returns = ppo_rlhf.gae(batch["values"][rows], rewards, mask, args.gamma, args.lam)
+        logprobs, entropies, values = ppo_rlhf.forward_response(policy, batch, rows, args.temperature)
+        pairs = {"rewards_used": rewards, "advantages_raw": advantages, "returns": returns, "vpred": values}
+        advantages = ppo_rlhf.whiten(advantages, mask)
+        pairs |= {"advantages": advantages, "new_logprobs": logprobs, "entropies": entropies}
+        for name, ours in pairs.items():
+            assert np.abs(ours.detach().numpy() - arrays[f"{step}/first_mb/{name}"]).max() < LOGPROB_ATOL, name
+        old = batch["logprobs"][rows], batch["values"][rows], advantages, returns, mask
+        loss, _ = ppo_rlhf.ppo_loss(logprobs, values, *old, args.cliprange, args.cliprange_value, args.vf_coef)
+        loss = loss / mask.sum()
+        assert loss.item() == pytest.approx(float(arrays[f"{step}/first_mb/loss"]), abs=1e-5)
+        (loss / len(ranks)).backward()
+    gradients, weights = weights_from_tf(ranks[0], f"{step}/first_mb/grad/policy/"), named_weights(policy)
     for name, target in gradients.items():
         gradient = weights[name].grad.reshape(target.shape)
         assert (gradient - target).norm() < 1e-4 * target.norm() + 1e-6, name
