@@ -22,6 +22,7 @@ RESULTS = ROOT / "benchmark" / "results"
 SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py", "tf_adam.py")
 sys.path.insert(0, str(ROOT))
 transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()  # a new reward head is what is wanted here
 
 
 def git(*words: str) -> str:

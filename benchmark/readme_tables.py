@@ -77,7 +77,40 @@ def embedded_table() -> str:
     return "\n".join(table)
 
 
-BLOCKS = {"details": details_table, "embedded": embedded_table}
+def ratio_table() -> str:
+    """RLOO's first ratios in bf16 by where the old log-probabilities come from, from results/bf16_ratio-*.json."""
+    names = {
+        "sampler": "the sampler",
+        "other rows": "a forward pass over other rows",
+        "same rows": "**the same rows (ours)**",
+    }
+    table = ["| model, response | old log-probabilities from | logits | largest error of the first ratio | clipped |"]
+    table.append("| --- | --- | --- | --- | --- |")
+    for tag in ("tiny", "gpt2", "gpt2-53"):
+        for row in json.loads((RESULTS / f"bf16_ratio-{tag}.json").read_text())["rows"]:
+            if (
+                row["algorithm"] == "rloo"
+                and row["dtype"] == "bf16"
+                and (row["head"] == "fp32" or row["source"] == "sampler")
+            ):
+                head = "fp32" if row["head"] == "fp32" else "bf16"
+                table.append(
+                    f"| {row['model']}, {row['length']} | {names[row['source']]} | {head} | {row['ratio_max_error']:.2g} "
+                    f"| {row['clipped']:.0%} |"
+                )
+    return "\n".join(table)
+
+
+def optimum_table() -> str:
+    """How near both come to the exact optimum, from results/optimum-enumerated.json."""
+    table = ["| | seed | J, reference | J, trained | J*, exact | gap |", "| --- | --- | --- | --- | --- | --- |"]
+    for row in json.loads((RESULTS / "optimum-enumerated.json").read_text())["rows"]:
+        values = " | ".join(f"{row[name]:.4f}" for name in ("j_ref", "j", "j_star"))
+        table.append(f"| {row['algorithm'].upper()} | {row['seed']} | {values} | {row['gap']:.2%} |")
+    return "\n".join(table)
+
+
+BLOCKS = {"details": details_table, "embedded": embedded_table, "ratio": ratio_table, "optimum": optimum_table}
 
 
 def main() -> None:
