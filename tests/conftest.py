@@ -30,7 +30,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test with an argument `golden_04` runs for every file 04*.npz in the golden folder, and so on."""
     for name in metafunc.fixturenames:
         if name.startswith("golden_") and name[7:9].isdigit():
-            files = golden_files(metafunc.config, f"{name[7:]}*.npz")
+            files = golden_files(metafunc.config, f"{name[7:]}*.npz") or golden_files(
+                metafunc.config, f"{name[7:]}*.json"
+            )
             metafunc.parametrize(name, files, ids=[file.stem for file in files])
 
 

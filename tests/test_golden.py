@@ -1,7 +1,9 @@
 """Replays of arrays recorded from OpenAI's lm-human-preferences (TensorFlow, fp32) through the scripts' functions."""
 
+import itertools
 import json
 import math
+import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from golden_tools import (
     script_args,
     weights_from_tf,
 )
+from transformers import GPT2Tokenizer
 
 import ppo_rlhf
 import train_reward
@@ -137,6 +140,28 @@ def test_query_cut_equals_the_original(golden_08: Path) -> None:
         kept = [i for i, row in enumerate(cut) if row or has_end]
         assert kept == case["kept"], case["name"]
         assert [cut[i] + [pad] * (length - len(cut[i])) for i in kept] == case["rows"], case["name"]
+
+
+def test_the_stream_of_queries_equals_the_original(golden_08: Path) -> None:
+    """300 shuffled texts, tokenised and cut, over and over: 40 batches of 16."""
+    corpus = json.loads(golden_08.with_suffix(".json").read_text())["sampler"]["corpus"]
+    tokenizer = GPT2Tokenizer.from_pretrained(folder_of(golden_08, "hf_policy"))
+    random.seed(0)
+    random.shuffle(corpus)
+    batches = load_golden(golden_08)[0]["sampler/batches"]
+    recorded = rows_of(batches.reshape(-1, batches.shape[-1]), len(tokenizer))
+    stop = tokenizer.encode(".")[0]
+    cut = [ppo_rlhf.cut_query(tokenizer.encode(text), batches.shape[-1], stop, stop) for text in corpus]
+    assert recorded == list(itertools.islice(itertools.cycle(filter(None, cut)), len(recorded)))
+
+
+def test_the_tokenizer_equals_the_original(golden_09: Path) -> None:
+    tokenizer = GPT2Tokenizer.from_pretrained(folder_of(golden_09, "hf_policy"))
+    records = json.loads(golden_09.read_text())
+    assert len(records) > 10
+    for record in records:
+        assert tokenizer.encode(record["text"]) == record["tokens"]
+        assert tokenizer.decode(record["tokens"]) == record["decoded"]
 
 
 def rank_files(file: Path, rows: int, batch_size: int) -> list[Path]:
