@@ -1,11 +1,11 @@
 """Peak memory and speed of an update: PPO on one trunk, PPO with a value model of its own, RLOO with K = 2 and 4.
 
-The same number of episodes per update for all. Memory: one process per variant does one update; on a CPU it is the
-largest resident set minus that after the imports, on a GPU what PyTorch allocated at most. Policy, gradients, Adam's
-averages, reference and reward model are in it. Speed: all variants in one process, one update each in turn.
+The same number of episodes per update for all. Memory: every variant has a process of its own; on a CPU it is the
+largest resident set of an update minus that after the imports, on a GPU what PyTorch allocated at most. Policy,
+gradients, Adam's averages, reference and reward model are in it. Speed: all variants in one process, in turn.
 
     python benchmark/memory_speed.py --shape tiny
-    python benchmark/memory_speed.py --shape gpt2 --batch_size 16 --num_epochs 1 --dtype bf16
+    python benchmark/memory_speed.py --shape gpt2 --num_epochs 1 --dtype bf16
 """
 
 import argparse
@@ -56,11 +56,16 @@ def peak(device: torch.device) -> int:
 
 
 def memory(name: str, folder: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """One update of a variant in this process: its peak, and the bytes of weights that it trains."""
+    """Updates of a variant in this process: its peak, and the bytes of weights that it trains.
+
+    Adam has its averages after the first step only, and they are to be there together with activations: two steps.
+    """
     before = peak(device)
     variant = make(name, folder, options, device)
     frozen = Frozen(folder, variant.args, device)
-    variant.update(make_contexts(variant, options, variant.actor.lm.config.vocab_size), frozen)
+    contexts = make_contexts(variant, options, variant.actor.lm.config.vocab_size)
+    for _ in range(2 if options.num_epochs == 1 else 1):
+        variant.update(contexts, frozen)
     trained = sum(p.numel() * p.element_size() for p in variant.policy.parameters())
     return {"peak_bytes": peak(device) - before, "baseline_bytes": before, "trained_bytes": trained}
 
@@ -99,6 +104,7 @@ def main() -> None:
     parser.add_argument("--num_epochs", type=int, default=4)
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--repeats", type=int, default=5, help="timed updates of each variant; 0: memory only")
+    parser.add_argument("--speed_only", action="store_true")
     parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)  # variant and folder, for memory
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -109,19 +115,22 @@ def main() -> None:
     options.tag = options.tag or f"{options.shape}-{options.dtype}"
     with common.model_folder(options.shape) as folder:
         used = {}
-        for name in options.variants:
+        for name in [] if options.speed_only else options.variants:
             command = [sys.executable, *sys.argv, "--child", name, folder]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             used[name] = json.loads(done.stdout.splitlines()[-1])
         rows = speed(folder, options, device) if options.repeats else [{"variant": name} for name in options.variants]
     for row in rows:
-        row |= used[row["variant"]]
-        row["memory_ratio"] = row["peak_bytes"] / rows[0]["peak_bytes"]
+        row |= used.get(row["variant"], {})
+        if used:
+            row["memory_ratio"] = row["peak_bytes"] / rows[0]["peak_bytes"]
         if options.repeats:
             row["speed_ratio"] = row["episodes_per_second"] / rows[0]["episodes_per_second"]
     table = Table("variant", "peak MB", "ratio", "episodes/s", "ratio", "sample", "score", "optimise")
     for row in rows:
-        cells = [row["variant"], f"{row['peak_bytes'] / 1e6:.0f}", f"{row['memory_ratio']:.2f}"]
+        cells = [row["variant"]] + ["", ""] * (not used)
+        if used:
+            cells += [f"{row['peak_bytes'] / 1e6:.0f}", f"{row['memory_ratio']:.2f}"]
         if options.repeats:
             cells += [f"{row['episodes_per_second']:.2f}", f"{row['speed_ratio']:.2f}"]
             cells += [f"{row['seconds'][phase]:.2f} s" for phase in ("sample", "score", "optimise")]

@@ -119,7 +119,7 @@ class Ours:
             with clock("optimise"):
                 records = update(self.accelerator, self.policy, self.optimizer, batch, epochs, args)
             self.metrics = script.reduce_means(self.accelerator, records)
-        self.batch = batch
+        self.batch, self.scored = batch, sum(map(len, batch["truncated"]))
         return clock
 
     def look(self, batch: dict[str, Tensor], contexts: list[list[int]], epochs: Tensor, frozen: Frozen) -> Tensor:

@@ -110,7 +110,47 @@ def optimum_table() -> str:
     return "\n".join(table)
 
 
-BLOCKS = {"details": details_table, "embedded": embedded_table, "ratio": ratio_table, "optimum": optimum_table}
+def memory_table() -> str:
+    """Memory and speed of an update of each algorithm, as ratios to PPO, from results/memory_speed-*.json."""
+    names = {
+        "ppo": "PPO",
+        "ppo-value-model": "PPO, separate value model",
+        "rloo-2": "RLOO, K = 2",
+        "rloo-4": "RLOO, K = 4",
+    }
+    table = ["| shape, dtype, episodes | | peak memory | episodes per second |", "| --- | --- | --- | --- |"]
+    for path in sorted(RESULTS.glob("memory_speed-*.json"), reverse=True):
+        record = json.loads(path.read_text())
+        shape = f"{record['args']['shape']}, {record['args']['dtype']}, {record['args']['batch_size']}"
+        for row in record["rows"]:
+            table.append(
+                f"| {shape} | {names[row['variant']]} | {row['memory_ratio']:.2f} | {row['speed_ratio']:.2f} |"
+            )
+    return "\n".join(table)
+
+
+def speed_table() -> str:
+    """Updates against plain PyTorch, as ratios of one run, from results/throughput-*.json."""
+    table = ["| shape, queries, dtype | algorithm | sample | score | optimise | whole update | share of the floor |"]
+    table.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for path in sorted(RESULTS.glob("throughput-*.json"), reverse=True):
+        record = json.loads(path.read_text())
+        what = ", ".join(record["args"][name] for name in ("shape", "queries", "dtype"))
+        for algorithm, ratios in record["ratios"].items():
+            ours = next(row for row in record["rows"] if row["contender"] == f"ours-{algorithm}")
+            values = " | ".join(f"{ratios[phase]:.1f}" for phase in ("sample", "score", "optimise", "total"))
+            table.append(f"| {what} | {algorithm.upper()} | {values} | {ours['fraction_of_floor']['total']:.2f} |")
+    return "\n".join(table)
+
+
+BLOCKS = {
+    "details": details_table,
+    "embedded": embedded_table,
+    "ratio": ratio_table,
+    "optimum": optimum_table,
+    "memory": memory_table,
+    "speed": speed_table,
+}
 
 
 def main() -> None:
@@ -119,11 +159,11 @@ def main() -> None:
     check, path = parser.parse_args().check, ROOT / "README.md"
     old = text = path.read_text()
     for name, make in BLOCKS.items():
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         if not re.search(pattern, text, re.S):
             raise SystemExit(f"README.md has no markers for {name}")
         block = make()
-        text = re.sub(pattern, lambda match, block=block: match[1] + block + match[2], text, flags=re.S)
+        text = re.sub(pattern, lambda match, block=block: match[1] + block + "\n" + match[2], text, flags=re.S)
     if check and text != old:
         raise SystemExit("README.md is out of date: python benchmark/readme_tables.py")
     if not check:
