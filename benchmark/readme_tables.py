@@ -136,6 +136,8 @@ def speed_table() -> str:
     for path in sorted(RESULTS.glob("throughput-*.json"), reverse=True):
         record = json.loads(path.read_text())
         what = ", ".join(record["args"][name] for name in ("shape", "queries", "dtype"))
+        if record["args"]["plain_matmul"] == "fast":
+            what += ", the plain one with our matrix product"
         for algorithm, ratios in record["ratios"].items():
             ours = next(row for row in record["rows"] if row["contender"] == f"ours-{algorithm}")
             values = " | ".join(f"{ratios[phase]:.1f}" for phase in ("sample", "score", "optimise", "total"))
