@@ -681,7 +681,8 @@ def show_samples(folder: Path, before: list[Any], after: list[Any]) -> None:
             if i < 6:
                 table.add_row(*map(escape, (query, old[0], f"{old[1]:.2f}", new[0], f"{new[1]:.2f}")))
     means = [sum(row[2] for row in rows) / len(rows) for rows in (before, after)]
-    Console().print(table, f"mean score {means[0]:.2f} before, {means[1]:.2f} after; {folder} has everything", sep="\n")
+    Console().print(table)
+    Console().print(f"mean score {means[0]:.2f} before, {means[1]:.2f} after; {folder} has everything", soft_wrap=True)
 
 
 def main(preset: str, args: Args) -> None:

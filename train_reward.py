@@ -718,10 +718,9 @@ def main(preset: str, args: Args) -> None:
         plot_curves(folder, "train/labels", ("train/loss", "train/accuracy"))
         show_labels(folder, held_out, rewards.tolist(), tokenizer)
         saved = save_model(folder / "reward_model", model, tokenizer, {})
-        accuracy = f"accuracy on {len(held_out)} held-out labels {statistics.get('test/accuracy', math.nan):.3f}"
-        Console().print(
-            f"{accuracy} (best constant {statistics.get('test/constant', math.nan):.3f}); {saved} is the model"
-        )
+        accuracy, constant = (statistics.get(f"test/{name}", math.nan) for name in ("accuracy", "constant"))
+        figures = f"accuracy on {len(held_out)} held-out labels {accuracy:.3f} (best constant {constant:.3f})"
+        Console().print(f"{figures}; {saved} is the model", soft_wrap=True)
     accelerator.end_training()
 
 
