@@ -123,9 +123,23 @@ def memory_table() -> str:
         record = json.loads(path.read_text())
         shape = f"{record['args']['shape']}, {record['args']['dtype']}, {record['args']['batch_size']}"
         for row in record["rows"]:
-            table.append(
-                f"| {shape} | {names[row['variant']]} | {row['memory_ratio']:.2f} | {row['speed_ratio']:.2f} |"
-            )
+            memory, speed = (f"{row[name]:.2f}" if name in row else "" for name in ("memory_ratio", "speed_ratio"))
+            table.append(f"| {shape} | {names[row['variant']]} | {memory} | {speed} |")
+    return "\n".join(table)
+
+
+def estimated_table() -> str:
+    """What trained policies of the embedded default reach of an estimated J*, from results/optimum-estimated-*.json."""
+    table = [
+        "| | beta | J, reference | J, trained | J*, estimated from below | KL |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in ("ppo", "rloo"):
+        row = json.loads((RESULTS / f"optimum-estimated-{name}.json").read_text())["rows"][0]
+        table.append(
+            f"| {name.upper()} | {row['beta']} | {row['reference_reward']:.2f} | {row['j_policy']:.2f} +- "
+            f"{row['j_policy_standard_error']:.2f} | {row['j_star']:.2f} +- {row['standard_error']:.2f} | {row['kl_policy']:.1f} |"
+        )
     return "\n".join(table)
 
 
@@ -146,6 +160,7 @@ def speed_table() -> str:
 
 
 BLOCKS = {
+    "estimated": estimated_table,
     "details": details_table,
     "embedded": embedded_table,
     "ratio": ratio_table,

@@ -19,7 +19,7 @@ ADVANTAGES = [[-8 / 3, -4 / 3, 0.0, 4.0], [-4 / 3, -4 / 3, -4 / 3, 4.0], [-4 / 3
 def tiny_actor(vocabulary: int = 11) -> rloo_rlhf.Actor:
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=vocabulary, n_positions=32, n_embd=16, n_layer=2, n_head=2, attn_implementation="eager"
+        vocab_size=vocabulary, n_positions=128, n_embd=16, n_layer=2, n_head=2, attn_implementation="eager"
     )
     return rloo_rlhf.Actor(GPT2LMHeadModel(config).eval())
 
@@ -157,3 +157,21 @@ def test_one_sample_per_query_is_refused(monkeypatch: pytest.MonkeyPatch, capsys
         rloo_rlhf.main(*rloo_rlhf.parse_args("rloo"))
     assert stopped.value.code == 2
     assert "--rloo_k 1" in capsys.readouterr().err
+
+
+def test_in_bf16_no_response_is_clipped_before_the_first_step() -> None:
+    """Rollout and update share one forward pass, so that the first ratio is 1 in any precision."""
+    actor, batch = tiny_actor(vocabulary=50), ragged_batch(4, 4, 24, vocabulary=50)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    policy, optimizer = accelerator.prepare(actor, torch.optim.SGD(actor.parameters(), lr=1e-3))
+    with torch.no_grad(), accelerator.autocast():
+        batch["logprobs"], _ = rloo_rlhf.forward_response(actor, batch, torch.arange(4), 0.7)
+        in_bf16 = rloo_rlhf.forward_response(actor, batch, torch.arange(4), 0.7)[0]
+    assert torch.equal(in_bf16, batch["logprobs"])
+    args = SimpleNamespace(micro_batch_size=16, rloo_k=4, temperature=0.7, cliprange=0.2, token_level=False)
+    records = rloo_rlhf.rloo_update(accelerator, policy, optimizer, batch, torch.arange(4).view(1, 1, 4), args)
+    metrics = rloo_rlhf.reduce_means(accelerator, records)
+    assert metrics["first_ratio_error"] == 0 and metrics["ppo/policy/clipfrac"] == 0
+    with torch.no_grad():
+        in_fp32 = rloo_rlhf.forward_response(tiny_actor(vocabulary=50), batch, torch.arange(4), 0.7)[0]
+    assert (in_fp32 - batch["logprobs"]).abs().max() > 1e-5  # bf16 it was
