@@ -118,13 +118,16 @@ def memory_table() -> str:
         "rloo-2": "RLOO, K = 2",
         "rloo-4": "RLOO, K = 4",
     }
-    table = ["| shape, dtype, episodes | | peak memory | episodes per second |", "| --- | --- | --- | --- |"]
+    rows: dict[tuple[str, str], dict[str, float]] = {}
     for path in sorted(RESULTS.glob("memory_speed-*.json"), reverse=True):
         record = json.loads(path.read_text())
         shape = f"{record['args']['shape']}, {record['args']['dtype']}, {record['args']['batch_size']}"
         for row in record["rows"]:
-            memory, speed = (f"{row[name]:.2f}" if name in row else "" for name in ("memory_ratio", "speed_ratio"))
-            table.append(f"| {shape} | {names[row['variant']]} | {memory} | {speed} |")
+            rows.setdefault((shape, row["variant"]), {}).update(row)
+    table = ["| shape, dtype, episodes | | peak memory | episodes per second |", "| --- | --- | --- | --- |"]
+    for (shape, variant), row in rows.items():
+        memory, speed = (f"{row[name]:.2f}" if name in row else "" for name in ("memory_ratio", "speed_ratio"))
+        table.append(f"| {shape} | {names[variant]} | {memory} | {speed} |")
     return "\n".join(table)
 
 
