@@ -505,10 +505,11 @@ def score(reward: Any, queries: list[list[int]], responses: list[list[int]], tok
     """Rewards (B,) of query + response, on the CPU. A function, or a model with another tokenizer, reads text."""
     if not isinstance(reward, RewardModel):
         texts = tokenizer.batch_decode(queries), tokenizer.batch_decode(responses)
-        what, hint = f"--reward_fn {args.reward_fn}: gave no rewards", "one finite float per response would do"
-        values = attempt(what, hint, lambda: [*map(float, reward(*texts))])
+        who = f"rank {os.environ.get('RANK', '0')}: --reward_fn {args.reward_fn}"  # other ranks may have no fault
+        hint = "one finite float per response would do"
+        values = attempt(f"{who}: gave no rewards", hint, lambda: [*map(float, reward(*texts))])
         if len(values) != len(queries) or not all(map(math.isfinite, values)):
-            stop(f"--reward_fn {args.reward_fn}: gave {len(values)} values for {len(queries)}, as {values[:1]}; {hint}")
+            stop(f"{who}: gave {len(values)} values for {len(queries)}, as {values[:1]}; {hint}")
         return torch.tensor(values)
     rows = [query + response for query, response in zip(queries, responses, strict=True)]
     if reward.tokenizer is not None:
