@@ -52,6 +52,7 @@ from rich.markup import escape
 from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
 from transformers.pytorch_utils import Conv1D
@@ -327,14 +328,42 @@ def last_hidden(model: Any, ids: Tensor, mask: Tensor, positions: Tensor | None 
     return model.base_model(**inputs).last_hidden_state
 
 
-def last_logits(lm: Any, keep: int, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """Logits (B, keep, V) and hidden states (B, keep, d) at the last `keep` positions; inputs are those of last_hidden.
-
-    The head runs in fp32 under autocast too: a logit of magnitude 100 rounded to bf16 is off by up to 0.25.
+def logits_at(lm: Any, at: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """Logits (n, V) and hidden states (n, d) at the n cells `at` of the flattened (B, t), or at the B last ones (None);
+    inputs are those of last_hidden. The head runs in fp32 under autocast too: logits of 100 in bf16 are off by 0.25.
     """
-    hidden, head = last_hidden(lm, *inputs)[:, -keep:].contiguous(), lm.get_output_embeddings()
+    hidden, head = last_hidden(lm, *inputs), lm.get_output_embeddings()
+    hidden = hidden[:, -1].contiguous() if at is None else hidden.flatten(0, 1).index_select(0, at)
     with torch.autocast(hidden.device.type, enabled=False):
         return head(hidden.to(head.weight.dtype)).float(), hidden
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Log-probabilities (n,) of tokens (n,) and entropies (n,), without gradient, under softmax(logits / temperature).
+
+    logits (n, V) is the only tensor of its size: in place it turns into log-probabilities and, in the backward pass,
+    into its own gradient, in blocks that fit a cache.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """log_softmax, read at the tokens."""
+        ctx.temperature, ctx.size, tokens = temperature, max(1, 2**20 // logits.shape[1]), tokens.unsqueeze(1)
+        blocks = [torch.log_softmax(block.div_(temperature), -1, out=block) for block in logits.split(ctx.size)]
+        entropy = torch.cat([-(block.exp() * block).sum(-1) for block in blocks])
+        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(logits, tokens)
+        return logits.gather(1, tokens).squeeze(1), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        """grad / temperature * (one_hot(token) - softmax)."""
+        logits, tokens = ctx.saved_tensors
+        parts = (x.split(ctx.size) for x in (logits, tokens, (grad / ctx.temperature).unsqueeze(1)))
+        for block, token, scale in zip(*parts, strict=True):
+            block.exp_().mul_(-scale).scatter_add_(1, token, scale)
+        return logits, None, None
 
 
 class Actor(nn.Module):
@@ -344,9 +373,9 @@ class Actor(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, keep: int, *inputs: Any) -> tuple[Tensor]:
-        """Logits (B, keep, V) at the last `keep` positions: see last_logits."""
-        return last_logits(self.lm, keep, *inputs)[:1]
+    def forward(self, at: Tensor | None, *inputs: Any) -> tuple[Tensor]:
+        """Logits (n, V) at n cells: see logits_at."""
+        return logits_at(self.lm, at, *inputs)[:1]
 
 
 class RewardModel(nn.Module):
@@ -362,18 +391,47 @@ class RewardModel(nn.Module):
         self.gain = nn.Parameter(torch.tensor(float(getattr(model.config, "reward_gain", 1.0))))
         self.bias = nn.Parameter(torch.tensor(float(getattr(model.config, "reward_bias", 0.0))))
 
-    def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
-        """Rewards (B,) in fp32. The last real token is found by the mask, never by comparing with a pad token."""
-        index = torch.arange(mask.shape[1], device=mask.device)
-        if not hasattr(self.model, "score"):  # an encoder: it pools by itself, and wants its padding on the right
-            shift = (index + (~mask).sum(1, keepdim=True)) % len(index)
-            logits = self.model(input_ids.gather(1, shift), attention_mask=mask.gather(1, shift)).logits
-            return self.gain * logits.squeeze(-1).float() + self.bias
-        last = (mask * index).argmax(1)
-        hidden = last_hidden(self.model, input_ids, mask)[torch.arange(len(mask), device=mask.device), last]
+    def forward(self, at: Tensor, *inputs: Tensor) -> Tensor:
+        """Rewards (n,) in fp32 of the texts whose last tokens are in the n cells `at`; the inputs are those of pack."""
+        hidden = last_hidden(self.model, *inputs).flatten(0, 1).index_select(0, at)
         with torch.autocast(hidden.device.type, enabled=False):
             reward = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
             return self.gain * reward.float() + self.bias
+
+    def encode(self, rows: list[list[int]]) -> Tensor:
+        """Rewards (n,) by an encoder: it has no `score` but pools by itself, and wants padding on the right."""
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(row, device=self.gain.device) for row in rows], batch_first=True)
+        mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows]).unsqueeze(1)
+        logits = self.model(ids, attention_mask=mask.to(ids.device)).logits
+        return self.gain * logits.squeeze(-1).float() + self.bias
+
+
+def reward_trees(reward: Any, trees: Sequence[Sequence[Sequence[int]]], device: Any) -> Tensor:
+    """Rewards (n, K) of the branches of n trees: see pack."""
+    _, last, *inputs = pack(trees, device)
+    return reward(torch.from_numpy(last[:, 1:]).to(device).flatten(), *inputs).view(len(trees), -1)
+
+
+@torch.no_grad()
+def check_packing(flag: str, model: Any, length: int) -> None:
+    """Stop unless packed texts of up to `length` tokens give what the model by itself does. With logits scaled after
+    the head, a sliding window, alibi or a recurrent state it would be another model; no later check could see that.
+    """
+    head, hint = model.get_output_embeddings() or model.score, "a plain causal language model would do"
+    text = [i % model.config.get_text_config().vocab_size for i in range(length - 2)]
+    trees = [[text, text[:2]], [text[:1], text[1:3]], [text[1:2], text[:2]]]  # the last two share a row
+    _, last, *inputs = pack(trees, head.weight.device)
+    what = f"{flag} {model.name_or_path}: cannot be run on packed rows"
+    ours = head(attempt(what, hint, last_hidden, model, *inputs).flatten(0, 1)[last[:, 1]])
+    for mine, tree in zip(ours, trees, strict=True):
+        ids = torch.tensor([sum(tree, [])], device=mine.device)
+        plain = (
+            model(ids).logits[0, -1]
+            if head is not getattr(model, "score", None)
+            else head(model.base_model(ids)[0][0, -1])
+        )
+        if (off := (mine - plain).abs().max().item()) > 1e-2:
+            stop(f"{flag} {model.name_or_path}: its outputs are off by {off:.2g} on packed rows; {hint}")
 
 
 def load_reward(args: Args, preset: str, tokenizer: Any, device: torch.device) -> Any:
@@ -387,11 +445,13 @@ def load_reward(args: Args, preset: str, tokenizer: Any, device: torch.device) -
     if args.reward_model is None and not made:
         stop(f"--reward_model: none given, none in runs/; `python train_reward.py {preset}` would make one")
     name = args.reward_model or str(made[-1])
-    model = freeze(load(AutoModelForSequenceClassification, name, "--reward_model", args), args.dtype)
+    model = load(AutoModelForSequenceClassification, name, "--reward_model", args).to(device)
     if model.config.num_labels != 1:
         stop(f"--reward_model {name}: has {model.config.num_labels} labels; a classifier with one label would do")
     own = load(AutoTokenizer, name, "--reward_model", args)
-    return RewardModel(model, None if own.get_vocab() == tokenizer.get_vocab() else own).to(device)
+    if hasattr(model, "score"):
+        check_packing("--reward_model", model, 16)
+    return RewardModel(freeze(model, args.dtype), None if own.get_vocab() == tokenizer.get_vocab() else own).to(device)
 
 
 def left_pad(rows: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
@@ -427,12 +487,12 @@ def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float
     """
     cache, copies, training = DynamicCache(config=policy.lm.config), len(u) // len(ids), policy.lm.training
     policy.lm.eval()  # under gradient checkpointing transformers keeps no cache in training mode
-    logits = policy(1, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
+    logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
     mask = mask.repeat_interleave(copies, 0)
     cache.batch_repeat_interleave(copies)
     responses = torch.full(u.shape, end or 0, device=u.device)
     for t in range(u.shape[1]):
-        cdf = (logits[:, -1] / temperature).softmax(-1).cumsum(-1)
+        cdf = (logits / temperature).softmax(-1).cumsum(-1)
         ids = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
         responses[:, t : t + 1] = ids
         over = end is not None and t >= after and (responses[:, after : t + 1] == end).any(1).all()
@@ -440,7 +500,7 @@ def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float
             policy.lm.train(training)
             return responses
         mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
-        logits = policy(1, ids, mask, None, cache)[0]
+        logits = policy(None, ids, mask, None, cache)[0]
 
 
 def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:
@@ -454,16 +514,18 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
 
 
 def respond(policy: Any, contexts: list[list[int]], u: Tensor, end: int | None, args: Args) -> dict[str, Any]:
-    """A batch: ids and mask (B / K, P) of the contexts, their lengths on the CPU, responses (B, R), which of their
-    tokens count in KL and loss (kept, B, R), whether the truncate token was found (B,), truncated responses as lists.
+    """A batch: responses (B, R), which of their tokens count in KL and loss (kept, B, R), whether the truncate token
+    was found (B,), truncated responses as lists; per context, what forward_response feeds (trees), and its length.
     """
-    ids, mask = left_pad(contexts, u.device)
     may_end = end if args.mask_truncated else None  # the original's KL and loss want all R tokens
-    responses = sample(policy, ids, mask, u, args.temperature, may_end, args.truncate_after)
+    responses = sample(policy, *left_pad(contexts, u.device), u, args.temperature, may_end, args.truncate_after)
     stays, found = truncate(responses, end, args.truncate_after)
-    truncated = [row[:length] for row, length in zip(responses.tolist(), stays.sum(1).tolist(), strict=True)]
-    batch = {"ids": ids, "mask": mask, "lengths": mask.sum(1).cpu(), "responses": responses, "found": found}
-    return batch | {"kept": stays if args.mask_truncated else torch.ones_like(stays), "truncated": truncated}
+    kept, rows = stays if args.mask_truncated else torch.ones_like(stays), responses.tolist()
+    truncated = [row[:length] for row, length in zip(rows, stays.sum(1).tolist(), strict=True)]
+    trees = grow(contexts, [row[: length - 1] for row, length in zip(rows, kept.sum(1).tolist(), strict=True)])
+    lengths = torch.tensor([sum(map(len, tree)) for tree in trees])
+    batch = {"responses": responses, "kept": kept, "found": found, "truncated": truncated}
+    return batch | {"trees": trees, "lengths": lengths}
 
 
 def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
@@ -471,53 +533,89 @@ def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...
     return rows[lengths[rows].argsort(stable=True)].split(size)
 
 
-def forward_response(policy: Any, batch: dict[str, Tensor], rows: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """Log-probabilities and entropies, (b, R) or (b, K, R), of the responses in `rows`, and what else the policy gives.
+def grow(contexts: list[list[int]], branches: list[list[int]]) -> list[list[list[int]]]:
+    """Trees [context, branch 1, .., branch K] of n contexts and their n * K branches, which come next to each other."""
+    k = len(branches) // len(contexts)
+    return [[context, *branches[i * k : i * k + k]] for i, context in enumerate(contexts)]
 
-    Rollout and update come here with the same rows, so that the first ratio is 1 in any precision. A row of the forward
-    pass is [context | response 1 | .. | response K]: a context is computed once for its K responses, which do not see
-    each other. Contexts are cut to the longest of `rows`; the last token of a response is never an input.
+
+def first_fit(lengths: np.ndarray, width: int) -> tuple[int, int, np.ndarray]:
+    """Cells in all, `width`, and where each item begins, for items put in rows of `width` cells: the longest first,
+    each in the first row that has room for it.
     """
-    tokens, width = batch["responses"][rows], int(batch["lengths"][rows].max())
-    b, copies, length = tokens.view(len(rows), -1, tokens.shape[-1]).shape
-    inputs = tokens.view(b, copies, length)[:, :, :-1].flatten(1)
-    context, real = batch["ids"][rows, -width:], batch["mask"][rows, -width:]
-    index = torch.arange(inputs.shape[1], device=inputs.device)
-    owner = torch.cat([index.new_full((width,), -1), index // max(length - 1, 1)])  # which response a column belongs to
-    sees = ((owner == -1) | (owner == owner.unsqueeze(1))).tril() & torch.cat([real, inputs >= 0], 1).unsqueeze(1)
-    sees |= torch.eye(len(owner), dtype=torch.bool, device=sees.device)  # padding sees itself, so that it stays finite
-    positions = torch.cat(
-        [(real.cumsum(1) - 1).clamp(min=0), real.sum(1, keepdim=True) + index % max(length - 1, 1)], 1
-    )
-    logits, *others = policy(1 + len(index), torch.cat([context, inputs], 1), sees, positions)
-    # where a token is predicted: the first of a response at the end of the context, the others at the one before
-    at = torch.cat([index.new_zeros(copies, 1), 1 + index.view(copies, -1)], 1).flatten()
-    logits = logits / temperature
-    normalizer = logits.logsumexp(-1)
-    with torch.no_grad():  # the entropy is only logged
-        entropy = normalizer - ((logits - normalizer.unsqueeze(-1)).exp() * logits).sum(-1)
-    chosen = logits.flatten(1).gather(1, at * logits.shape[-1] + tokens.flatten(1))
-    return tuple(x.view_as(tokens) for x in (chosen - normalizer[:, at], *(y[:, at] for y in (entropy, *others))))
+    free, begin = np.full(len(lengths), width), np.zeros(len(lengths), int)
+    for i in np.argsort(-lengths, kind="stable"):
+        row = (free >= lengths[i]).argmax()
+        begin[i], free[row] = (row + 1) * width - free[row], free[row] - lengths[i]
+    return (free < width).sum() * width, width, begin
+
+
+def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Any, ...]:
+    """The inputs of last_hidden for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
+
+    A context is fed once; its branches see it and themselves. A row takes as many trees as fit, and is once, one and a
+    half times or twice as wide as the longest, whichever pads least. Before the inputs come two arrays (n, 1 + K): the
+    first and the last cell of every context and branch, counted through all rows.
+    """
+    lengths = np.array([[len(branch) for branch in tree] for tree in trees])
+    total, flat = lengths.sum(1), lengths.ravel()
+    size, width, begin = min((first_fit(total, total.max() * n // 2) for n in (2, 3, 4)), key=lambda fit: fit[0])
+    first = begin[:, None] + lengths.cumsum(1) - lengths
+    owner = np.repeat(np.arange(len(flat)), flat)  # of every token, in the order of `trees`
+    t = np.arange(len(owner)) - np.repeat(flat.cumsum() - flat, flat)
+    tree, branch = np.divmod(owner, lengths.shape[1])
+    tokens = np.fromiter(itertools.chain.from_iterable(itertools.chain.from_iterable(trees)), int)
+    cells = np.zeros((4, size), int)
+    cells[:, first.ravel()[owner] + t] = tokens, t + (branch > 0) * lengths[tree, 0], tree + 1, branch
+    ids, positions, tree, branch = torch.from_numpy(cells.reshape(4, -1, width)).to(device)
+    sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))
+    sees &= tree.unsqueeze(1) == tree.unsqueeze(2)
+    return first, first + lengths - 1, ids, sees.tril(), positions
+
+
+def forward_response(policy: Any, batch: dict[str, Any], rows: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """Log-probabilities and entropies, (b, R) or (b, K, R), of the responses in `rows`, and what else the policy gives.
+    Where `kept` is False they mean nothing.
+
+    Rollout and update come here with the same rows, so that the first ratio is 1 in any precision. The last token of a
+    response is never an input.
+    """
+    responses = batch["responses"][rows]
+    first, last, *inputs = pack([batch["trees"][i] for i in rows.tolist()], responses.device)
+    # the cell that predicts a token: the one before it, which for a first token is the last of the context
+    at = np.minimum(first[:, 1:, None] + np.arange(-1, responses.shape[-1] - 1), last[:, 1:, None])
+    at[:, :, 0] = last[:, :1]
+    logits, *others = policy(torch.from_numpy(at).to(responses.device).flatten(), *inputs)
+    logprobs = TokenLogprobs.apply(logits, responses.flatten(), temperature)
+    return tuple(x.view_as(responses) for x in (*logprobs, *others))
 
 
 @torch.no_grad()
 def score(reward: Any, queries: list[list[int]], responses: list[list[int]], tokenizer: Any, args: Args) -> Tensor:
-    """Rewards (B,) of query + response, on the CPU. A function, or a model with another tokenizer, reads text."""
+    """Rewards (B,), on the CPU, of K responses per query. A function, or a model with another tokenizer, reads text."""
+    asked = [query for query, *branches in grow(queries, responses) for _ in branches]
     if not isinstance(reward, RewardModel):
-        texts = tokenizer.batch_decode(queries), tokenizer.batch_decode(responses)
+        texts = tokenizer.batch_decode(asked), tokenizer.batch_decode(responses)
         who = f"rank {os.environ.get('RANK', '0')}: --reward_fn {args.reward_fn}"  # other ranks may have no fault
         hint = "one finite float per response would do"
         values = attempt(f"{who}: gave no rewards", hint, lambda: [*map(float, reward(*texts))])
-        if len(values) != len(queries) or not all(map(math.isfinite, values)):
-            stop(f"{who}: gave {len(values)} values for {len(queries)}, as {values[:1]}; {hint}")
+        if len(values) != len(asked) or not all(map(math.isfinite, values)):
+            stop(f"{who}: gave {len(values)} values for {len(asked)}, as {values[:1]}; {hint}")
         return torch.tensor(values)
-    rows = [query + response for query, response in zip(queries, responses, strict=True)]
-    if reward.tokenizer is not None:
-        rows = reward.tokenizer(tokenizer.batch_decode(rows))["input_ids"]
-    scores, lengths = torch.empty(len(rows)), torch.tensor([len(row) for row in rows])
-    for group in micro_batches(torch.arange(len(rows)), lengths, args.micro_batch_size):
-        scores[group] = reward(*left_pad([rows[i] for i in group.tolist()], reward.gain.device)).cpu()
-    return scores
+    trees, is_encoder = grow(queries, responses), not hasattr(reward.model, "score")
+    if is_encoder or reward.tokenizer is not None:
+        rows = [query + response for query, response in zip(asked, responses, strict=True)]
+        if reward.tokenizer is not None:
+            rows = reward.tokenizer(tokenizer.batch_decode(rows))["input_ids"]
+        trees = [[[], row] for row in rows]
+    scores, lengths = torch.empty(len(trees), len(trees[0]) - 1), torch.tensor([sum(map(len, tree)) for tree in trees])
+    for group in micro_batches(torch.arange(len(trees)), lengths, math.ceil(args.micro_batch_size / scores.shape[1])):
+        part = [trees[i] for i in group.tolist()]
+        rewards = (
+            reward.encode([row for _, row in part]) if is_encoder else reward_trees(reward, part, reward.gain.device)
+        )
+        scores[group] = rewards.view(len(part), -1).cpu()
+    return scores.flatten()
 
 
 def penalize(scores: Tensor, found: Tensor, value: float, mode: str) -> Tensor:
@@ -604,23 +702,6 @@ def evaluate(
     scores = score(reward, queries, batch["truncated"], tokenizer, args).tolist()
     texts = tokenizer.batch_decode(queries), tokenizer.batch_decode(batch["truncated"])
     return list(zip(*texts, scores, kl, strict=True))
-
-
-@torch.no_grad()
-def check_forward(policy: Any, context: list[int], response: list[int], args: Args) -> None:
-    """Stop unless forward_response computes what the model by itself does: logits scaled after the head, a sliding
-    window shorter than the text or alibi would make it another model, and no later check could see that.
-    """
-    device = next(policy.parameters()).device
-    plain = policy.lm(torch.tensor([context + response], device=device)).logits[0, len(context) - 1 : -1].float()
-    tokens, hint = torch.tensor([response], device=device), "a plain causal language model would do"
-    expected = (plain / args.temperature).log_softmax(-1).gather(1, tokens.T).T
-    ids, mask = left_pad([context], device)
-    batch = {"ids": ids, "mask": mask, "lengths": mask.sum(1).cpu(), "responses": tokens}
-    what = f"--base_model {args.base_model}: cannot be run on packed rows"
-    ours = attempt(what, hint, forward_response, policy, batch, torch.tensor([0]), args.temperature)[0]
-    if (off := (ours - expected).abs().max().item()) > 1e-2:
-        stop(f"--base_model {args.base_model}: its log-probabilities are off by {off:.2g} here; {hint}")
 
 
 def self_check(metrics: dict[str, float], update: int, args: Args) -> None:
@@ -724,7 +805,7 @@ def main(preset: str, args: Args) -> None:
     check_window(f"--response_length {args.response_length}", lm, longest)
     if isinstance(reward, RewardModel) and reward.tokenizer is None:
         check_window(f"--reward_model {args.reward_model}", reward.model, longest - len(prefix + suffix))
-    check_forward(policy, max(contexts, key=len), contexts[0][:1] * args.response_length, args)
+    check_packing("--base_model", lm, longest)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable()
     optimizer = {"tf": AdamTF, "torch": torch.optim.Adam}[args.adam](policy.parameters(), lr=args.lr, eps=args.adam_eps)
@@ -754,8 +835,7 @@ def main(preset: str, args: Args) -> None:
                 batch["ref_logprobs"][part] = forward_response(ref, batch, part, args.temperature)[0]
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
-            asked = [queries[i] for i in picks for _ in range(args.rloo_k)]
-            scores = score(reward, asked, batch["truncated"], tokenizer, args).to(device)
+            scores = score(reward, [queries[i] for i in picks], batch["truncated"], tokenizer, args).to(device)
         scores = penalize(scores, batch["found"], args.penalty_reward_value, args.penalty_mode)
 
         # 3. reward: the score minus the KL penalty

@@ -21,6 +21,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import itertools
 import json
 import math
 import os
@@ -308,12 +309,12 @@ def last_hidden(model: Any, ids: Tensor, mask: Tensor, positions: Tensor | None 
     return model.base_model(**inputs).last_hidden_state
 
 
-def last_logits(lm: Any, keep: int, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """Logits (B, keep, V) and hidden states (B, keep, d) at the last `keep` positions; inputs are those of last_hidden.
-
-    The head runs in fp32 under autocast too: a logit of magnitude 100 rounded to bf16 is off by up to 0.25.
+def logits_at(lm: Any, at: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """Logits (n, V) and hidden states (n, d) at the n cells `at` of the flattened (B, t), or at the B last ones (None);
+    inputs are those of last_hidden. The head runs in fp32 under autocast too: logits of 100 in bf16 are off by 0.25.
     """
-    hidden, head = last_hidden(lm, *inputs)[:, -keep:].contiguous(), lm.get_output_embeddings()
+    hidden, head = last_hidden(lm, *inputs), lm.get_output_embeddings()
+    hidden = hidden[:, -1].contiguous() if at is None else hidden.flatten(0, 1).index_select(0, at)
     with torch.autocast(hidden.device.type, enabled=False):
         return head(hidden.to(head.weight.dtype)).float(), hidden
 
@@ -325,9 +326,9 @@ class Actor(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, keep: int, *inputs: Any) -> tuple[Tensor]:
-        """Logits (B, keep, V) at the last `keep` positions: see last_logits."""
-        return last_logits(self.lm, keep, *inputs)[:1]
+    def forward(self, at: Tensor | None, *inputs: Any) -> tuple[Tensor]:
+        """Logits (n, V) at n cells: see logits_at."""
+        return logits_at(self.lm, at, *inputs)[:1]
 
 
 class RewardModel(nn.Module):
@@ -343,18 +344,19 @@ class RewardModel(nn.Module):
         self.gain = nn.Parameter(torch.tensor(float(getattr(model.config, "reward_gain", 1.0))))
         self.bias = nn.Parameter(torch.tensor(float(getattr(model.config, "reward_bias", 0.0))))
 
-    def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
-        """Rewards (B,) in fp32. The last real token is found by the mask, never by comparing with a pad token."""
-        index = torch.arange(mask.shape[1], device=mask.device)
-        if not hasattr(self.model, "score"):  # an encoder: it pools by itself, and wants its padding on the right
-            shift = (index + (~mask).sum(1, keepdim=True)) % len(index)
-            logits = self.model(input_ids.gather(1, shift), attention_mask=mask.gather(1, shift)).logits
-            return self.gain * logits.squeeze(-1).float() + self.bias
-        last = (mask * index).argmax(1)
-        hidden = last_hidden(self.model, input_ids, mask)[torch.arange(len(mask), device=mask.device), last]
+    def forward(self, at: Tensor, *inputs: Tensor) -> Tensor:
+        """Rewards (n,) in fp32 of the texts whose last tokens are in the n cells `at`; the inputs are those of pack."""
+        hidden = last_hidden(self.model, *inputs).flatten(0, 1).index_select(0, at)
         with torch.autocast(hidden.device.type, enabled=False):
             reward = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
             return self.gain * reward.float() + self.bias
+
+    def encode(self, rows: list[list[int]]) -> Tensor:
+        """Rewards (n,) by an encoder: it has no `score` but pools by itself, and wants padding on the right."""
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(row, device=self.gain.device) for row in rows], batch_first=True)
+        mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows]).unsqueeze(1)
+        logits = self.model(ids, attention_mask=mask.to(ids.device)).logits
+        return self.gain * logits.squeeze(-1).float() + self.bias
 
 
 def left_pad(rows: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
@@ -390,12 +392,12 @@ def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float
     """
     cache, copies, training = DynamicCache(config=policy.lm.config), len(u) // len(ids), policy.lm.training
     policy.lm.eval()  # under gradient checkpointing transformers keeps no cache in training mode
-    logits = policy(1, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
+    logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
     mask = mask.repeat_interleave(copies, 0)
     cache.batch_repeat_interleave(copies)
     responses = torch.full(u.shape, end or 0, device=u.device)
     for t in range(u.shape[1]):
-        cdf = (logits[:, -1] / temperature).softmax(-1).cumsum(-1)
+        cdf = (logits / temperature).softmax(-1).cumsum(-1)
         ids = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
         responses[:, t : t + 1] = ids
         over = end is not None and t >= after and (responses[:, after : t + 1] == end).any(1).all()
@@ -403,12 +405,74 @@ def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float
             policy.lm.train(training)
             return responses
         mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
-        logits = policy(1, ids, mask, None, cache)[0]
+        logits = policy(None, ids, mask, None, cache)[0]
 
 
 def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
     """`rows` in groups of `size` of similar length, so that little is padded; a sum over rows does not depend on it."""
     return rows[lengths[rows].argsort(stable=True)].split(size)
+
+
+def first_fit(lengths: np.ndarray, width: int) -> tuple[int, int, np.ndarray]:
+    """Cells in all, `width`, and where each item begins, for items put in rows of `width` cells: the longest first,
+    each in the first row that has room for it.
+    """
+    free, begin = np.full(len(lengths), width), np.zeros(len(lengths), int)
+    for i in np.argsort(-lengths, kind="stable"):
+        row = (free >= lengths[i]).argmax()
+        begin[i], free[row] = (row + 1) * width - free[row], free[row] - lengths[i]
+    return (free < width).sum() * width, width, begin
+
+
+def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Any, ...]:
+    """The inputs of last_hidden for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
+
+    A context is fed once; its branches see it and themselves. A row takes as many trees as fit, and is once, one and a
+    half times or twice as wide as the longest, whichever pads least. Before the inputs come two arrays (n, 1 + K): the
+    first and the last cell of every context and branch, counted through all rows.
+    """
+    lengths = np.array([[len(branch) for branch in tree] for tree in trees])
+    total, flat = lengths.sum(1), lengths.ravel()
+    size, width, begin = min((first_fit(total, total.max() * n // 2) for n in (2, 3, 4)), key=lambda fit: fit[0])
+    first = begin[:, None] + lengths.cumsum(1) - lengths
+    owner = np.repeat(np.arange(len(flat)), flat)  # of every token, in the order of `trees`
+    t = np.arange(len(owner)) - np.repeat(flat.cumsum() - flat, flat)
+    tree, branch = np.divmod(owner, lengths.shape[1])
+    tokens = np.fromiter(itertools.chain.from_iterable(itertools.chain.from_iterable(trees)), int)
+    cells = np.zeros((4, size), int)
+    cells[:, first.ravel()[owner] + t] = tokens, t + (branch > 0) * lengths[tree, 0], tree + 1, branch
+    ids, positions, tree, branch = torch.from_numpy(cells.reshape(4, -1, width)).to(device)
+    sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))
+    sees &= tree.unsqueeze(1) == tree.unsqueeze(2)
+    return first, first + lengths - 1, ids, sees.tril(), positions
+
+
+def reward_trees(reward: Any, trees: Sequence[Sequence[Sequence[int]]], device: Any) -> Tensor:
+    """Rewards (n, K) of the branches of n trees: see pack."""
+    _, last, *inputs = pack(trees, device)
+    return reward(torch.from_numpy(last[:, 1:]).to(device).flatten(), *inputs).view(len(trees), -1)
+
+
+@torch.no_grad()
+def check_packing(flag: str, model: Any, length: int) -> None:
+    """Stop unless packed texts of up to `length` tokens give what the model by itself does. With logits scaled after
+    the head, a sliding window, alibi or a recurrent state it would be another model; no later check could see that.
+    """
+    head, hint = model.get_output_embeddings() or model.score, "a plain causal language model would do"
+    text = [i % model.config.get_text_config().vocab_size for i in range(length - 2)]
+    trees = [[text, text[:2]], [text[:1], text[1:3]], [text[1:2], text[:2]]]  # the last two share a row
+    _, last, *inputs = pack(trees, head.weight.device)
+    what = f"{flag} {model.name_or_path}: cannot be run on packed rows"
+    ours = head(attempt(what, hint, last_hidden, model, *inputs).flatten(0, 1)[last[:, 1]])
+    for mine, tree in zip(ours, trees, strict=True):
+        ids = torch.tensor([sum(tree, [])], device=mine.device)
+        plain = (
+            model(ids).logits[0, -1]
+            if head is not getattr(model, "score", None)
+            else head(model.base_model(ids)[0][0, -1])
+        )
+        if (off := (mine - plain).abs().max().item()) > 1e-2:
+            stop(f"{flag} {model.name_or_path}: its outputs are off by {off:.2g} on packed rows; {hint}")
 
 
 Label = tuple[list[int], list[list[int]], int]  # query, N responses, which is best
@@ -491,9 +555,9 @@ def load_labels(tokenizer: Any, args: Args) -> tuple[list[Label], list[Label]]:
 
 
 def label_rewards(model: Any, labels: list[Label], device: Any) -> tuple[Tensor, Tensor]:
-    """Rewards (B, N) of every response to its query, and which is best (B,). Rows are padded to the longest."""
-    ids, mask = left_pad([query + response for query, responses, _ in labels for response in responses], device)
-    return model(ids, mask).view(len(labels), -1), torch.tensor([best for *_, best in labels], device=device)
+    """Rewards (B, N) of every response to its query, and which is best (B,)."""
+    rewards = reward_trees(model, [[query, *responses] for query, responses, _ in labels], device)
+    return rewards, torch.tensor([best for *_, best in labels], device=device)
 
 
 def reward_update(accelerator: Any, model: Any, optimizer: Any, labels: list[Label], args: Args) -> list[Pairs]:
@@ -541,9 +605,9 @@ def normalize(
     for part in torch.arange(rows).split(args.micro_batch_size):
         chosen = [picks[i] for i in part.tolist()]
         responses = sample(ref, *left_pad([contexts[i] for i in chosen], u.device), u[part], args.temperature, None, 0)
-        pairs = zip(chosen, responses.tolist(), strict=True)
-        rewards.append(reward(*left_pad([queries[i] + response for i, response in pairs], u.device)))
-    rewards = accelerator.gather(torch.cat(rewards))
+        trees = [[queries[i], response] for i, response in zip(chosen, responses.tolist(), strict=True)]
+        rewards.append(reward_trees(reward, trees, u.device))
+    rewards = accelerator.gather(torch.cat(rewards).flatten())
     gain, bias = gain_and_bias(rewards.mean(), rewards.std(correction=0))
     reward.gain.copy_(gain)
     reward.bias.copy_(bias)
@@ -660,6 +724,7 @@ def main(preset: str, args: Args) -> None:
     longest = max(len(q) + len(response) for q, responses, _ in labels + held_out for response in responses)
     check_window(f"--label_dataset {args.label_dataset}", model, longest)
     check_window(f"--response_length {args.response_length}", model, max(map(len, contexts)) + args.response_length)
+    check_packing("--base_model", model, longest)
     if args.normalization_samples == 1:
         stop("--normalization_samples 1: one sample has no deviation; 2 or more, or 0, would do")
     if args.gradient_checkpointing:

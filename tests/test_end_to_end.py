@@ -263,7 +263,7 @@ def test_reward_folder_loads_with_plain_transformers_up_to_gain_and_bias(runs: S
     assert (reward.gain.item(), reward.bias.item()) == pytest.approx((results["gain"], results["bias"]))
     rows = [tokenizer.encode(text) for text in ("She smiled.", "He lost his way in the dark and wept.", "A long day")]
     with torch.no_grad():
-        ours = reward(*ppo_rlhf.left_pad(rows, DEVICE))
+        ours = ppo_rlhf.reward_trees(reward, [[[], row] for row in rows], DEVICE).flatten()
         model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
         width = max(map(len, rows))
         ids = torch.tensor([row + [model.config.pad_token_id] * (width - len(row)) for row in rows])

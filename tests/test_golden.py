@@ -38,12 +38,11 @@ def tensors(arrays: dict[str, np.ndarray], prefix: str, *names: str) -> list[tor
 def make_batch(queries: np.ndarray, responses: np.ndarray, vocabulary: int) -> dict[str, torch.Tensor]:
     """What `respond` returns, for recorded responses. Padding inside a query goes, as the original masks it."""
     contexts = rows_of(queries, vocabulary)
-    ids, mask = ppo_rlhf.left_pad(contexts, "cpu")
+    trees = ppo_rlhf.grow(contexts, responses[:, :-1].tolist())
     responses = torch.from_numpy(responses).long()
     every = torch.ones_like(responses, dtype=torch.bool)
     lengths = torch.tensor([len(row) for row in contexts])
-    both = {"ids": ids, "mask": mask}
-    return both | {"lengths": lengths, "responses": responses, "kept": every}
+    return {"trees": trees, "lengths": lengths, "responses": responses, "kept": every}
 
 
 def assert_moved_alike(module: torch.nn.Module, before: dict, arrays: dict, prefix: str) -> None:
@@ -76,7 +75,7 @@ def test_logprobs_values_and_entropies_equal_the_original(golden_02: Path, varia
     temperature = {"t1/": 1.0, "affix/": 0.5}.get(variant, 0.7)  # as recorded
     with torch.no_grad():
         logprobs, entropies, values = ppo_rlhf.forward_response(
-            policy, batch, torch.arange(len(batch["ids"])), temperature
+            policy, batch, torch.arange(len(batch["trees"])), temperature
         )
     for name, ours, atol in (
         ("logprobs", logprobs, LOGPROB_ATOL),
@@ -92,10 +91,10 @@ def test_logits_and_reference_logprobs_equal_the_original(golden_02: Path) -> No
     batch = make_batch(arrays["queries"], arrays["responses"], policy.lm.config.vocab_size)
     length = batch["responses"].shape[1]
     with torch.no_grad():
-        ids = torch.cat([batch["ids"], batch["responses"][:, :-1]], 1)
-        mask = torch.cat([batch["mask"], batch["kept"][:, :-1]], 1)
-        logits, _ = policy(length, ids, mask)
-        ref_logprobs, _, _ = ppo_rlhf.forward_response(ref, batch, torch.arange(len(batch["ids"])), 0.7)
+        ids, mask = ppo_rlhf.left_pad([context + response for context, response in batch["trees"]], "cpu")
+        at = (torch.arange(1, len(ids) + 1) * ids.shape[1]).unsqueeze(1) - torch.arange(length, 0, -1)
+        logits = policy(at.flatten(), ids, mask)[0].view(len(ids), length, -1)
+        ref_logprobs, _, _ = ppo_rlhf.forward_response(ref, batch, torch.arange(len(batch["trees"])), 0.7)
     assert np.abs(logits.numpy() - arrays["lm_logits"][:, -length - 1 : -1]).max() < 2e-5
     assert np.abs(ref_logprobs.numpy() - arrays["ref_logprobs"]).max() < LOGPROB_ATOL
 
@@ -215,7 +214,7 @@ def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
             )
             names = ("logprobs", "values", "ref_logprobs", "scores")
             batch |= dict(zip(names, tensors(arrays, f"{step}/rollout/", *names), strict=True))
-            rows = len(batch["ids"])
+            rows = len(batch["trees"])
             if f"{step}/rollout/postprocessed_responses" in arrays:  # a real rollout: everything can be made again
                 replay_rollout(golden_04, policy, ref, batch, arrays, step, args)
             log_ratio = batch["logprobs"] - batch["ref_logprobs"]
@@ -268,7 +267,7 @@ def update_all_ranks(policy, optimizer, batches, epochs, args) -> None:
 
 def replay_rollout(file: Path, policy, ref, batch, arrays, step: str, args) -> None:
     """Log-probabilities, values, truncation and penalised reward-model scores of recorded responses."""
-    every = torch.arange(len(batch["ids"]))
+    every = torch.arange(len(batch["trees"]))
     with torch.no_grad():
         logprobs, _, values = ppo_rlhf.forward_response(policy, batch, every, args.temperature)
         ref_logprobs, _, _ = ppo_rlhf.forward_response(ref, batch, every, args.temperature)

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import (
@@ -72,7 +73,7 @@ def load_reward(folder: Path, dtype: str = "fp32") -> ppo_rlhf.RewardModel:
 
 def forward(policy: Any, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
     with torch.no_grad():
-        return ppo_rlhf.forward_response(policy, batch, torch.arange(len(batch["ids"])), 0.7)
+        return ppo_rlhf.forward_response(policy, batch, torch.arange(len(batch["trees"])), 0.7)
 
 
 def plain_forward(actor: ppo_rlhf.ActorCritic, context: list[int], response: list[int]) -> tuple[Tensor, ...]:
@@ -119,20 +120,59 @@ def test_responses_of_one_token(copies: int, folder: Path) -> None:
                 assert (x.view(5, copies)[i, j] - expected[0]).abs() < ATOL
 
 
-def test_token_ids_under_the_padding_mask_are_never_read(folder: Path) -> None:
-    actor, batch = load_actor(folder), make_batch(CONTEXTS, RESPONSES)
-    before = forward(actor, batch)
-    batch["ids"] = torch.where(batch["mask"], batch["ids"], torch.randint_like(batch["ids"], 1, 50))
-    for ours, expected in zip(forward(actor, batch), before, strict=True):
-        assert (ours - expected).abs().max() < ATOL
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_token_sees_its_context_and_its_own_branch_up_to_itself_and_nothing_else(k: int) -> None:
+    """Every token of every tree is in one cell, at the position that it has in the text of its context and branch."""
+    branches = random_rows([(3 * i) % 7 for i in range(len(CONTEXTS) * k)], seed=6)
+    trees = ppo_rlhf.grow(CONTEXTS, branches)
+    first, last, ids, sees, positions = ppo_rlhf.pack(trees, "cpu")
+    width, used = ids.shape[1], set()
+    for (context, *rows), begins, ends in zip(trees, first.tolist(), last.tolist(), strict=True):
+        for row, begin, end in zip([[], *rows], begins, ends, strict=True):
+            cells = [*range(begins[0], begins[0] + len(context))] + ([*range(begin, begin + len(row))] if row else [])
+            assert end == begin + (len(row) if row else -1 if begin != begins[0] else len(context)) - (
+                begin == begins[0] or bool(row)
+            )
+            assert ids.flatten()[cells].tolist() == context + row
+            assert positions.flatten()[cells].tolist() == list(range(len(cells)))
+            for i, cell in enumerate(cells):
+                seen = sees[cell // width, cell % width].nonzero().flatten() + cell // width * width
+                assert seen.tolist() == cells[: i + 1]
+            used |= set(cells)
+    assert len(used) == sum(len(branch) for tree in trees for branch in tree)
 
 
-def test_rows_wider_than_their_contexts_are_cut_without_effect(folder: Path) -> None:
-    actor, batch = load_actor(folder), make_batch(CONTEXTS, RESPONSES)
-    before = forward(actor, batch)
-    for part in ("ids", "mask"):
-        batch[part] = torch.cat([torch.zeros_like(batch[part][:, :3]), batch[part]], 1)
-    assert all(torch.equal(ours, expected) for ours, expected in zip(forward(actor, batch), before, strict=True))
+@pytest.mark.parametrize(("k", "full"), [(1, 0.94), (4, 0.86)])
+def test_packing_leaves_hardly_a_cell_empty(k: int, full: float) -> None:
+    rng = np.random.default_rng(0)
+    trees = [[[1] * int(length), *[[2] * 23] * k] for length in rng.geometric(1 / 16, 256).clip(1, 64)]
+    ids = ppo_rlhf.pack(trees, "cpu")[2]
+    longest = max(len(context) for context, *_ in trees) + 23 * k
+    assert (ids > 0).double().mean() > full > 1.2 * np.mean([sum(map(len, tree)) / longest for tree in trees])
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logprobs_entropies_and_gradients_are_those_of_log_softmax(temperature: float) -> None:
+    logits = torch.randn(40, 5_000, generator=torch.Generator().manual_seed(0)) * 5
+    tokens, weights = torch.arange(40) * 7, torch.linspace(-1, 1, 40)
+    plain = logits.clone().double().requires_grad_()
+    every = (plain / temperature).log_softmax(-1)
+    expected = every[torch.arange(40), tokens]
+    (expected * weights).sum().backward()
+    leaf = logits.clone().requires_grad_()
+    logprobs, entropies = ppo_rlhf.TokenLogprobs.apply(leaf * 1, tokens, temperature)
+    (logprobs * weights).sum().backward()
+    assert (logprobs - expected).abs().max() < 2e-5 and not entropies.requires_grad
+    assert (entropies + (every.exp() * every).sum(-1)).abs().max() < 1e-5
+    assert (leaf.grad - plain.grad).abs().max() < 1e-6
+
+
+def test_a_second_backward_pass_is_refused_as_the_first_has_overwritten_what_it_needs() -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    total = ppo_rlhf.TokenLogprobs.apply(logits * 1, torch.tensor([0, 1, 2]), 1.0)[0].sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
 
 
 def test_padding_changes_no_reward(reward_folder: Path, attention: str) -> None:
@@ -146,7 +186,9 @@ def test_padding_changes_no_reward(reward_folder: Path, attention: str) -> None:
     right = torch.tensor([row + [EOS] * (width - len(row)) for row in rows])
     mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
     with torch.no_grad():
-        assert (reward(right, mask) - rewards).abs().max() < ATOL
+        hidden = reward.model.base_model(right, attention_mask=mask).last_hidden_state
+        plain = reward.model.score(hidden)[range(len(rows)), [len(row) - 1 for row in rows], 0]
+    assert (GAIN * plain + BIAS - rewards).abs().max() < ATOL
     assert rewards.std() > 0.1
 
 
@@ -177,15 +219,16 @@ def test_reward_is_gain_times_the_plain_classifiers_logit_plus_bias(reward_folde
     assert rewards.dtype == torch.float32 and rewards.shape == (len(CONTEXTS),)
 
 
-def test_last_logits_are_the_models_own_logits(folder: Path) -> None:
+def test_logits_at_cells_are_the_models_own_logits(folder: Path) -> None:
     actor, keep = load_actor(folder), 3
     rows = [context + response for context, response in zip(CONTEXTS, RESPONSES, strict=True)]
     ids, mask = ppo_rlhf.left_pad(rows, "cpu")
+    cells = torch.arange(ids.numel()).view(ids.shape)[:, -keep:]
     with torch.no_grad():
-        logits, hidden = ppo_rlhf.last_logits(actor.lm, keep, ids, mask)
-    assert logits.shape == (len(rows), keep, 50) and logits.dtype == torch.float32
-    assert hidden.shape == (len(rows), keep, 32)
-    for ours, expected in zip(logits, full_logits(actor.lm, rows), strict=True):
+        logits, hidden = ppo_rlhf.logits_at(actor.lm, cells.flatten(), ids, mask)
+    assert logits.shape == (cells.numel(), 50) and logits.dtype == torch.float32
+    assert hidden.shape == (cells.numel(), 32)
+    for ours, expected in zip(logits.view(*cells.shape, -1), full_logits(actor.lm, rows), strict=True):
         assert (ours - expected[-keep:]).abs().max() < ATOL
 
 

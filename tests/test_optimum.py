@@ -34,8 +34,7 @@ def random_lm(seed: int) -> GPT2LMHeadModel:
 
 def log_probability(policy: torch.nn.Module) -> Tensor:
     """log pi(y) of every response, by the scripts' own forward pass."""
-    ids, mask = ppo_rlhf.left_pad([CONTEXT] * len(ALL), "cpu")
-    batch = {"ids": ids, "mask": mask, "lengths": mask.sum(1), "responses": ALL}
+    batch = {"trees": ppo_rlhf.grow([CONTEXT] * len(ALL), ALL[:, :-1].tolist()), "responses": ALL}
     with torch.no_grad():
         return ppo_rlhf.forward_response(policy, batch, torch.arange(len(ALL)), 1.0)[0].sum(1).double()
 

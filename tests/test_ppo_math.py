@@ -203,7 +203,7 @@ def test_positions_of_responses_go_on_from_their_contexts_in_sampling_and_in_sco
     assert seen[1:] == [[[1], [3]], [[2], [4]], [[3], [5]]]  # each sampled token that is an input
     seen.clear()
     ppo_rlhf.forward_response(actor, batch, torch.arange(2), 0.7)
-    assert [row[-4:] for row in seen[0]] == [[0, 1, 2, 3], [2, 3, 4, 5]]
+    assert seen == [[[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 0]]]  # the longest first
 
 
 # --- the loss ------------------------------------------------------------------------------------------------------
@@ -469,6 +469,7 @@ def test_order_of_rows_does_not_matter(mask_truncated: bool) -> None:
     expected, _ = update(policy, batch, epochs, args)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(8))
     moved = {name: x[order] for name, x in batch.items() if isinstance(x, Tensor)}
+    moved["trees"] = [batch["trees"][i] for i in order.tolist()]
     weights, _ = update(
         policy, moved, order.argsort()[epochs], args
     )  # the same minibatches of rows that stand elsewhere
@@ -477,22 +478,6 @@ def test_order_of_rows_does_not_matter(mask_truncated: bool) -> None:
     assert_same_update(weights, expected, vector(policy))
     weights, _ = update(policy, batch, epochs.flip(1), args)  # other minibatches first: that is another update
     assert (weights - expected).norm() > 1e-3 * (expected - vector(policy)).norm()
-
-
-def test_contexts_padded_beyond_the_longest_row_do_not_matter() -> None:
-    args = make_args(micro_batch_size=3)
-    policy, epochs = make_policy(), make_epochs(args)
-    batch = rollout(make_accelerator(args), policy, epochs, args)
-    wide = {name: torch.cat([torch.zeros_like(batch[name])[:, :4], batch[name]], 1) for name in ("ids", "mask")}
-    expected, _ = update(policy, batch, epochs, args)
-    weights, _ = update(policy, batch | wide, epochs, args)
-    assert torch.equal(weights, expected)
-    widths: list[int] = []
-    policy.lm.transformer.wte.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
-    short = batch["lengths"].argsort()[:3]
-    ppo_rlhf.forward_response(policy, batch | wide, short, 0.7)
-    longest = int(batch["lengths"][short].max())
-    assert widths == [longest + LENGTH - 1] and longest < batch["ids"].shape[1]  # and nothing is computed for padding
 
 
 @pytest.fixture

@@ -28,13 +28,12 @@ def ragged_batch(n: int, k: int, length: int, vocabulary: int = 11) -> dict[str,
     """n contexts of different lengths with k responses each, laid out as main lays them out."""
     rng = np.random.default_rng(0)
     contexts = [rng.integers(0, vocabulary, rng.integers(2, 8)).tolist() for _ in range(n)]
-    ids, mask = rloo_rlhf.left_pad(contexts, "cpu")
     responses = torch.from_numpy(rng.integers(0, vocabulary, (n, k, length)))
     ends = torch.from_numpy(rng.integers(1, length + 1, (n, k, 1)))
+    rows = responses.flatten(0, 1).tolist()
     return {
-        "ids": ids,
-        "mask": mask,
-        "lengths": mask.sum(1),
+        "trees": rloo_rlhf.grow(contexts, [row[: e - 1] for row, e in zip(rows, ends.flatten().tolist(), strict=True)]),
+        "lengths": torch.tensor([len(context) for context in contexts]),
         "responses": responses,
         "kept": torch.arange(length) < ends,
         "advantages": rloo_rlhf.rloo_advantages(torch.from_numpy(rng.normal(size=(n, k))).float()),
@@ -79,7 +78,8 @@ def test_the_gradient_at_ratio_one_is_reinforce(token_level: bool) -> None:
     rows = torch.arange(3)
     logprobs, _ = rloo_rlhf.forward_response(actor, batch, rows, 0.7)
     loss, _ = rloo_rlhf.rloo_loss(logprobs, logprobs.detach(), batch["advantages"], batch["kept"], 0.2, token_level)
-    ours = torch.autograd.grad(loss, actor.parameters(), retain_graph=True)
+    ours = torch.autograd.grad(loss, actor.parameters())
+    logprobs, _ = rloo_rlhf.forward_response(actor, batch, rows, 0.7)
     reinforce = -(batch["advantages"] * (logprobs * batch["kept"]).sum(-1)).sum()
     for mine, theirs in zip(ours, torch.autograd.grad(reinforce, actor.parameters()), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
@@ -116,12 +116,13 @@ def test_a_shared_query_gives_the_log_probabilities_and_gradients_of_separate_ro
     """[query | r1 .. rK] with a block mask equals K rows [query | rk]: forward 1e-5, every gradient too."""
     shared, actor = ragged_batch(4, 3, 5), tiny_actor()
     logprobs, entropy = rloo_rlhf.forward_response(actor, shared, torch.arange(4), 0.7)
-    separate = {name: x.repeat_interleave(3, 0) for name, x in shared.items() if name in ("ids", "mask", "lengths")}
-    separate["responses"] = shared["responses"].flatten(0, 1)
+    pairs = [[context, branch] for context, *branches in shared["trees"] for branch in branches]
+    separate = {"trees": pairs, "responses": shared["responses"].flatten(0, 1)}
     apart, entropy_apart = rloo_rlhf.forward_response(actor, separate, torch.arange(12), 0.7)
-    assert torch.allclose(logprobs.flatten(0, 1), apart, atol=1e-5)
-    assert torch.allclose(entropy.flatten(0, 1), entropy_apart, atol=1e-5)
-    weights = torch.randn(4, 3, 5)
+    kept = shared["kept"].flatten(0, 1)
+    assert torch.allclose(logprobs.flatten(0, 1)[kept], apart[kept], atol=1e-5)
+    assert torch.allclose(entropy.flatten(0, 1)[kept], entropy_apart[kept], atol=1e-5)
+    weights = torch.randn(4, 3, 5) * shared["kept"]
     one = torch.autograd.grad((logprobs * weights).sum(), actor.parameters())
     other = torch.autograd.grad((apart * weights.flatten(0, 1)).sum(), actor.parameters())
     for mine, theirs in zip(one, other, strict=True):

@@ -98,9 +98,9 @@ def make_actor(name: str, attn_implementation: str = "eager", **changes: Any) ->
 
 def make_batch(contexts: list[list[int]], responses: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """What `respond` returns, for given responses of one length, all of whose tokens count."""
-    ids, mask = ppo_rlhf.left_pad(contexts, "cpu")
     tokens = torch.tensor(responses)
-    batch = {"ids": ids, "mask": mask, "lengths": mask.sum(1), "responses": tokens}
+    trees = ppo_rlhf.grow(contexts, tokens.flatten(0, -2)[:, :-1].tolist())
+    batch = {"trees": trees, "lengths": torch.tensor([len(context) for context in contexts]), "responses": tokens}
     return batch | {"kept": torch.ones_like(tokens, dtype=torch.bool)}
 
 
