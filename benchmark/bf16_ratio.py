@@ -46,8 +46,9 @@ class AutocastHead(torch.nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, keep: int, *inputs: Any) -> tuple[Tensor]:
-        hidden = rloo_rlhf.last_hidden(self.lm, *inputs)[:, -keep:].contiguous()
+    def forward(self, at: Tensor | None, *inputs: Any) -> tuple[Tensor]:
+        hidden = rloo_rlhf.last_hidden(self.lm, *inputs)
+        hidden = hidden[:, -1].contiguous() if at is None else hidden.flatten(0, 1).index_select(0, at)
         return (self.lm.get_output_embeddings()(hidden).float(),)
 
 
@@ -59,17 +60,18 @@ def autocast(device: torch.device, dtype: str) -> Any:
 @torch.no_grad()
 def sampler_logprobs(policy: Any, batch: dict[str, Tensor], copies: int, length: int) -> Tensor:
     """Log-probabilities (B, R) of the responses, as the sampling loop saw them token by token."""
-    ids, mask, responses = batch["ids"], batch["mask"], batch["responses"].view(-1, length)
+    responses = batch["responses"].view(-1, length)
+    ids, mask = rloo_rlhf.left_pad([context for context, *_ in batch["trees"]], responses.device)
     cache, logprobs = DynamicCache(config=policy.lm.config), []
-    logits = policy(1, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
+    logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
     mask = mask.repeat_interleave(copies, 0)
     cache.batch_repeat_interleave(copies)
     for t in range(length):
         token = responses[:, t : t + 1]
-        logprobs.append((logits[:, -1] / TEMPERATURE).log_softmax(-1).gather(1, token))
+        logprobs.append((logits / TEMPERATURE).log_softmax(-1).gather(1, token))
         if t + 1 < length:
             mask = torch.cat([mask, torch.ones_like(token, dtype=torch.bool)], 1)
-            logits = policy(1, token, mask, None, cache)[0]
+            logits = policy(None, token, mask, None, cache)[0]
     return torch.cat(logprobs, 1)
 
 
@@ -82,7 +84,7 @@ def tiny_queries(count: int) -> list[list[int]]:
 
 def in_parts(policy: Any, batch: dict[str, Tensor], parts: Any) -> Tensor:
     """forward_response over parts of the batch."""
-    logprobs = torch.empty(batch["responses"].shape, device=batch["ids"].device)
+    logprobs = torch.empty(batch["responses"].shape, device=batch["responses"].device)
     for part in parts:
         logprobs[part] = rloo_rlhf.forward_response(policy, batch, part, TEMPERATURE)[0].detach()
     return logprobs
@@ -99,18 +101,18 @@ def spread(new: Tensor, old: Tensor, sequence: bool) -> dict[str, float]:
 
 def through_update(algorithm: str, lm: Any, batch: dict[str, Tensor], dtype: str, micro: int) -> dict[str, float]:
     """The scripts' own update after a rollout with the same rows: its first ratio error and clipped share, at lr 0."""
-    script, copies, rows = (ppo_rlhf if algorithm == "ppo" else rloo_rlhf), COPIES[algorithm], len(batch["ids"])
+    script, copies, rows = (ppo_rlhf if algorithm == "ppo" else rloo_rlhf), COPIES[algorithm], len(batch["trees"])
     size = micro // copies
     accelerator = common.new_accelerator(dtype, steps=-(-rows // size))
-    policy = (ppo_rlhf.ActorCritic if algorithm == "ppo" else rloo_rlhf.Actor)(lm).to(batch["ids"].device)
+    policy = (ppo_rlhf.ActorCritic if algorithm == "ppo" else rloo_rlhf.Actor)(lm).to(batch["responses"].device)
     policy, optimizer = accelerator.prepare(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
     actor, batch = accelerator.unwrap_model(policy), dict(batch)
-    batch["logprobs"] = torch.empty(batch["responses"].shape, device=batch["ids"].device)
+    batch["logprobs"] = torch.empty(batch["responses"].shape, device=batch["responses"].device)
     batch["values"] = torch.zeros_like(batch["logprobs"])
     with torch.no_grad(), accelerator.autocast():
         for part in rloo_rlhf.micro_batches(torch.arange(rows), batch["lengths"], size):
             batch["logprobs"][part] = script.forward_response(actor, batch, part, TEMPERATURE)[0]
-    noise = torch.randn(batch["logprobs"].shape, generator=torch.Generator().manual_seed(0)).to(batch["ids"].device)
+    noise = torch.randn(batch["logprobs"].shape, generator=torch.Generator().manual_seed(0)).to(batch["responses"].device)
     batch |= {"rewards": noise, "advantages": noise.sum(-1)}
     args = SimpleNamespace(
         temperature=TEMPERATURE, micro_batch_size=micro, rloo_k=copies, cliprange=CLIPRANGE, cliprange_value=0.2,

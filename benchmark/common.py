@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -67,14 +69,58 @@ def new_accelerator(dtype: str = "fp32", steps: int = 1, reset: bool = True) -> 
 
 @contextlib.contextmanager
 def model_folder(name: str) -> Iterator[str]:
-    """A folder to load: tiny/model, a folder of the caller's, or for gpt2 the 124M shape with random weights."""
-    if name != "gpt2":
+    """A folder to load: tiny/model, a folder of the caller's, or random weights of the 124M shape (gpt2) or another.
+
+    That other is named layers x width: 4x128 is tiny's shape, with its vocabulary and a longer window.
+    """
+    layers_and_width = re.fullmatch(r"(\d+)x(\d+)", name)
+    if name != "gpt2" and not layers_and_width:
         yield str(ROOT / "tiny" / "model") if name == "tiny" else name
         return
+    sizes = {}
+    if layers_and_width:
+        layers, width = map(int, layers_and_width.groups())
+        sizes = {"n_layer": layers, "n_embd": width, "n_head": max(1, width // (64 if width >= 512 else 32))}
+        sizes |= {"vocab_size": 2816, "bos_token_id": 0, "eos_token_id": 0}
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        transformers.GPT2LMHeadModel(transformers.GPT2Config()).save_pretrained(folder)
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder)
         yield folder
+
+
+def device() -> torch.device:
+    """The GPU, or the CPU where there is none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def peak(device: torch.device) -> int:
+    """Bytes: the most that this process has had so far. On a GPU, what PyTorch allocated; else its resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():  # unlike ru_maxrss, VmHWM does not begin at the peak of the process that started this one
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def baseline(device: torch.device) -> int:
+    """The peak after the imports, with those that transformers puts off until a first model generates."""
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 8, "n_positions": 16}
+    lm = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    lm.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2, pad_token_id=0).sum()
+    return peak(device)
+
+
+def used(device: torch.device, before: int) -> dict[str, int]:
+    """Bytes that this process took at most beyond `before`, its baseline."""
+    return {"peak_bytes": peak(device) - before, "baseline_bytes": before}
+
+
+def in_child(*words: str) -> dict[str, Any]:
+    """The JSON object that this very command, given more words, prints as its last line."""
+    done = subprocess.run([sys.executable, *sys.argv, *words], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def random_contexts(lengths: Sequence[int], vocabulary: int, seed: int) -> list[list[int]]:

@@ -10,9 +10,7 @@ gradients, Adam's averages, reference and reward model are in it. Speed: all var
 
 import argparse
 import json
-import resource
 import statistics
-import subprocess
 import sys
 from typing import Any
 
@@ -48,26 +46,19 @@ def make_contexts(variant: Ours, options: argparse.Namespace, vocabulary: int) -
     return common.random_contexts(lengths[:: variant.copies], vocabulary, 0)
 
 
-def peak(device: torch.device) -> int:
-    """Bytes: the most that this process has had so far."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def memory(name: str, folder: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Updates of a variant in this process: its peak, and the bytes of weights that it trains.
 
     Adam has its averages after the first step only, and they are to be there together with activations: two steps.
     """
-    before = peak(device)
+    before = common.baseline(device)
     variant = make(name, folder, options, device)
     frozen = Frozen(folder, variant.args, device)
     contexts = make_contexts(variant, options, variant.actor.lm.config.vocab_size)
     for _ in range(2 if options.num_epochs == 1 else 1):
         variant.update(contexts, frozen)
     trained = sum(p.numel() * p.element_size() for p in variant.policy.parameters())
-    return {"peak_bytes": peak(device) - before, "baseline_bytes": before, "trained_bytes": trained}
+    return common.used(device, before) | {"trained_bytes": trained}
 
 
 def speed(folder: str, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
@@ -107,18 +98,15 @@ def main() -> None:
     parser.add_argument("--speed_only", action="store_true")
     parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)  # variant and folder, for memory
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = common.device()
     child = vars(options).pop("child")
     if child is not None:
         sys.stdout.write(json.dumps(memory(*child, options, device)) + "\n")
         return
     options.tag = options.tag or f"{options.shape}-{options.dtype}"
     with common.model_folder(options.shape) as folder:
-        used = {}
-        for name in [] if options.speed_only else options.variants:
-            command = [sys.executable, *sys.argv, "--child", name, folder]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            used[name] = json.loads(done.stdout.splitlines()[-1])
+        names = [] if options.speed_only else options.variants
+        used = {name: common.in_child("--child", name, folder) for name in names}
         rows = speed(folder, options, device) if options.repeats else [{"variant": name} for name in options.variants]
     for row in rows:
         row |= used.get(row["variant"], {})

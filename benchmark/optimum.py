@@ -62,8 +62,8 @@ def make_rewards(seed: int) -> Tensor:
 def enumerate_logprobs(policy: Any) -> Tensor:
     """log pi of all responses, (8, 8, 8), in double precision, through the function that training uses."""
     responses = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * LENGTH)
-    ids, mask = ppo_rlhf.left_pad([CONTEXT] * len(responses), "cpu")
-    batch = {"ids": ids, "mask": mask, "lengths": mask.sum(1), "responses": responses}
+    trees = ppo_rlhf.grow([CONTEXT] * len(responses), responses[:, :-1].tolist())
+    batch = {"trees": trees, "responses": responses}
     logprobs = ppo_rlhf.forward_response(policy, batch, torch.arange(len(responses)), 1.0)[0]
     return logprobs.double().sum(1).view(SHAPE)
 

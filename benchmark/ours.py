@@ -46,12 +46,12 @@ class TwoTrunks(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, keep: int, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """Logits (B, keep, V) and values (B, keep); none with a cache, as sampling needs no values."""
-        logits, hidden = ppo_rlhf.last_logits(self.lm, keep, *inputs)
-        if len(inputs) > 3 and inputs[3] is not None:
-            return logits, hidden.new_zeros(logits.shape[:2])
-        hidden = ppo_rlhf.last_hidden(self.value_lm, *inputs)[:, -keep:]
+    def forward(self, at: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Logits (n, V) and values (n,) at n cells; no values at the last ones, as sampling needs none."""
+        logits, hidden = ppo_rlhf.logits_at(self.lm, at, *inputs)
+        if at is None:
+            return logits, hidden.new_zeros(len(logits))
+        hidden = ppo_rlhf.last_hidden(self.value_lm, *inputs).flatten(0, 1).index_select(0, at)
         with torch.autocast(hidden.device.type, enabled=False):
             return logits, self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
 
@@ -136,5 +136,4 @@ class Ours:
                 if values:
                     batch["values"][part] = values[0]
                 batch["ref_logprobs"][part] = script.forward_response(frozen.ref, batch, part, args.temperature)[0]
-        asked = [context for context in contexts for _ in range(self.copies)]
-        return script.score(frozen.rewards[script], asked, batch["truncated"], None, args).to(self.device)
+        return script.score(frozen.rewards[script], contexts, batch["truncated"], None, args).to(self.device)

@@ -9,9 +9,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
+WORK = ("shape", "queries", "query_length", "response_length", "batch_size", "num_epochs", "num_minibatches")
+WORK += ("micro_batch_size", "dtype")  # of a record of throughput.py
 PPO, RLOO, REWARD, ADAM = "ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py", "tf_adam.py"
 
 # (what is done, script, text of the line that does it, test file, test)
@@ -155,10 +158,71 @@ def speed_table() -> str:
         what = ", ".join(record["args"][name] for name in ("shape", "queries", "dtype"))
         if record["args"]["plain_matmul"] == "fast":
             what += ", the plain one with our matrix product"
-        for algorithm, ratios in record["ratios"].items():
+        for algorithm, ratios in record.get("ratios", {}).items():  # a record of memory has none
             ours = next(row for row in record["rows"] if row["contender"] == f"ours-{algorithm}")
             values = " | ".join(f"{ratios[phase]:.1f}" for phase in ("sample", "score", "optimise", "total"))
             table.append(f"| {what} | {algorithm.upper()} | {values} | {ours['fraction_of_floor']['total']:.2f} |")
+    return "\n".join(table)
+
+
+def bars() -> dict[tuple[Any, ...], dict[str, float]]:
+    """What all results/throughput-*.json know of each work, dtype and algorithm; equal work comes together."""
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    for path in sorted(RESULTS.glob("throughput-*.json")):
+        record = json.loads(path.read_text())
+        args, rows = record["args"], {row["contender"]: row for row in record["rows"]}
+        if args["plain_matmul"] == "fast":
+            continue
+        for algorithm in ("ppo", "rloo"):
+            ours = rows.get(f"ours-{algorithm}")
+            if not ours:
+                continue
+            key = (*(args[name] for name in WORK), args["rloo_k"] if algorithm == "rloo" else 1, algorithm)
+            values = found.setdefault(key, {})
+            for other in ("plain", "plain-fp32", "trl"):
+                row = rows.get(f"{other}-{algorithm}", {})
+                if "seconds" in row:
+                    values[f"speed {other}"] = row["seconds"]["total"] / ours["seconds"]["total"]
+                if "peak_bytes" in row:
+                    values[f"memory {other}"] = ours["peak_bytes"] / row["peak_bytes"]
+            if "seconds" in ours:
+                values["floor"] = ours["fraction_of_floor"]["total"]
+            if args["dtype"] == "fp32" and "speed plain" in values:
+                values["speed plain-fp32"] = values["speed plain"]
+    return found
+
+
+def bars_table() -> str:
+    """Ours against plain PyTorch in fp32 and in the same dtype, against TRL and the floor, and its memory."""
+    table = [
+        "| | times faster than plain, fp32 | than plain, same dtype | than TRL | share of the floor | peak memory, of plain | of TRL |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    columns = ("speed plain-fp32", "speed plain", "speed trl", "floor", "memory plain", "memory trl")
+    for key, values in sorted(bars().items(), reverse=True):
+        args = dict(zip(WORK, key, strict=False))
+        what = f"{args['shape']}, {args['queries']}, {args['batch_size']} x {args['num_epochs']}, {args['dtype']}"
+        cells = [f"{values[column]:.2f}" if column in values else "-" for column in columns]
+        table.append(f"| {what}, {key[-1].upper()} | {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
+def scaling_table() -> str:
+    """How the time of an update grows, as ratios to the first point of a sweep, from results/scaling-*.json."""
+    table = ["| device, dtype | what grows | | PPO | RLOO |", "| --- | --- | --- | --- | --- |"]
+    names = {"batch_size": "episodes", "query_length": "query tokens", "response_length": "response tokens"}
+    names |= {"rloo_k": "K", "model": "layers x width", "processes": "processes"}
+    for path in sorted(RESULTS.glob("scaling-*.json")):
+        record = json.loads(path.read_text())
+        what = f"{'GPU' if record['machine']['gpu'] else 'CPU'}, {record['args']['dtype']}"
+        for name in dict.fromkeys(row["sweep"] for row in record["rows"]):
+            rows = [row for row in record["rows"] if row["sweep"] == name]
+            points = ", ".join(dict.fromkeys(str(row["value"]) for row in rows))
+            cells = []
+            for algorithm in ("ppo", "rloo"):
+                ratios = [f"{row['ratio']['total']:.2f}" for row in rows if row["algorithm"] == algorithm]
+                cells.append(", ".join(ratios) or "-")
+            table.append(f"| {what} | {names[name]} | {points} | {' | '.join(cells)} |")
     return "\n".join(table)
 
 
@@ -170,6 +234,8 @@ BLOCKS = {
     "optimum": optimum_table,
     "memory": memory_table,
     "speed": speed_table,
+    "bars": bars_table,
+    "scaling": scaling_table,
 }
 
 
@@ -181,7 +247,8 @@ def main() -> None:
     for name, make in BLOCKS.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         if not re.search(pattern, text, re.S):
-            raise SystemExit(f"README.md has no markers for {name}")
+            sys.stdout.write(f"README.md has no markers for {name}: left out\n")
+            continue
         block = make()
         text = re.sub(pattern, lambda match, block=block: match[1] + block + "\n" + match[2], text, flags=re.S)
     if check and text != old:

@@ -1,0 +1,353 @@
+"""TRL's trainers as contenders of throughput.py: PPO of its last release that has it, RLOO of the current one.
+
+The two releases cannot be in one environment. Each is installed by itself, without dependencies, into a folder of its
+own, and runs in a worker process with that folder first on sys.path. A worker does its set-up, then waits for a line on
+stdin; for each it does one update and answers with its seconds and its peak memory. While it waits it costs nothing, so
+that contenders can take turns across processes.
+
+Equal: model, reward model and reference (shape, weights), lengths of all queries, number of episodes, response length
+(all tokens are sampled, none ends a response), temperature, epochs, minibatches, rows per micro-batch, K, precision
+(fp32, or bf16 by autocast over fp32 weights), no dropout, no gradient checkpointing, no clipping of gradients. Nothing
+is saved, reported or evaluated. After each update the worker asserts the lengths of queries and responses, the tokens
+that the reward model read, the rows that went through training passes, and the number of optimizer steps.
+
+Different, as TRL has no other way:
+- PPO has a value model of its own; the scripts' value head sits on the policy. It is trained and scored as well.
+- Old log-probabilities of PPO are those of the logits that `generate` returns, kept for all steps.
+- Queries are padded to the longest of the batch, not to the full length. Rewards are those of whole responses.
+- RLOO decodes responses to text and tokenizes it again for its reward model. A token is a word here: lengths stay.
+- PPO has logits at all positions; so has RLOO on a CPU, in chunks, but on a GPU with Triton at response positions.
+- Optimizer: PyTorch's fused AdamW. RLOO shuffles once per batch, not once per epoch.
+- PPO collects Python's garbage twice per update, 0.2 to 0.3 s each time here: much of the time of a small update.
+- bf16: PPO samples and computes values of the rollout in fp32 (autocast wraps its training passes only); reference and
+  reward model are loaded in bf16. Its bf16 flag has no effect in this version of transformers, the environment variable
+  of `accelerate launch --mixed_precision bf16` has.
+- `optimise` is everything after the first training pass begins, its metrics and clean-up included.
+
+What is set around it, for equal work: PPO's data loader is a list with its one collated batch, and its number of
+accumulated micro-batches is that of a minibatch. (TRL takes that of the whole batch, so that it would step once per
+epoch however many minibatches there are, and a loader that ends makes accelerate step after every micro-batch.)
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import common
+import torch
+import transformers
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+
+RELEASES = {"ppo": "1.12.0", "rloo": "1.16.0"}
+FOLDER = common.ROOT / "benchmark" / ".trl"
+SIZES = ("batch_size", "micro_batch_size", "response_length", "num_epochs", "num_minibatches", "dtype")
+
+
+def install(algorithm: str, folder: Path) -> Path:
+    """The folder that has this algorithm's release of TRL; downloaded, about 1 MB, if it is not there yet."""
+    release = RELEASES[algorithm]
+    target = folder / release
+    if not (target / "trl").exists():
+        sys.stdout.write(f"installing trl {release}, without dependencies, into {target}\n")
+        sys.stdout.flush()
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
+        subprocess.run([*command, f"trl=={release}"], check=True)
+    return target
+
+
+class Peer:
+    """A worker process, seen from outside: `update` is one update."""
+
+    def __init__(self, algorithm: str, folder: str, contexts: list[list[int]], args: Any, trl_dir: Path) -> None:
+        self.algorithm, self.memory = algorithm, {}
+        self.log = tempfile.TemporaryFile("w+")
+        command = [sys.executable, str(Path(__file__)), algorithm, str(install(algorithm, trl_dir))]
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        if torch.cuda.device_count() > 1:  # the Trainer would take them all
+            environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        if args.dtype == "bf16" and algorithm == "ppo":
+            environment["ACCELERATE_MIXED_PRECISION"] = "bf16"
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment
+        )
+        names = (*SIZES, "temperature", "kl_coef", "lr", "adam_eps", "cliprange") + ("rloo_k",) * (algorithm == "rloo")
+        self.ask({"folder": folder, "contexts": contexts} | {name: getattr(args, name) for name in names})
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The worker's answer; its last words where there is none."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            self.log.seek(0)
+            raise SystemExit(f"trl-{self.algorithm} has ended:\n{self.log.read()[-3000:]}")
+        return json.loads(line)
+
+    def update(self) -> dict[str, float]:
+        """Seconds of one update, by phase; `memory` then has its peak so far."""
+        answer = self.ask({})
+        self.memory = answer["memory"]
+        return answer["seconds"]
+
+    def close(self) -> None:
+        """End the worker."""
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def seconds() -> float:
+    """A clock that waits for the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Turns(TrainerCallback):
+    """Waits for a turn before each update, and tells what the update took and that it did the work that was asked."""
+
+    def __init__(self, given: dict[str, Any], questions: TextIO, answers: TextIO, baseline: int) -> None:
+        self.given, self.questions, self.answers, self.baseline = given, questions, answers, baseline
+        self.steps_per_update, self.running = given["num_epochs"] * given["num_minibatches"], False
+        self.device = common.device()
+
+    def watch(self, trainer: Any, policy: Any, reward: Any) -> None:
+        """Look at generation, at what goes through training passes and the reward model, and at optimizer steps."""
+        generate = policy.generate
+
+        def timed_generate(*args: Any, **kwargs: Any) -> Any:
+            start = seconds()
+            output = generate(*args, **kwargs)
+            self.begun, self.sample = self.begun or start, self.sample + seconds() - start
+            tokens = getattr(output, "sequences", output)
+            self.sampled.append((kwargs["attention_mask"].sum(1), tokens.shape[1] - kwargs["input_ids"].shape[1]))
+            return output
+
+        def training_pass(module: Any, args: Any, kwargs: Any) -> None:
+            if torch.is_grad_enabled():
+                self.optimise = self.optimise or seconds()
+                self.rows.append(len(kwargs["input_ids"]))
+
+        def reward_pass(module: Any, args: Any, kwargs: Any) -> None:
+            self.read.append(kwargs["attention_mask"].sum())
+
+        def step(*args: Any) -> None:
+            self.steps += 1
+
+        policy.generate = timed_generate
+        trainer.model.register_forward_pre_hook(training_pass, with_kwargs=True)
+        reward.base_model.register_forward_pre_hook(reward_pass, with_kwargs=True)
+        register_optimizer_step_post_hook(step)
+
+    def turn(self) -> None:
+        """The end of an update, if one is running, and the beginning of the next when it is asked for."""
+        answer = {}
+        if self.running:
+            end = seconds()
+            self.check()
+            phases = {"sample": self.sample, "score": self.optimise - self.begun - self.sample}
+            phases |= {"optimise": end - self.optimise, "other": self.begun - self.start, "total": end - self.start}
+            answer = {"seconds": phases, "memory": common.used(self.device, self.baseline)}
+        self.answers.write(json.dumps(answer) + "\n")
+        self.answers.flush()
+        if not self.questions.readline():
+            raise SystemExit
+        self.running, self.sampled, self.rows, self.read, self.steps = True, [], [], [], 0
+        self.sample, self.begun, self.optimise, self.start = 0.0, None, None, seconds()
+
+    def check(self) -> None:
+        """Stop unless the update was the one that was asked for."""
+        given, copies = self.given, self.given.get("rloo_k", 1)
+        queries = sorted(len(context) for context in given["contexts"] for _ in range(copies))
+        length, epochs = given["response_length"], given["num_epochs"]
+        facts = {
+            "query lengths": (sorted(torch.cat([lengths for lengths, _ in self.sampled]).tolist()), queries),
+            "response lengths": ({new for _, new in self.sampled}, {length}),
+            "tokens of rewards": (sum(map(int, self.read)), sum(queries) + length * len(queries)),
+            "rows of training passes": (sum(self.rows), epochs * len(queries)),
+            "rows of a micro-batch": (set(self.rows), {rows_per_pass(given)}),
+            "optimizer steps": (self.steps, self.steps_per_update),
+        }
+        for name, (is_, wanted) in facts.items():
+            if is_ != wanted:
+                raise SystemExit(f"{name}: {is_}, not {wanted}")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """PPO tells of the beginning of training and of the ends of updates only."""
+        if "rloo_k" not in self.given:
+            self.turn()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """RLOO's updates are made of several steps; responses are sampled in the first."""
+        if state.global_step % self.steps_per_update == 0:
+            self.turn()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """PPO's step is a whole update."""
+        if "rloo_k" not in self.given:
+            self.turn()
+
+
+def rows_per_pass(given: dict[str, Any]) -> int:
+    """Rows of a micro-batch. TRL needs all of them equal."""
+    minibatch = given["batch_size"] // given["num_minibatches"]
+    rows = min(given["micro_batch_size"], minibatch)
+    if minibatch % rows:
+        raise SystemExit(f"trl: micro-batches of {rows} do not divide a minibatch of {minibatch}")
+    return rows
+
+
+def word_tokenizer(vocabulary: int, pad: str) -> PreTrainedTokenizerFast:
+    """Token i is the word `ti`. Padding on the left."""
+    words = {f"t{i}": i for i in range(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words | {pad: words.get(pad, vocabulary)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=pad, padding_side="left")
+
+
+def common_settings(given: dict[str, Any], output_dir: str) -> dict[str, Any]:
+    """Arguments that both trainers take."""
+    return {
+        "output_dir": output_dir,
+        "per_device_train_batch_size": rows_per_pass(given),
+        "temperature": given["temperature"],
+        "learning_rate": given["lr"],
+        "adam_epsilon": given["adam_eps"],
+        "lr_scheduler_type": "constant",
+        "bf16": given["dtype"] == "bf16",
+        "gradient_checkpointing": False,
+        "max_grad_norm": 0.0,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": common.device().type == "cpu",
+    }
+
+
+def load(auto_class: Any, folder: str, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
+    """A model with the weights that the other contenders have."""
+    torch.manual_seed(1)
+    return auto_class.from_pretrained(folder, dtype=dtype, **kwargs)
+
+
+def make_ppo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
+    """A PPOTrainer. Its padding is a token that no model has and that it never feeds to one."""
+    trl = importlib.import_module("trl.experimental.ppo")
+    folder, rows = given["folder"], rows_per_pass(given)
+    frozen = torch.bfloat16 if given["dtype"] == "bf16" else torch.float32
+    policy = load(AutoModelForCausalLM, folder)
+    value, reward = (
+        load(AutoModelForSequenceClassification, folder, dtype, num_labels=1) for dtype in (torch.float32, frozen)
+    )
+    args = trl.PPOConfig(
+        **common_settings(given, output_dir),
+        total_episodes=1_000_000 * given["batch_size"],
+        gradient_accumulation_steps=given["batch_size"] // rows,
+        num_ppo_epochs=given["num_epochs"],
+        num_mini_batches=given["num_minibatches"],
+        local_rollout_forward_batch_size=rows,
+        response_length=given["response_length"],
+        num_sample_generations=0,
+        whiten_rewards=given["batch_size"] // given["num_minibatches"] >= 8,  # fewer it refuses
+        kl_coef=given["kl_coef"],
+        cliprange=given["cliprange"],
+    )
+    trainer = trl.PPOTrainer(
+        args=args,
+        processing_class=word_tokenizer(policy.config.vocab_size, "[PAD]"),
+        model=policy,
+        ref_model=load(AutoModelForCausalLM, folder, frozen),
+        reward_model=reward,
+        value_model=value,
+        train_dataset=Dataset.from_dict({"input_ids": given["contexts"]}),
+        callbacks=[turns],
+    )
+    trainer.dataloader = list(trainer.dataloader)
+    trainer.accelerator.gradient_accumulation_steps = given["batch_size"] // given["num_minibatches"] // rows
+    turns.watch(trainer, policy, reward)
+    return trainer
+
+
+def make_rloo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
+    """An RLOOTrainer. Its padding and end of text is token 0, which no query has and `generate` may not sample."""
+    trl = importlib.import_module("trl")
+    policy = load(AutoModelForCausalLM, given["folder"])
+    reward = load(AutoModelForSequenceClassification, given["folder"], num_labels=1)
+    tokenizer = word_tokenizer(policy.config.vocab_size, "t0")
+    passes = given["batch_size"] // given["num_minibatches"] // rows_per_pass(given)
+    args = trl.RLOOConfig(
+        **common_settings(given, output_dir),
+        max_steps=1_000_000,
+        gradient_accumulation_steps=passes,
+        steps_per_generation=passes * given["num_minibatches"],
+        num_iterations=given["num_epochs"],
+        num_generations=given["rloo_k"],
+        max_completion_length=given["response_length"],
+        generation_kwargs={"min_new_tokens": given["response_length"]},
+        shuffle_dataset=False,
+        disable_dropout=True,
+        logging_steps=turns.steps_per_update,
+        beta=given["kl_coef"],
+        epsilon=given["cliprange"],
+    )
+    texts = ["".join(f"t{token} " for token in context) for context in given["contexts"]]
+    trainer = trl.RLOOTrainer(
+        model=policy,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+        processing_class=tokenizer,
+        reward_processing_classes=tokenizer,
+        callbacks=[turns],
+    )
+    turns.watch(trainer, policy, reward)
+    return trainer
+
+
+@contextlib.contextmanager
+def private_stdout() -> Iterator[TextIO]:
+    """The real stdout for answers; whatever else is printed goes to stderr."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        yield answers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A worker of throughput.py: one JSON line in, one update, one out.")
+    parser.add_argument("algorithm", choices=RELEASES)
+    parser.add_argument("folder", help="where that algorithm's release of TRL is")
+    words = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    sys.path.insert(0, words.folder)
+    importlib.import_module({"ppo": "trl.experimental.ppo", "rloo": "trl.trainer.rloo_trainer"}[words.algorithm])
+    baseline = common.baseline(common.device())
+    with private_stdout() as answers, tempfile.TemporaryDirectory() as output_dir:
+        given = json.loads(sys.stdin.readline())
+        turns = Turns(given, sys.stdin, answers, baseline)
+        make = {"ppo": make_ppo, "rloo": make_rloo}[words.algorithm]
+        trainer = make(given, output_dir, turns)
+        if trainer.accelerator.mixed_precision != {"fp32": "no"}.get(given["dtype"], given["dtype"]):
+            raise SystemExit(f"trl runs in {trainer.accelerator.mixed_precision}, not in {given['dtype']}")
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()
