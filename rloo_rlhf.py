@@ -23,6 +23,7 @@ tokens, V vocabulary, d hidden size.
 import contextlib
 import dataclasses
 import difflib
+import hashlib
 import importlib
 import inspect
 import io
@@ -31,12 +32,13 @@ import json
 import math
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from shutil import which
 from typing import Any, Literal, NoReturn
 
 import accelerate
@@ -45,14 +47,18 @@ import numpy as np
 import torch
 import transformers
 import tyro
+import wandb
+from accelerate.utils import broadcast_object_list
 from datasets.exceptions import DatasetsError
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
 from transformers.pytorch_utils import Conv1D
@@ -69,6 +75,10 @@ class Args:
     # the run
     seed: int = 1  # Seed of query order, sampling and shuffles (rank r shuffles with seed + 100003 r)
     output_dir: str | None = None  # Folder for all that this run makes (None: runs/<script>-<preset>-<seed>-<time>)
+    resume: str | None = None  # Go on with the newest run, or with the run or checkpoint in this folder; none: start
+    checkpoint_every: int = 25  # Updates between checkpoints (0: only when the run is interrupted)
+    keep_checkpoints: int = 2  # Newest checkpoints that are kept
+    max_kl: float | None = None  # Stop when the KL to the reference, in nats per response, exceeds this (None: never)
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
     eval_queries: int = 64  # Held-out queries, sampled before the first and after the last update
     # models
@@ -133,6 +143,7 @@ PYTHIA = "cleanrl/EleutherAI_pythia-1b-deduped"  # TRL's RLOO on TL;DR: response
 EOS = {"truncate_token": "eos", "truncate_after": 0, "mask_truncated": True, "penalty_mode": "add", "query_suffix": ""}
 TRL_RUN = {"num_epochs": 2, "rloo_k": 2, "response_length": 53, "batch_size": 512, "lr": 3e-6, "query_length": 512}
 TRL = {"base_model": f"{PYTHIA}__sft__tldr", "reward_model": f"{PYTHIA}__reward__tldr", "query_dataset": "trl-lib/tldr"}
+MAY_CHANGE = ("output_dir", "resume", "track", "checkpoint_every", "keep_checkpoints", "max_kl", "trust_remote_code")
 RUNS = {
     "reward": dict(zip(TASKS, ({}, REWARD_BOOKS, REWARD_BOOKS, REWARD_SUMMARY, REWARD_SUMMARY), strict=True)),
     "ppo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR), strict=True)),
@@ -140,11 +151,12 @@ RUNS = {
 }
 
 
-def stop(message: str) -> NoReturn:
-    """End with exit status 2 and one line. Of several processes only the first speaks, unless one names its rank."""
+def stop(message: str, status: int = 2) -> NoReturn:
+    """End with this exit status and one line. Of several processes only the first speaks, unless one names its rank."""
     if os.environ.get("RANK", "0") == "0" or message.startswith("rank "):
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}\n")
-    raise SystemExit(2)
+        kind = "error: " if status == 2 else ""
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: {kind}{' '.join(message.split())}\n")
+    raise SystemExit(status)
 
 
 def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +164,7 @@ def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kw
     try:
         return function(*args, **kwargs)
     except (ArithmeticError, AttributeError, DatasetsError, ImportError, LookupError, NameError, OSError, RuntimeError,
-            StopIteration, SyntaxError, TypeError, ValueError) as error:  # fmt: skip
+            SafetensorError, StopIteration, SyntaxError, TypeError, ValueError) as error:  # fmt: skip
         reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
         stop(f"{what}: {reason[:200]}; {hint}")
 
@@ -160,6 +172,8 @@ def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kw
 def parse_args(run: str) -> tuple[str, Args]:
     """Name of the preset (`tiny` if the first argument is a flag), and Args: defaults < TASKS < RUNS[run] < flags."""
     argv = ["None" if word == "none" else word for word in sys.argv[1:]]
+    for i in [i for i, word in enumerate(argv) if word == "--resume" and (argv[i + 1 :] or ["-"])[0][:1] == "-"]:
+        argv.insert(i + 1, "newest")
     preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
     if preset not in TASKS:
         nearest = difflib.get_close_matches(preset, TASKS, n=1, cutoff=0.0)[0]
@@ -175,7 +189,8 @@ def parse_args(run: str) -> tuple[str, Args]:
         box = re.sub(r"[╭╮╰╯│─|+\s]+|-{3,}", " ", errors.getvalue().partition("\n")[2]).partition(" For full")[0]
         stop(f"{box.strip()}; --help lists all flags")
     for name, value in vars(args).items():
-        needed = name.startswith(("total", "num", "eval", "temp", "kl_t", "kl_h")) or name.endswith(("size", "length"))
+        needed = name.startswith(("total", "num", "eval", "temp", "kl_t", "kl_h", "keep", "max"))
+        needed |= name.endswith(("size", "length"))
         if isinstance(value, int | float) and name != "penalty_reward_value" and (value < 0 or needed and not value):
             stop(f"--{name} {value}: must be {'greater than 0' if needed else '0 or more'}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -633,6 +648,12 @@ def adapt_kl_coef(kl_coef: float, kl: float, target: float, share: float) -> flo
     return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * share)
 
 
+def gradient_norm(model: Any) -> Tensor:
+    """L2 norm of all gradients; those of a sharded model are put together."""
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
 def rloo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float, token_level: bool
 ) -> tuple[Tensor, Pairs]:
@@ -644,7 +665,8 @@ def rloo_loss(
     log_ratio = (logprobs - old_logprobs) * mask
     if not token_level:
         log_ratio, mask = log_ratio.sum(-1, keepdim=True), torch.ones_like(mask[..., :1])
-    ratio, advantages = log_ratio.exp(), advantages.unsqueeze(-1)
+    ratio = log_ratio.clamp(-40, 40).exp()  # so that neither it nor its square overflows
+    advantages = advantages.unsqueeze(-1)
     policy_loss, policy_loss_clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     terms = {
         "ppo/loss/policy": torch.maximum(policy_loss, policy_loss_clipped),
@@ -674,6 +696,10 @@ def rloo_update(
                 old = [batch[name][rows] for name in ("logprobs", "advantages", "kept")]
                 loss, pairs = rloo_loss(logprobs, *old, args.cliprange, args.token_level)
                 accelerator.backward(loss * scale)  # it averages over processes and micro-batches, the loss is a sum
+                if accelerator.sync_gradients:
+                    norm = gradient_norm(policy)
+                    check_finite(accelerator, {"the loss": loss, "the gradient": norm})
+                    records.append({"ppo/policy/gradient_norm": (norm, one)})
                 optimizer.step()
                 optimizer.zero_grad()
             records.append(pairs | {"ppo/policy/entropy": ((entropy * old[-1]).sum(), old[-1].sum())})
@@ -705,30 +731,181 @@ def evaluate(
 
 
 def self_check(metrics: dict[str, float], update: int, args: Args) -> None:
-    """Stop a run that cannot be right: a number that is none, a first ratio that is not 1, a first KL that is not 0."""
+    """Stop a run that cannot be right: a first ratio that is not 1, a first KL that is not 0."""
     tolerance, off, kl = {"fp32": 1e-3, "bf16": 2e-2}[args.dtype], metrics["first_ratio_error"], metrics["objective/kl"]
-    if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
-        stop(f"update {update + 1}: {', '.join(broken)} not finite; a --lr smaller than {args.lr} may do")
     if off > tolerance:
         stop(f"update {update + 1}: the first ratio is off 1 by {off:.2g}; rollout and update compute differently")
     if update == 0 and abs(kl) > tolerance * args.response_length:
         stop(f"update 1: the KL to the reference is {kl:.2g}, not 0, though the policy still is the reference")
 
 
-def open_output_dir(args: Args, preset: str) -> Path:
-    """A new folder for the run, with args.json in it: the arguments, versions and git commit."""
-    script, processes = Path(sys.argv[0]).stem, int(os.environ.get("WORLD_SIZE", "1"))
+def check_finite(accelerator: Any, tensors: dict[str, Tensor]) -> None:
+    """FloatingPointError, on all ranks, that names the first rank and tensor with a NaN or an infinity in it."""
+    bad = torch.stack([(~x.isfinite()).any().float() for x in tensors.values()])
+    if places := accelerator.gather(bad.unsqueeze(0)).nonzero().tolist():
+        rank, which = places[0]
+        raise FloatingPointError(f"rank {rank}: {list(tensors)[which]} is not finite")
+
+
+class Interrupt:
+    """Notes Ctrl-C, so that a run ends after its update. A launcher repeats what its processes have already got: only
+    after three seconds another one ends the run at once.
+    """
+
+    def __init__(self) -> None:
+        self.time = math.inf
+        signal.signal(signal.SIGINT, self)
+
+    def __call__(self, *_: Any) -> None:
+        """The signal's handler."""
+        if time.monotonic() > self.time + 3:
+            raise KeyboardInterrupt
+        self.time = min(self.time, time.monotonic())
+
+
+def new_bar(total: int, done: int, disable: bool) -> Any:
+    """A progress bar of episodes; where there is no terminal nothing is drawn, show_progress writes lines."""
+    there = {} if sys.stderr.isatty() else {"file": io.StringIO(), "mininterval": 60, "miniters": 1}
+    return tqdm(total=total, initial=done, unit=" episodes", disable=disable, dynamic_ncols=True, **there)
+
+
+def append(folder: Path, metrics: dict[str, float]) -> None:
+    """One line more in metrics.jsonl."""
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics) + "\n")
+
+
+def show_progress(bar: Any, episodes: int, figures: dict[str, float]) -> None:
+    """Episodes done, episodes per second and time left; where there is no terminal, one plain line per minute."""
+    bar.set_postfix({name: f"{x:.3g}" for name, x in figures.items()}, refresh=False)
+    if (bar.update(episodes) or bar.n >= bar.total) and not bar.disable and not sys.stderr.isatty():
+        sys.stderr.write(f"{bar}\n")
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What state.json of a checkpoint says; ValueError, KeyError or OSError unless every file is there and whole."""
+    if odd := {file.name for file in path.iterdir()} ^ {"state.json", "model.safetensors", "optimizer.safetensors"}:
+        raise ValueError(f"{', '.join(sorted(odd))} is missing or no part of a checkpoint")
+    state = json.loads((path / "state.json").read_text())
+    for name, digest in state["sha256"].items():
+        with (path / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                raise ValueError(f"{name} is damaged")
+    if (lines := (path.parent.parent / "metrics.jsonl").read_bytes().count(b"\n")) < state["update"]:
+        raise ValueError(f"metrics.jsonl has {lines} lines for {state['update']} updates")
+    return state
+
+
+def find_checkpoint(args: Args, preset: str) -> tuple[Args, Path, Path | None, dict[str, Any]]:
+    """Args, the folder of the run and, with --resume, the newest complete checkpoint in it and what that one says.
+
+    Stops unless the folder is new or, with --resume, made by the same command; but MAY_CHANGE lists.
+    """
+    script, path = Path(sys.argv[0]).stem, Path(args.resume or "newest")
     folder = Path(args.output_dir or f"runs/{script}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        stop(f"--output_dir {folder}: is not empty; a new or empty folder would do")
+    if args.resume == "newest" and args.output_dir is None:
+        made = Path("runs").glob(f"{script}-{preset}-{args.seed}-*/checkpoints")
+        folder = max(made, key=lambda path: path.stat().st_mtime, default=folder / "checkpoints").parent
+    elif args.resume not in (None, "newest"):
+        if not path.is_dir():
+            stop(f"--resume {path}: is no folder; the folder of a run or of one of its checkpoints would do")
+        folder = path.parent.parent if path.parent.name == "checkpoints" else path
+    is_used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if is_used and args.resume is None:
+        stop(f"--output_dir {folder}: is not empty; a new or empty folder, or --resume, would do")
+    if is_used:
+        what, hint = f"--resume {folder}: holds no run", "a folder with args.json would do"
+        old = attempt(what, hint, lambda: json.loads((folder / "args.json").read_text()))
+        if vars(args).get("reward_model", "") is None:
+            args = dataclasses.replace(args, reward_model=old["args"].get("reward_model"))
+        new = vars(args) | {"script": script, "preset": preset, "processes": int(os.environ.get("WORLD_SIZE", "1"))}
+        changed = [name for name, x in new.items() if (old["args"] | old).get(name) != x and name not in MAY_CHANGE]
+        if changed:
+            was = ", ".join(f"{name} {(old['args'] | old).get(name)} (now {new[name]})" for name in changed)
+            stop(f"--resume {folder}: was made with {was}; the same would do, only {', '.join(MAY_CHANGE)} may change")
+    wanted = [path] if path.parent.name == "checkpoints" else sorted(folder.glob("checkpoints/*[0-9]"), reverse=True)
+    for path in wanted if args.resume else ():
+        try:
+            return args, folder, path, read_checkpoint(path)
+        except (KeyError, OSError, ValueError) as error:
+            sys.stderr.write(f"warning: checkpoint {path} is passed over: {error}\n")
+    if args.resume:
+        sys.stderr.write(f"--resume: there is no complete checkpoint in {folder}; the run starts from the beginning\n")
+    return args, folder, None, {}
+
+
+def save_checkpoint(
+    folder: Path, accelerator: Any, model: Any, optimizer: Any, state: dict[str, Any], keep: int
+) -> None:
+    """checkpoints/<update> with weights, optimizer and state.json; it appears when complete and on the disk.
+
+    Queries, sampling and shuffles are functions of --seed, update and rank: no random state has to be kept.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer.optimizer, options=options)
+    if not accelerator.is_main_process:
+        return
+    path = folder / "checkpoints" / f"{state['update']:07d}"
+    new = path.with_suffix(".tmp")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    flat = {f"{name}:{key}": x for name, entry in moments["state"].items() for key, x in entry.items()}
+    for name, tensors in (("model", weights), ("optimizer", flat)):
+        save_file({key: x.clone() for key, x in tensors.items()}, new / f"{name}.safetensors")  # tied weights twice
+    digests = {}
+    for file in sorted(new.iterdir()):
+        with file.open("rb") as opened:
+            digests[file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    state = state | {"param_groups": moments["param_groups"], "sha256": digests}
+    (new / "state.json").write_text(json.dumps(state))
+    for file in (*new.iterdir(), new, folder / "metrics.jsonl"):
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    shutil.rmtree(path, ignore_errors=True)
+    new.rename(path)
+    for old in sorted(path.parent.glob("*[0-9]"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(path: Path, state: dict[str, Any], model: Any, optimizer: Any) -> None:
+    """Weights and optimizer as they were."""
+    moments: dict[str, Any] = {"state": {}, "param_groups": state["param_groups"]}
+    for name, x in load_file(path / "optimizer.safetensors").items():
+        parameter, _, key = name.rpartition(":")
+        moments["state"].setdefault(parameter, {})[key] = x
+    options, weights = StateDictOptions(full_state_dict=True), load_file(path / "model.safetensors")
+    set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
+
+
+def open_output_dir(folder: Path, args: Args, preset: str, updates: int) -> None:
+    """The folder of the run with args.json (arguments, versions, git commit) and `updates` lines of metrics.jsonl."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if which("git") else ""
+    commit = (
+        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
+    )
     versions = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, datasets)}
-    record = {"script": script, "preset": preset, "processes": processes, "commit": commit, "versions": versions}
+    record = {"script": Path(sys.argv[0]).stem, "preset": preset, "processes": int(os.environ.get("WORLD_SIZE", "1"))}
+    record |= {"id": os.urandom(4).hex(), "commit": commit, "versions": versions, "args": vars(args)}
+    metrics = folder / "metrics.jsonl"
     what, hint = f"--output_dir {folder}: cannot be written", "a folder with write permission and space would do"
     attempt(what, hint, folder.mkdir, parents=True, exist_ok=True)
-    attempt(what, hint, (folder / "args.json").write_text, json.dumps(record | {"args": vars(args)}, indent=2))
-    return folder
+    lines = metrics.read_text().splitlines(keepends=True)[:updates] if metrics.exists() else []
+    attempt(what, hint, metrics.with_suffix(".tmp").write_text, "".join(lines))
+    metrics.with_suffix(".tmp").replace(metrics)
+    if not (folder / "args.json").exists():
+        attempt(what, hint, (folder / "args.tmp").write_text, json.dumps(record, indent=2))
+        (folder / "args.tmp").rename(folder / "args.json")
+
+
+def start_tracking(accelerator: Any, folder: Path, args: Args, preset: str) -> None:
+    """With --track a run in W&B. It gets arguments and metrics, but nothing about machine, code or environment."""
+    private = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True, "console": "off"}
+    private |= {"disable_git": True, "disable_code": True, "disable_job_creation": True}
+    if args.track and accelerator.is_main_process:
+        run = {"id": json.loads((folder / "args.json").read_text())["id"], "resume": "allow", "name": folder.name}
+        settings = {"wandb": run | {"dir": str(folder), "settings": wandb.Settings(**private)}}
+        accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset}, init_kwargs=settings)
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any, extra: dict[str, Tensor]) -> Path:
@@ -788,6 +965,8 @@ def main(preset: str, args: Args) -> None:
         kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     device, num_updates = accelerator.device, math.ceil(args.total_episodes / args.batch_size)
+    found = [*find_checkpoint(args, preset)] if rank == 0 else [None] * 4
+    args, folder, checkpoint, state = broadcast_object_list(found)
     fast_matmul(device)
     tokenizer = load(AutoTokenizer, args.base_model, "--base_model", args)
     end = token_id(tokenizer, args.truncate_token, "--truncate_token")
@@ -811,14 +990,20 @@ def main(preset: str, args: Args) -> None:
     optimizer = {"tf": AdamTF, "torch": torch.optim.Adam}[args.adam](policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     actor = accelerator.unwrap_model(policy)  # the same module, for forward passes without gradients
-    shuffle, kl_coef = np.random.RandomState(args.seed + 100_003 * rank), args.kl_coef
+    shuffle = np.random.RandomState(args.seed + 100_003 * rank)
     with accelerator.autocast():
         before = evaluate(actor, ref, reward, eval_queries, eval_contexts, end, tokenizer, args)
-    folder = open_output_dir(args, preset) if rank == 0 else Path()
-    accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset})
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, state, policy, optimizer)
+    first, kl_coef = state.get("update", 0), state.get("kl_coef", args.kl_coef)
+    for _ in range(first * args.num_epochs):
+        shuffle.permutation(rows)
+    if rank == 0:
+        open_output_dir(folder, args, preset, first)
+    start_tracking(accelerator, folder, args, preset)
 
-    progress = tqdm(range(num_updates), unit="update", disable=rank > 0, dynamic_ncols=True)
-    for update in progress:
+    interrupt, bar = Interrupt(), new_bar(args.total_episodes, first * args.batch_size, rank > 0)
+    for update in range(first, num_updates):
         # 1. rollout: responses to the queries, and what policy and reference think of their tokens
         picks = batch_indices(len(queries), (update * world + rank) * rows, rows, args.seed)
         u = uniforms(args.seed, update + 1, args.batch_size, args.response_length, device)[rank * episodes :][:episodes]
@@ -846,7 +1031,18 @@ def main(preset: str, args: Args) -> None:
         batch["advantages"] = rloo_advantages(batch["rewards"])
         for group in optimizer.param_groups:
             group["lr"] = args.lr * (1 - update / num_updates)
-        records = rloo_update(accelerator, policy, optimizer, batch, epochs, args)
+        try:
+            rollout = {
+                "the score": scores,
+                "log pi": batch["logprobs"],
+                "log pi of the reference": batch["ref_logprobs"],
+            }
+            check_finite(accelerator, rollout)
+            records = rloo_update(accelerator, policy, optimizer, batch, epochs, args)
+        except FloatingPointError as error:
+            state = {"update": update, "kl_coef": kl_coef}
+            save_checkpoint(folder, accelerator, policy, optimizer, state, args.keep_checkpoints)
+            stop(f"update {update + 1}, {error}; the last good state is in {folder}/checkpoints")
 
         # 6. log; then the KL coefficient adapts to the KL of all ranks
         totals = {
@@ -860,27 +1056,39 @@ def main(preset: str, args: Args) -> None:
         }
         count = torch.tensor(float(episodes), device=device)
         records.append({name: (x.sum(), count) for name, x in totals.items()})
+        records.append({"interrupted": (torch.tensor(float(interrupt.time < math.inf), device=device), count)})
         metrics = {"ppo/episode": (update + 1) * args.batch_size, "ppo/lr": optimizer.param_groups[0]["lr"]}
         metrics |= {"objective/kl_coef": kl_coef} | reduce_means(accelerator, records)
         metrics["ppo/val/ratio_var"] = metrics.pop("ratio_squared") - metrics["ppo/val/ratio"] ** 2
+        is_interrupted = metrics.pop("interrupted") > 0
         self_check(metrics, update, args)
         if rank == 0:
-            with (folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
+            attempt(f"--output_dir {folder}: cannot be written", "free space would do", append, folder, metrics)
         accelerator.log(metrics, step=update + 1)
-        progress.set_postfix({name: f"{metrics[f'objective/{name}']:.3g}" for name in ("scores", "kl", "kl_coef")})
+        figures = {name: metrics[f"objective/{name}"] for name in ("scores", "kl", "kl_coef")}
+        show_progress(bar, args.batch_size, figures)
         if args.kl_target is not None:
             kl_coef = adapt_kl_coef(kl_coef, metrics["objective/kl"], args.kl_target, args.batch_size / args.kl_horizon)
+        reason, kl = None, metrics["objective/kl"]
+        if args.max_kl is not None and kl > args.max_kl:
+            reason = f"--max_kl {args.max_kl}: the KL of update {update + 1} is {kl:.4g}; a larger --kl_coef would do"
+        if is_interrupted:
+            reason = f"interrupted after update {update + 1}; the same command with --resume {folder} goes on"
+        if reason or (args.checkpoint_every and (update + 1) % args.checkpoint_every == 0):
+            state = {"update": update + 1, "kl_coef": kl_coef}
+            save_checkpoint(folder, accelerator, policy, optimizer, state, args.keep_checkpoints)
+        if reason:
+            stop(reason, 130 if is_interrupted else 2)
 
     # 7. evaluate and save
     with accelerator.autocast():
         after = evaluate(actor, ref, reward, eval_queries, eval_contexts, end, tokenizer, args)
     if rank == 0:
-        save_model(folder / "policy", actor.lm, tokenizer, {})
         plot_curves(
             folder, "ppo/episode", ("objective/scores", "objective/kl", "objective/kl_coef", "ppo/policy/entropy")
         )
         show_samples(folder, before, after)
+        save_model(folder / "policy", actor.lm, tokenizer, {})
     accelerator.end_training()
 
 
