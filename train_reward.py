@@ -17,8 +17,10 @@ Shapes: B comparisons, N responses in each, T tokens of query and response (padd
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import difflib
+import functools
 import hashlib
 import inspect
 import io
@@ -26,6 +28,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import signal
@@ -54,7 +57,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DynamicCache,
+    StaticCache,
+)
 from transformers.pytorch_utils import Conv1D
 
 from tf_adam import AdamTF
@@ -77,6 +86,9 @@ class Args:
     base_model: str = "tiny/model"  # Reward model and reference policy start from this causal LM: a folder or a hub id
     trust_remote_code: bool = False  # Run Python code that comes with a hub model: only if you have read it
     dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast with fp32 master weights, fp32 logits and values
+    compile: bool = (
+        False  # Compile the step of the sampler (a CUDA graph on a GPU, where sampling is bound by launches)
+    )
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more compute
     # the task
     label_dataset: str = "tiny/labels"  # A json, jsonl, parquet or csv file or URL, a folder, or owner/name[:config]
@@ -288,13 +300,18 @@ def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[lis
     return queries[test:], queries[:test]
 
 
-def fast_matmul(device: torch.device) -> None:
-    """On a CPU take oneDNN's fp32 matrix product, twice as fast as the default, if it is as exact: that is checked."""
+def fast_cpu(device: torch.device) -> None:
+    """On a CPU take oneDNN's fp32 matrix product, twice as fast as the default, if it is as exact: that is checked. And
+    let glibc keep memory once it has it: clearing fresh pages for each large tensor takes a tenth of an update.
+    """
     if device.type == "cpu":
         torch.set_float32_matmul_precision("medium")
         x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
         if ((x @ x).double() - x.double() @ x.double()).abs().max() > 1e-4:  # a CPU where "medium" means bf16
             torch.set_float32_matmul_precision("highest")
+        if platform.libc_ver()[0] == "glibc":
+            for parameter, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
+                ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def freeze(model: Any, dtype: str) -> Any:
@@ -395,8 +412,16 @@ def uniforms(seed: int, update: int, batch: int, length: int, device: Any) -> Te
     return torch.from_numpy(rng.random((batch, length), dtype=np.float32)).to(device)
 
 
+@functools.lru_cache(maxsize=4)
+def decoder(policy: Any, rows: int, width: int) -> tuple[Any, Any]:
+    """A cache of fixed size and the compiled step that fills it, a CUDA graph on a GPU, for samples of this shape."""
+    return StaticCache(config=policy.lm.config, max_cache_len=width), torch.compile(policy, mode="reduce-overhead")
+
+
 @torch.no_grad()
-def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float, end: Any, after: int) -> Tensor:
+def sample(
+    policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float, end: Any, after: int, compiled: bool = False
+) -> Tensor:
     """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p.
 
     ids, mask: contexts, padded on the left, (B / K, P): each is read once for K responses, which come next to each
@@ -404,11 +429,19 @@ def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float
     draws B * V exponentials instead). Unless `end` is None, sampling is over when every row has had that token at index
     `after` or later; columns not reached are filled with it.
     """
-    cache, copies, training = DynamicCache(config=policy.lm.config), len(u) // len(ids), policy.lm.training
+    cache, step, width, training = DynamicCache(config=policy.lm.config), policy, ids.shape[1], policy.lm.training
     policy.lm.eval()  # under gradient checkpointing transformers keeps no cache in training mode
-    logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
-    mask = mask.repeat_interleave(copies, 0)
-    cache.batch_repeat_interleave(copies)
+    logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(len(u) // len(ids), 0)
+    cache.batch_repeat_interleave(len(u) // len(ids))
+    total = width + u.shape[1]
+    if compiled:
+        total = math.ceil(total / 64) * 64  # few shapes to compile for
+        fixed, step = decoder(policy, len(u), total)
+        fixed.reset()
+        for i, layer in enumerate(cache.layers):
+            fixed.update(layer.keys, layer.values, i)
+        cache = fixed
+    mask = nn.functional.pad(mask.repeat_interleave(len(u) // len(ids), 0), (0, total - width))
     responses = torch.full(u.shape, end or 0, device=u.device)
     for t in range(u.shape[1]):
         cdf = (logits / temperature).softmax(-1).cumsum(-1)
@@ -418,8 +451,10 @@ def sample(policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float
         if over or t + 1 == u.shape[1]:
             policy.lm.train(training)
             return responses
-        mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
-        logits = policy(None, ids, mask, None, cache)[0]
+        mask[:, width + t] = True
+        seen = mask if compiled else mask[:, : width + t + 1]
+        torch.compiler.cudagraph_mark_step_begin()
+        logits = step(None, ids, seen, mask.sum(1, keepdim=True) - 1, cache)[0]
 
 
 def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
@@ -622,7 +657,8 @@ def normalize(
     rewards = []
     for part in torch.arange(rows).split(args.micro_batch_size):
         chosen = [picks[i] for i in part.tolist()]
-        responses = sample(ref, *left_pad([contexts[i] for i in chosen], u.device), u[part], args.temperature, None, 0)
+        inputs = (*left_pad([contexts[i] for i in chosen], u.device), u[part], args.temperature, None, 0, args.compile)
+        responses = sample(ref, *inputs)
         trees = [[queries[i], response] for i, response in zip(chosen, responses.tolist(), strict=True)]
         rewards.append(reward_trees(reward, trees, u.device))
     rewards = accelerator.gather(torch.cat(rewards).flatten())
@@ -887,7 +923,7 @@ def main(preset: str, args: Args) -> None:
     device = accelerator.device
     found = [*find_checkpoint(args, preset)] if rank == 0 else [None] * 4
     args, folder, checkpoint, state = broadcast_object_list(found)
-    fast_matmul(device)
+    fast_cpu(device)
     tokenizer = load(AutoTokenizer, args.base_model, "--base_model", args)
     labels, held_out = load_labels(tokenizer, args)
     prefix, suffix = (

@@ -132,7 +132,7 @@ def measure(model: str, lm: Any, algorithm: str, length: int, queries: Any, opti
     lengths = np.random.default_rng(0).integers(8, options.longest + 1, rows)
     contexts = common.random_contexts(lengths, lm.config.vocab_size, 0) if queries is None else queries[:rows]
     policies = {"fp32": rloo_rlhf.Actor(lm), "autocast": AutocastHead(lm)}
-    args = SimpleNamespace(temperature=TEMPERATURE, mask_truncated=False, truncate_after=0)
+    args = SimpleNamespace(temperature=TEMPERATURE, mask_truncated=False, compile=False, truncate_after=0)
     u = rloo_rlhf.uniforms(1, 1, episodes, length, device)
     table, sequence = [], algorithm == "rloo"
     for dtype in options.dtypes:
@@ -193,7 +193,7 @@ def main() -> None:
     options = parser.parse_args()
     options.tag = options.tag or "-".join(options.models)
     device, rows = torch.device("cuda" if torch.cuda.is_available() else "cpu"), []
-    ppo_rlhf.fast_matmul(device)
+    ppo_rlhf.fast_cpu(device)
     loading = SimpleNamespace(trust_remote_code=False, dtype="fp32")
     for model in options.models:
         with common.model_folder(model) as folder:

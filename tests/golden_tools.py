@@ -44,6 +44,7 @@ def script_args(hparams: dict[str, Any]) -> SimpleNamespace:
         kl_horizon=adaptive and adaptive["horizon"],
         seed=hparams["run"]["seed"],
         mask_truncated=False,
+        compile=False,
     )
 
 

@@ -18,7 +18,7 @@ import ppo_rlhf
 from tf_adam import AdamTF
 
 SETTINGS = {"gamma": 0.98, "lam": 0.95, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1, "temperature": 0.7}
-SETTINGS |= {"whiten_rewards": True, "truncate_after": 1, "mask_truncated": False, "num_epochs": 2}
+SETTINGS |= {"whiten_rewards": True, "truncate_after": 1, "mask_truncated": False, "compile": False, "num_epochs": 2}
 ROWS, LENGTH, VOCABULARY, END = 16, 6, 12, 5
 
 
@@ -196,7 +196,7 @@ def test_positions_of_responses_go_on_from_their_contexts_in_sampling_and_in_sco
     actor, seen = make_actor("gpt2"), []
     contexts, u = [[3], [4, 5, 6]], ppo_rlhf.uniforms(1, 1, 2, 4, "cpu")
     actor.lm.transformer.wpe.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].tolist()))
-    args = SimpleNamespace(temperature=0.7, mask_truncated=False, truncate_after=0)
+    args = SimpleNamespace(temperature=0.7, mask_truncated=False, compile=False, truncate_after=0)
     batch = ppo_rlhf.respond(actor, contexts, u, None, args)
     assert [row[-1] for row in seen[0]] == [0, 2]  # the contexts
     assert seen[0][1] == [0, 1, 2]
@@ -481,19 +481,17 @@ def test_order_of_rows_does_not_matter(mask_truncated: bool) -> None:
 
 
 @pytest.fixture
-def fast_matmul() -> Iterator[None]:
+def fast_cpu() -> Iterator[None]:
     """The matrix products that main chooses, for one test."""
     before = torch.get_float32_matmul_precision()
-    ppo_rlhf.fast_matmul(torch.device("cpu"))
+    ppo_rlhf.fast_cpu(torch.device("cpu"))
     yield
     torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("num_minibatches", [1, 2])
-def test_first_ratio_is_exactly_one(
-    fast_matmul: None, mask_truncated: bool, num_minibatches: int, precision: str
-) -> None:
+def test_first_ratio_is_exactly_one(fast_cpu: None, mask_truncated: bool, num_minibatches: int, precision: str) -> None:
     args = make_args(num_minibatches=num_minibatches, micro_batch_size=3, mask_truncated=mask_truncated)
     accelerator, policy, epochs = make_accelerator(args, precision), make_policy(), make_epochs(args)
     prepared, optimizer = accelerator.prepare(policy, AdamTF(policy.parameters(), lr=1e-3, eps=1e-5))

@@ -63,7 +63,7 @@ def test_advantages_of_a_query_sum_to_zero_and_ignore_a_shift() -> None:
 def test_responses_of_a_query_lie_next_to_each_other() -> None:
     """Prompt-major: rows i * K .. i * K + K - 1 of a rollout answer context i, which greedy decoding shows."""
     actor, contexts, k = tiny_actor(), [[1, 2, 3], [4], [5, 6, 7, 8]], 3
-    args = SimpleNamespace(temperature=1e-4, mask_truncated=False, truncate_after=0)
+    args = SimpleNamespace(temperature=1e-4, mask_truncated=False, compile=False, truncate_after=0)
     batch = rloo_rlhf.respond(actor, contexts, torch.full((9, 4), 0.5), None, args)
     alone = [
         rloo_rlhf.respond(actor, [context], torch.full((1, 4), 0.5), None, args)["responses"] for context in contexts

@@ -1,6 +1,7 @@
 """Sampling: the exact distribution, the key-value cache against full forward passes, random streams, early stop."""
 
 import itertools
+import shutil
 
 import numpy as np
 import pytest
@@ -84,6 +85,35 @@ def test_sampling_in_training_mode_with_gradient_checkpointing_draws_the_same(na
     policy.train().lm.gradient_checkpointing_enable()
     assert torch.equal(draw(policy, CONTEXTS, u), expected)
     assert policy.training and policy.lm.training  # as the update needs it
+
+
+def draw_with_a_fixed_cache(policy: ppo_rlhf.ActorCritic, k: int) -> list[Tensor]:
+    """Samples before and after a step of the weights, of one shape and of another."""
+    samples = []
+    for contexts in (CONTEXTS, CONTEXTS[::-1], CONTEXTS[:2]):
+        u = ppo_rlhf.uniforms(3, 1, len(contexts) * k, 12, "cpu")
+        inputs = (*ppo_rlhf.left_pad(contexts, "cpu"), u, TEMPERATURE, None, 0)
+        samples.append([ppo_rlhf.sample(policy, *inputs, compiled) for compiled in (False, True)])
+        with torch.no_grad():
+            for parameter in policy.lm.parameters():
+                parameter.mul_(0.9)
+    return samples
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cache_of_fixed_size_that_is_used_again_draws_the_same(name: str, k: int) -> None:
+    """What --compile compiles, not compiled."""
+    with torch.compiler.set_stance("force_eager"):
+        samples = draw_with_a_fixed_cache(make_actor(name), k)
+    assert all(torch.equal(plain, fixed) for plain, fixed in samples)
+    assert len({tuple(row) for plain, _ in samples for row in plain.tolist()}) > len(CONTEXTS)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_the_compiled_step_draws_the_same() -> None:
+    samples = draw_with_a_fixed_cache(make_actor("gpt2"), 1)
+    assert all(torch.equal(plain, fixed) for plain, fixed in samples)
 
 
 def count_forwards(policy: ppo_rlhf.ActorCritic) -> list[int]:
