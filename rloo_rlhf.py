@@ -40,18 +40,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import accelerate
 import datasets
+import huggingface_hub
 import numpy as np
 import torch
 import transformers
 import tyro
 import wandb
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, fsdp2_prepare_model
 from datasets.exceptions import DatasetsError
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -61,7 +62,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -71,6 +78,7 @@ from transformers import (
     StaticCache,
 )
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import cached_file
 
 from tf_adam import AdamTF
 
@@ -156,6 +164,7 @@ EOS = {"truncate_token": "eos", "truncate_after": 0, "mask_truncated": True, "pe
 TRL_RUN = {"num_epochs": 2, "rloo_k": 2, "response_length": 53, "batch_size": 512, "lr": 3e-6, "query_length": 512}
 TRL = {"base_model": f"{PYTHIA}__sft__tldr", "reward_model": f"{PYTHIA}__reward__tldr", "query_dataset": "trl-lib/tldr"}
 MAY_CHANGE = ("output_dir", "resume", "track", "checkpoint_every", "keep_checkpoints", "max_kl", "trust_remote_code")
+CHECKPOINT = "checkpoints/" + 7 * "[0-9]"  # its folder: the number of updates made
 RUNS = {
     "reward": dict(zip(TASKS, ({}, REWARD_BOOKS, REWARD_BOOKS, REWARD_SUMMARY, REWARD_SUMMARY), strict=True)),
     "ppo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR), strict=True)),
@@ -169,6 +178,21 @@ def stop(message: str, status: int = 2) -> NoReturn:
         kind = "error: " if status == 2 else ""
         sys.stderr.write(f"{Path(sys.argv[0]).name}: {kind}{' '.join(message.split())}\n")
     raise SystemExit(status)
+
+
+def warn(message: str) -> None:
+    """One line on stderr, from the first process only."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: warning: {message}\n")
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Stop with one line if what this block writes to the folder of the run finds no space or no permission."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        stop(f"--output_dir {folder}: cannot be written: {error}; free space and write permission would do")
 
 
 def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -209,6 +233,8 @@ def parse_args(run: str) -> tuple[str, Args]:
             stop(f"--{name} {value}: must be a finite number")
     if args.seed >= 2**31:
         stop(f"--seed {args.seed}: must be less than {2**31}")
+    if args.trust_remote_code:
+        warn("--trust_remote_code runs the Python code that comes with a model; Ctrl-C now unless you have read it")
     return preset, args
 
 
@@ -225,6 +251,15 @@ def load_table(name: str, flag: str) -> datasets.DatasetDict:
     return attempt(f"{flag} {name}: cannot be read", "a local jsonl file would do", datasets.load_dataset, *where)
 
 
+def check_shards(where: str) -> None:
+    """ValueError if the list of weight files of a model names others than safetensors: transformers would take them."""
+    quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
+    if index := cached_file(where, "model.safetensors.index.json", **quiet):
+        for shard in json.loads(Path(index).read_text())["weight_map"].values():
+            if not shard.endswith(".safetensors"):
+                raise ValueError(f"model.safetensors.index.json names {shard}, which is no safetensors file")
+
+
 def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> Any:
     """A tokenizer, or a model in fp32 with all its weights (safetensors only) and, as the original, without dropout.
 
@@ -234,10 +269,11 @@ def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> An
     if is_model := auto_class is not AutoTokenizer:
         kwargs |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
         kwargs |= {"attn_implementation": "sdpa" if torch.cuda.is_available() else "eager"}
-    if args.trust_remote_code:
-        kwargs["trust_remote_code"] = True
-    where = str(local_path(name) or name)
-    model = attempt(f"{flag} {name}: cannot be loaded", hint, auto_class.from_pretrained, where, **kwargs)
+    kwargs["trust_remote_code"] = args.trust_remote_code
+    what, where = f"{flag} {name}: cannot be loaded", str(local_path(name) or name)
+    if is_model:
+        attempt(what, hint, check_shards, where)
+    model = attempt(what, hint, auto_class.from_pretrained, where, **kwargs)
     if not is_model and not model("a", add_special_tokens=False)["input_ids"]:
         stop(f"{flag} {name}: has no tokenizer; {hint}")
     if is_model:
@@ -256,6 +292,75 @@ def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> An
             if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
                 module.act = nn.GELU(approximate="tanh")  # the same function as one kernel instead of eight
     return model
+
+
+def start_accelerator(args: Args, accumulate: int) -> Any:
+    """The engine that the launcher asks for, DDP, FSDP2 (CPUs too) or DeepSpeed; `accumulate` micro-batches a gradient.
+
+    Weights, gradients and what is sent are fp32 in each of them, bf16 is autocast; nothing clips a gradient.
+    """
+    on_cpu, fsdp, deepspeed = not torch.accelerator.is_available(), None, None
+    handlers = [accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)]
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        if os.environ.get("FSDP_VERSION") != "2":
+            stop("fsdp_version 1: is not supported; `fsdp_version: 2` in the yaml, or --fsdp_version 2, would do")
+        policy = torch.distributed.fsdp.MixedPrecisionPolicy()
+        fsdp = accelerate.FullyShardedDataParallelPlugin(mixed_precision_policy=policy, cpu_ram_efficient_loading=False)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        if args.checkpoint_every or args.resume:
+            stop(f"--checkpoint_every {args.checkpoint_every}: is none with DeepSpeed; 0, without --resume, would do")
+        deepspeed = accelerate.DeepSpeedPlugin(zero3_init_flag=False, zero3_save_16bit_model=True)
+        config = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": "auto", "gradient_clipping": 0.0}
+        deepspeed.deepspeed_config |= config | {"gradient_accumulation_steps": accumulate}
+        deepspeed.deepspeed_config["zero_optimization"]["sub_group_size"] = 10**12  # AdamTF counts its steps
+        handlers += [accelerate.InitProcessGroupKwargs(backend="gloo")] if on_cpu else []
+    if args.compile and (fsdp or deepspeed):
+        stop("--compile: is not available where FSDP2 or DeepSpeed shards the model; --no-compile would do")
+    accelerator = accelerate.Accelerator(
+        mixed_precision="bf16" if args.dtype == "bf16" and not (fsdp or deepspeed) else "no",
+        cpu=on_cpu and not deepspeed,
+        log_with="wandb" if args.track else None,
+        fsdp_plugin=fsdp,
+        deepspeed_plugin=deepspeed,
+        kwargs_handlers=handlers,
+    )
+    if fsdp and on_cpu:  # accelerate would fall back to DDP
+        accelerator.state.fsdp_plugin = fsdp
+        for state in (accelerator.state, accelerate.PartialState()):
+            state.distributed_type = accelerate.DistributedType.FSDP
+    if deepspeed:  # from_pretrained would shard what it loads
+        transformers.integrations.unset_hf_deepspeed_config()
+    accelerator.gradient_accumulation_steps = accumulate  # a launcher may have set another number
+    return accelerator
+
+
+def prepare(accelerator: Any, args: Args, model: Any, *optimizer: Any) -> Any:
+    """The model, and its optimizer, under the engine, which shards a frozen model too if it shards weights at all."""
+    zero = accelerator.distributed_type == accelerate.DistributedType.DEEPSPEED
+    if args.dtype == "bf16" and (zero or accelerator.is_fsdp2):  # with DDP accelerate does it
+        model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
+    model.is_sharded = accelerator.is_fsdp2 or zero and accelerator.state.deepspeed_plugin.zero_stage == 3
+    if accelerator.is_fsdp2:
+        names = {type(module).__name__ for module in model.modules()}
+        layers = sorted(names & set(next(model.children())._no_split_modules or ()))  # each is a unit to gather
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = layers
+    if optimizer:
+        return accelerator.prepare(model, *optimizer)
+    if accelerator.is_fsdp2:
+        fsdp2_prepare_model(accelerator, model)
+    elif model.is_sharded:
+        import deepspeed  # no other engine needs it
+
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        deepspeed.initialize(model=model, config=config)
+    return model
+
+
+def everywhere(model: Any, x: Tensor) -> bool:
+    """Whether x is True; for a sharded model, whether it is on every rank, since all must run the model as often."""
+    if getattr(model, "is_sharded", False):
+        torch.distributed.all_reduce(x := x.int(), torch.distributed.ReduceOp.MIN)
+    return bool(x)
 
 
 def check_window(what: str, model: Any, longest: int) -> None:
@@ -320,10 +425,13 @@ def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[lis
     return queries[test:], queries[:test]
 
 
-def fast_cpu(device: torch.device) -> None:
+def fast_math(device: torch.device, dtype: str = "fp32") -> None:
     """On a CPU take oneDNN's fp32 matrix product, twice as fast as the default, if it is as exact: that is checked. And
-    let glibc keep memory once it has it: clearing fresh pages for each large tensor takes a tenth of an update.
+    let glibc keep memory once it has it: clearing fresh pages for each large tensor takes a tenth of an update. On a
+    GPU, with bf16, what stays in fp32 (the head) is computed in TF32.
     """
+    if device.type == "cuda" and dtype == "bf16":
+        torch.set_float32_matmul_precision("high")
     if device.type == "cpu":
         torch.set_float32_matmul_precision("medium")
         x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
@@ -420,11 +528,13 @@ class RewardModel(nn.Module):
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
-        self.gain = nn.Parameter(torch.tensor(float(getattr(model.config, "reward_gain", 1.0))))
-        self.bias = nn.Parameter(torch.tensor(float(getattr(model.config, "reward_bias", 0.0))))
+        self.gain = nn.Parameter(torch.tensor([float(getattr(model.config, "reward_gain", 1.0))]))
+        self.bias = nn.Parameter(torch.tensor([float(getattr(model.config, "reward_bias", 0.0))]))
 
-    def forward(self, at: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(self, at: Tensor | None, *inputs: Any) -> Tensor:
         """Rewards (n,) in fp32 of the texts whose last tokens are in the n cells `at`; the inputs are those of pack."""
+        if at is None:
+            return self.encode(*inputs)
         hidden = last_hidden(self.model, *inputs).flatten(0, 1).index_select(0, at)
         with torch.autocast(hidden.device.type, enabled=False):
             reward = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
@@ -476,7 +586,7 @@ def load_reward(args: Args, preset: str, tokenizer: Any, device: torch.device) -
     made = sorted(Path("runs").glob(f"train_reward-{preset}-*/reward_model"), key=lambda folder: folder.stat().st_mtime)
     if args.reward_model is None and not made:
         stop(f"--reward_model: none given, none in runs/; `python train_reward.py {preset}` would make one")
-    name = args.reward_model or str(made[-1])
+    name = args.reward_model = args.reward_model or str(made[-1])  # for args.json and --resume
     model = load(AutoModelForSequenceClassification, name, "--reward_model", args).to(device)
     if model.config.num_labels != 1:
         stop(f"--reward_model {name}: has {model.config.num_labels} labels; a classifier with one label would do")
@@ -543,7 +653,7 @@ def sample(
         cdf = (logits / temperature).softmax(-1).cumsum(-1)
         ids = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
         responses[:, t : t + 1] = ids
-        over = end is not None and t >= after and (responses[:, after : t + 1] == end).any(1).all()
+        over = end is not None and t >= after and everywhere(policy, (responses[:, after : t + 1] == end).any(1).all())
         if over or t + 1 == u.shape[1]:
             policy.lm.train(training)
             return responses
@@ -650,7 +760,7 @@ def score(reward: Any, queries: list[list[int]], responses: list[list[int]], tok
         who = f"rank {os.environ.get('RANK', '0')}: --reward_fn {args.reward_fn}"  # other ranks may have no fault
         hint = "one finite float per response would do"
         values = attempt(f"{who}: gave no rewards", hint, lambda: [*map(float, reward(*texts))])
-        if len(values) != len(asked) or not all(map(math.isfinite, values)):
+        if len(values) != len(asked):
             stop(f"{who}: gave {len(values)} values for {len(asked)}, as {values[:1]}; {hint}")
         return torch.tensor(values)
     trees, is_encoder = grow(queries, responses), not hasattr(reward.model, "score")
@@ -663,7 +773,7 @@ def score(reward: Any, queries: list[list[int]], responses: list[list[int]], tok
     for group in micro_batches(torch.arange(len(trees)), lengths, math.ceil(args.micro_batch_size / scores.shape[1])):
         part = [trees[i] for i in group.tolist()]
         rewards = (
-            reward.encode([row for _, row in part]) if is_encoder else reward_trees(reward, part, reward.gain.device)
+            reward(None, [row for _, row in part]) if is_encoder else reward_trees(reward, part, reward.gain.device)
         )
         scores[group] = rewards.view(len(part), -1).cpu()
     return scores.flatten()
@@ -686,6 +796,12 @@ def adapt_kl_coef(kl_coef: float, kl: float, target: float, share: float) -> flo
 
 def gradient_norm(model: Any) -> Tensor:
     """L2 norm of all gradients; those of a sharded model are put together."""
+    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
+        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
+        return torch.as_tensor(norm, device=model.device).float()
+    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
+        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
+        return torch.as_tensor(norm, device=model.device).float()
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
@@ -795,7 +911,7 @@ class Interrupt:
     def __call__(self, *_: Any) -> None:
         """The signal's handler."""
         if time.monotonic() > self.time + 3:
-            raise KeyboardInterrupt
+            stop("interrupted at once; the same command with --resume goes on from the newest checkpoint", 130)
         self.time = min(self.time, time.monotonic())
 
 
@@ -807,7 +923,7 @@ def new_bar(total: int, done: int, disable: bool) -> Any:
 
 def append(folder: Path, metrics: dict[str, float]) -> None:
     """One line more in metrics.jsonl."""
-    with (folder / "metrics.jsonl").open("a") as file:
+    with writing(folder), (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics) + "\n")
 
 
@@ -818,15 +934,23 @@ def show_progress(bar: Any, episodes: int, figures: dict[str, float]) -> None:
         sys.stderr.write(f"{bar}\n")
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What state.json of a checkpoint says; ValueError, KeyError or OSError unless every file is there and whole."""
-    if odd := {file.name for file in path.iterdir()} ^ {"state.json", "model.safetensors", "optimizer.safetensors"}:
-        raise ValueError(f"{', '.join(sorted(odd))} is missing or no part of a checkpoint")
-    state = json.loads((path / "state.json").read_text())
-    for name, digest in state["sha256"].items():
+def digests(path: Path) -> dict[str, str]:
+    """SHA-256 of the files of a checkpoint."""
+    found = {}
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
         with (path / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise ValueError(f"{name} is damaged")
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What state.json of a checkpoint says; ValueError or OSError unless all files and no others are there, whole."""
+    found = digests(path)
+    if odd := {file.name for file in path.iterdir()} - {*found, "sha256.json"}:
+        raise ValueError(f"{', '.join(sorted(odd))} is no part of a checkpoint")
+    if json.loads((path / "sha256.json").read_text()) != found:
+        raise ValueError("a file is damaged")
+    state = json.loads((path / "state.json").read_text())
     if (lines := (path.parent.parent / "metrics.jsonl").read_bytes().count(b"\n")) < state["update"]:
         raise ValueError(f"metrics.jsonl has {lines} lines for {state['update']} updates")
     return state
@@ -835,73 +959,106 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def find_checkpoint(args: Args, preset: str) -> tuple[Args, Path, Path | None, dict[str, Any]]:
     """Args, the folder of the run and, with --resume, the newest complete checkpoint in it and what that one says.
 
-    Stops unless the folder is new or, with --resume, made by the same command; but MAY_CHANGE lists.
+    Stops unless the folder is new or, with --resume, made by the same command, but for MAY_CHANGE; stops with status 0
+    if that run is finished.
     """
     script, path = Path(sys.argv[0]).stem, Path(args.resume or "newest")
     folder = Path(args.output_dir or f"runs/{script}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     if args.resume == "newest" and args.output_dir is None:
-        made = Path("runs").glob(f"{script}-{preset}-{args.seed}-*/checkpoints")
-        folder = max(made, key=lambda path: path.stat().st_mtime, default=folder / "checkpoints").parent
+        made = Path("runs").glob(f"{script}-{preset}-{args.seed}-*/metrics.jsonl")
+        folder = max(made, key=lambda path: path.stat().st_mtime, default=folder / "metrics.jsonl").parent
     elif args.resume not in (None, "newest"):
         if not path.is_dir():
             stop(f"--resume {path}: is no folder; the folder of a run or of one of its checkpoints would do")
         folder = path.parent.parent if path.parent.name == "checkpoints" else path
-    is_used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        if args.output_dir is not None and Path(args.output_dir).resolve() != folder.resolve():
+            stop(f"--output_dir {args.output_dir}: is not the folder of --resume {path}; one of the two would do")
+    parent = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        stop(f"--output_dir {folder}: cannot be made or written in {parent}; a folder with write permission would do")
+    is_used = folder.exists() and any(file.suffix != ".tmp" for file in folder.iterdir())
     if is_used and args.resume is None:
         stop(f"--output_dir {folder}: is not empty; a new or empty folder, or --resume, would do")
     if is_used:
         what, hint = f"--resume {folder}: holds no run", "a folder with args.json would do"
-        old = attempt(what, hint, lambda: json.loads((folder / "args.json").read_text()))
+        record = attempt(what, hint, lambda: json.loads((folder / "args.json").read_text()))
+        old = attempt(what, hint, lambda: {**record, **record["args"]})
         if vars(args).get("reward_model", "") is None:
-            args = dataclasses.replace(args, reward_model=old["args"].get("reward_model"))
-        new = vars(args) | {"script": script, "preset": preset, "processes": int(os.environ.get("WORLD_SIZE", "1"))}
-        changed = [name for name, x in new.items() if (old["args"] | old).get(name) != x and name not in MAY_CHANGE]
+            args = dataclasses.replace(args, reward_model=old.get("reward_model"))
+        new = {"script": script, "preset": preset, "processes": int(os.environ.get("WORLD_SIZE", "1"))} | vars(args)
+        changed = [name for name, x in new.items() if old.get(name) != x and name not in MAY_CHANGE]
         if changed:
-            was = ", ".join(f"{name} {(old['args'] | old).get(name)} (now {new[name]})" for name in changed)
+            changed = changed[: 1 if changed[0] == "script" else None]  # another script has other flags
+            was = ", ".join(f"{name} {old.get(name)!r} (now {new[name]!r})" for name in changed)
             stop(f"--resume {folder}: was made with {was}; the same would do, only {', '.join(MAY_CHANGE)} may change")
-    wanted = [path] if path.parent.name == "checkpoints" else sorted(folder.glob("checkpoints/*[0-9]"), reverse=True)
-    for path in wanted if args.resume else ():
-        try:
-            return args, folder, path, read_checkpoint(path)
-        except (KeyError, OSError, ValueError) as error:
-            sys.stderr.write(f"warning: checkpoint {path} is passed over: {error}\n")
+        if made := [folder / name for name in ("policy", "reward_model") if (folder / name).exists()]:
+            stop(f"--resume {folder}: this run is finished, its model is in {made[0]}", 0)
+    last = path.name if path.parent.name == "checkpoints" else "~"
+    for path in sorted(folder.glob(CHECKPOINT), reverse=True) if args.resume else ():
+        if path.name <= last:
+            try:
+                return args, folder, path, read_checkpoint(path)
+            except (OSError, ValueError) as error:
+                warn(f"checkpoint {path} is passed over: {error}")
     if args.resume:
-        sys.stderr.write(f"--resume: there is no complete checkpoint in {folder}; the run starts from the beginning\n")
+        warn(f"--resume: there is no complete checkpoint in {folder}; the run starts from the beginning")
     return args, folder, None, {}
+
+
+def sync(*paths: Path) -> None:
+    """Wait until these files and folders are on the disk."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def publish(new: Path, path: Path) -> Path:
+    """Rename the folder `new` to `path` when all of it is on the disk: what bears that name is complete."""
+    sync(*new.rglob("*"), new)
+    new.rename(path)
+    sync(path.parent)
+    return path
+
+
+def prune(folder: Path, updates: int, keep: int) -> None:
+    """Remove all checkpoints, finished or not, but the last `keep` of up to `updates` updates."""
+    kept = sorted(path for path in folder.glob(CHECKPOINT) if path.name <= f"{updates:07d}")[-keep:]
+    for path in {*folder.glob(CHECKPOINT), *folder.glob(f"{CHECKPOINT}.tmp")}.difference(kept):
+        shutil.rmtree(path)
 
 
 def save_checkpoint(
     folder: Path, accelerator: Any, model: Any, optimizer: Any, state: dict[str, Any], keep: int
-) -> None:
+) -> Path | None:
     """checkpoints/<update> with weights, optimizer and state.json; it appears when complete and on the disk.
 
-    Queries, sampling and shuffles are functions of --seed, update and rank: no random state has to be kept.
+    Queries, sampling and shuffles are functions of --seed, update and rank: no random state has to be kept. Weights
+    with a NaN are not written, and nothing over an older checkpoint of the same update. Returns the newest one.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_state_dict(model, optimizer.optimizer, options=options)
-    if not accelerator.is_main_process:
-        return
+    if hasattr(model, "was_step_applied"):
+        return warn("DeepSpeed's optimizer state is not kept: this run cannot be resumed")
+    if hasattr(model, "was_step_applied"):
+        return warn("DeepSpeed's optimizer state is not kept: this run cannot be resumed")
+    options, moments = StateDictOptions(full_state_dict=True, cpu_offload=True), {"state": {}, "param_groups": []}
+    weights = get_model_state_dict(model, options=options)
+    if optimizer.state:  # or else torch would make one, by a step
+        moments = get_optimizer_state_dict(model, optimizer.optimizer, options=options)
     path = folder / "checkpoints" / f"{state['update']:07d}"
-    new = path.with_suffix(".tmp")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    flat = {f"{name}:{key}": x for name, entry in moments["state"].items() for key, x in entry.items()}
-    for name, tensors in (("model", weights), ("optimizer", flat)):
-        save_file({key: x.clone() for key, x in tensors.items()}, new / f"{name}.safetensors")  # tied weights twice
-    digests = {}
-    for file in sorted(new.iterdir()):
-        with file.open("rb") as opened:
-            digests[file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
-    state = state | {"param_groups": moments["param_groups"], "sha256": digests}
-    (new / "state.json").write_text(json.dumps(state))
-    for file in (*new.iterdir(), new, folder / "metrics.jsonl"):
-        handle = os.open(file, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-    shutil.rmtree(path, ignore_errors=True)
-    new.rename(path)
-    for old in sorted(path.parent.glob("*[0-9]"))[:-keep]:
-        shutil.rmtree(old)
+    if accelerator.is_main_process and not path.exists() and all(x.isfinite().all() for x in weights.values()):
+        new = path.with_suffix(".tmp")
+        flat = {f"{name}:{key}": x for name, entry in moments["state"].items() for key, x in entry.items()}
+        with writing(folder):
+            new.mkdir(parents=True)
+            for name, tensors in (("model", weights), ("optimizer", flat)):
+                tensors = {key: x.clone() for key, x in tensors.items()}  # tied weights are written twice
+                save_file(tensors, new / f"{name}.safetensors")
+            (new / "state.json").write_text(json.dumps(state | {"param_groups": moments["param_groups"]}))
+            (new / "sha256.json").write_text(json.dumps(digests(new)))
+            sync(folder / "metrics.jsonl")
+            publish(new, path)
+            prune(folder, state["update"], keep)
+    return max(folder.glob(CHECKPOINT), default=None)
 
 
 def load_checkpoint(path: Path, state: dict[str, Any], model: Any, optimizer: Any) -> None:
@@ -910,8 +1067,10 @@ def load_checkpoint(path: Path, state: dict[str, Any], model: Any, optimizer: An
     for name, x in load_file(path / "optimizer.safetensors").items():
         parameter, _, key = name.rpartition(":")
         moments["state"].setdefault(parameter, {})[key] = x
-    options, weights = StateDictOptions(full_state_dict=True), load_file(path / "model.safetensors")
-    set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, load_file(path / "model.safetensors"), options=options)
+    if moments["state"]:
+        set_optimizer_state_dict(model, optimizer.optimizer, moments, options=options)
 
 
 def open_output_dir(folder: Path, args: Args, preset: str, updates: int) -> None:
@@ -924,34 +1083,44 @@ def open_output_dir(folder: Path, args: Args, preset: str, updates: int) -> None
     record = {"script": Path(sys.argv[0]).stem, "preset": preset, "processes": int(os.environ.get("WORLD_SIZE", "1"))}
     record |= {"id": os.urandom(4).hex(), "commit": commit, "versions": versions, "args": vars(args)}
     metrics = folder / "metrics.jsonl"
-    what, hint = f"--output_dir {folder}: cannot be written", "a folder with write permission and space would do"
-    attempt(what, hint, folder.mkdir, parents=True, exist_ok=True)
-    lines = metrics.read_text().splitlines(keepends=True)[:updates] if metrics.exists() else []
-    attempt(what, hint, metrics.with_suffix(".tmp").write_text, "".join(lines))
-    metrics.with_suffix(".tmp").replace(metrics)
-    if not (folder / "args.json").exists():
-        attempt(what, hint, (folder / "args.tmp").write_text, json.dumps(record, indent=2))
-        (folder / "args.tmp").rename(folder / "args.json")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        prune(folder, updates, args.keep_checkpoints)
+        if not (folder / "args.json").exists():
+            (folder / "args.tmp").write_text(json.dumps(record, indent=2))
+            (folder / "args.tmp").rename(folder / "args.json")
+        lines = metrics.read_text().splitlines(keepends=True)[:updates] if metrics.exists() else []
+        metrics.with_suffix(".tmp").write_text("".join(lines))
+        metrics.with_suffix(".tmp").replace(metrics)
 
 
 def start_tracking(accelerator: Any, folder: Path, args: Args, preset: str) -> None:
     """With --track a run in W&B. It gets arguments and metrics, but nothing about machine, code or environment."""
     private = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True, "console": "off"}
-    private |= {"disable_git": True, "disable_code": True, "disable_job_creation": True}
+    private |= {"disable_git": True, "disable_code": True, "disable_job_creation": True, "x_save_requirements": False}
+    private["host"] = ""  # None would be the name of this machine
     if args.track and accelerator.is_main_process:
         run = {"id": json.loads((folder / "args.json").read_text())["id"], "resume": "allow", "name": folder.name}
         settings = {"wandb": run | {"dir": str(folder), "settings": wandb.Settings(**private)}}
         accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset}, init_kwargs=settings)
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any, extra: dict[str, Tensor]) -> Path:
-    """A Hugging Face folder with tokenizer, and `extra` tensors in value_head.safetensors; it appears when complete."""
-    new = folder.with_name(f"{folder.name}.tmp")
-    model.save_pretrained(new)
+def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tensor]) -> Path:
+    """A Hugging Face folder with tokenizer, and value_head.safetensors if there is one; it appears when complete.
+    `weights` are those of the module around `model`, which by itself may hold no more than a shard of them.
+    """
+    new, parts = folder.with_name(f"{folder.name}.tmp"), {}
+    for name, x in weights.items():
+        part, _, rest = name.partition(".")
+        parts.setdefault(part, {})[rest] = x
+    shutil.rmtree(new, ignore_errors=True)
+    names = dict([*model.named_parameters(), *model.named_buffers()])  # of tied weights the first
+    shared = parts.get("lm") or parts["model"]
+    model.save_pretrained(new, state_dict={name: x for name, x in shared.items() if name in names})
     tokenizer.save_pretrained(new)
-    if extra:
-        save_file(extra, new / "value_head.safetensors")
-    return new.rename(folder)
+    if "value_head" in parts:
+        save_file(parts["value_head"], new / "value_head.safetensors")
+    return publish(new, folder)
 
 
 def plot_curves(folder: Path, x: str, panels: tuple[str, ...]) -> None:
@@ -984,6 +1153,10 @@ def main(preset: str, args: Args) -> None:
     """Set-up, then a loop of updates: rollout, score, reward, advantage, update, log; at the end evaluate and save."""
     transformers.logging.set_verbosity_error()  # what is wrong, the one line of `stop` says
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    huggingface_hub.utils.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if args.rloo_k < 2:
         stop(f"--rloo_k {args.rloo_k}: leaves no sibling to compare with; 2 or more would do")
@@ -993,17 +1166,10 @@ def main(preset: str, args: Args) -> None:
         stop(f"--batch_size {args.batch_size}: is not a multiple of {divisor} (processes x minibatches x responses per "
              f"query); {nearest or 2 * divisor} or {nearest + divisor} would do")  # fmt: skip
     rows, episodes = args.batch_size // world // args.rloo_k, args.batch_size // world  # on this rank, in each update
-    accelerator = accelerate.Accelerator(
-        mixed_precision="bf16" if args.dtype == "bf16" else "no",
-        cpu=not torch.accelerator.is_available(),
-        gradient_accumulation_steps=math.ceil(rows / args.num_minibatches / micro),
-        log_with="wandb" if args.track else None,
-        kwargs_handlers=[accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)],
-    )
+    accelerator = start_accelerator(args, math.ceil(rows / args.num_minibatches / micro))
     device, num_updates = accelerator.device, math.ceil(args.total_episodes / args.batch_size)
-    found = [*find_checkpoint(args, preset)] if rank == 0 else [None] * 4
-    args, folder, checkpoint, state = broadcast_object_list(found)
-    fast_cpu(device)
+    args, folder, checkpoint, state = broadcast_object_list([*find_checkpoint(args, preset)])
+    fast_math(device, args.dtype)
     tokenizer = load(AutoTokenizer, args.base_model, "--base_model", args)
     end = token_id(tokenizer, args.truncate_token, "--truncate_token")
     if end is not None and args.truncate_after >= args.response_length:
@@ -1024,13 +1190,18 @@ def main(preset: str, args: Args) -> None:
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable()
     optimizer = {"tf": AdamTF, "torch": torch.optim.Adam}[args.adam](policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = accelerator.prepare(policy, optimizer)
+    policy, optimizer = prepare(accelerator, args, policy, optimizer)
+    ref, reward = (prepare(accelerator, args, x) if isinstance(x, nn.Module) else x for x in (ref, reward))
     actor = accelerator.unwrap_model(policy)  # the same module, for forward passes without gradients
     shuffle = np.random.RandomState(args.seed + 100_003 * rank)
     with accelerator.autocast():
         before = evaluate(actor, ref, reward, eval_queries, eval_contexts, end, tokenizer, args)
+    if bad := [score for *_, score, _ in before if not math.isfinite(score)]:
+        name = "reward_fn" if args.reward_fn is not None else "reward_model"
+        stop(f"--{name} {getattr(args, name)}: gave {bad[0]} for a held-out query; finite numbers would do")
     if checkpoint is not None:
-        load_checkpoint(checkpoint, state, policy, optimizer)
+        what, hint = f"--resume {checkpoint}: cannot be loaded", "a checkpoint of this run would do"
+        attempt(what, hint, load_checkpoint, checkpoint, state, policy, optimizer)
     first, kl_coef = state.get("update", 0), state.get("kl_coef", args.kl_coef)
     for _ in range(first * args.num_epochs):
         shuffle.permutation(rows)
@@ -1077,13 +1248,13 @@ def main(preset: str, args: Args) -> None:
             records = rloo_update(accelerator, policy, optimizer, batch, epochs, args)
         except FloatingPointError as error:
             state = {"update": update, "kl_coef": kl_coef}
-            save_checkpoint(folder, accelerator, policy, optimizer, state, args.keep_checkpoints)
-            stop(f"update {update + 1}, {error}; the last good state is in {folder}/checkpoints")
+            good = save_checkpoint(folder, accelerator, policy, optimizer, state, args.keep_checkpoints)
+            stop(f"update {update + 1}, {error}; the last good state is in {good or 'no checkpoint'}")
 
         # 6. log; then the KL coefficient adapts to the KL of all ranks
         totals = {
             "objective/kl": log_ratio,
-            "objective/kl_k3": (-log_ratio).exp() - 1 + log_ratio,
+            "objective/kl_k3": (-log_ratio).clamp(max=40).exp() - 1 + log_ratio,
             "objective/entropy": -batch["logprobs"] * batch["kept"],
             "objective/scores": scores,
             "objective/non_score_reward": -kl_coef * log_ratio,
@@ -1099,7 +1270,7 @@ def main(preset: str, args: Args) -> None:
         is_interrupted = metrics.pop("interrupted") > 0
         self_check(metrics, update, args)
         if rank == 0:
-            attempt(f"--output_dir {folder}: cannot be written", "free space would do", append, folder, metrics)
+            append(folder, metrics)
         accelerator.log(metrics, step=update + 1)
         figures = {name: metrics[f"objective/{name}"] for name in ("scores", "kl", "kl_coef")}
         show_progress(bar, args.batch_size, figures)
@@ -1119,14 +1290,16 @@ def main(preset: str, args: Args) -> None:
     # 7. evaluate and save
     with accelerator.autocast():
         after = evaluate(actor, ref, reward, eval_queries, eval_contexts, end, tokenizer, args)
+    weights = accelerator.get_state_dict(policy)  # every rank has its part in putting them together
     if rank == 0:
-        plot_curves(
-            folder, "ppo/episode", ("objective/scores", "objective/kl", "objective/kl_coef", "ppo/policy/entropy")
-        )
-        show_samples(folder, before, after)
-        save_model(folder / "policy", actor.lm, tokenizer, {})
+        curves = ("objective/scores", "objective/kl", "objective/kl_coef", "ppo/policy/entropy")
+        with writing(folder):
+            plot_curves(folder, "ppo/episode", curves)
+            show_samples(folder, before, after)
+            save_model(folder / "policy", actor.lm, tokenizer, weights)
     accelerator.end_training()
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: stop("interrupted before training began", 130))
     main(*parse_args("rloo"))

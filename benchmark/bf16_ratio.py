@@ -193,7 +193,7 @@ def main() -> None:
     options = parser.parse_args()
     options.tag = options.tag or "-".join(options.models)
     device, rows = torch.device("cuda" if torch.cuda.is_available() else "cpu"), []
-    ppo_rlhf.fast_cpu(device)
+    ppo_rlhf.fast_math(device)
     loading = SimpleNamespace(trust_remote_code=False, dtype="fp32")
     for model in options.models:
         with common.model_folder(model) as folder:

@@ -222,7 +222,7 @@ def estimated(options: argparse.Namespace) -> None:
     """J* of the scripts' default task and a reward; with --policy also its J on the same queries."""
     args = ppo_rlhf.Args(reward_model=options.reward_model, reward_fn=options.reward_fn)
     beta = options.beta or args.kl_coef
-    ppo_rlhf.fast_cpu(torch.device("cpu"))
+    ppo_rlhf.fast_math(torch.device("cpu"))
     tokenizer = ppo_rlhf.load(AutoTokenizer, args.base_model, "--base_model", args)
     _, queries = ppo_rlhf.load_queries(tokenizer, args, 1, options.queries)
     reward = ppo_rlhf.load_reward(args, "tiny", tokenizer, torch.device("cpu"))

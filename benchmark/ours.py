@@ -97,7 +97,7 @@ class Ours:
         """One update; contexts: one per query, so that there are batch_size / rloo_k of them."""
         script, args, clock = self.script, self.args, Clock()
         self.accelerator.gradient_accumulation_steps = self.steps  # accelerators of one process share this number
-        script.fast_cpu(self.device)
+        script.fast_math(self.device, args.dtype)
         with clock("total"):
             self.updates += 1
             u = script.uniforms(1, self.updates, args.batch_size, args.response_length, self.device)

@@ -22,18 +22,18 @@ DETAILS = [
     ("TensorFlow's Adam: eps outside the bias correction", ADAM, 'group["eps"] /= ', "tf_adam", "trajectory_and_moments_equal_tensorflow"),
     ("one optimizer for the whole run, eps 1e-5, no weight decay, no gradient clipping", PPO, '"tf": AdamTF', "golden", "ppo_steps_equal_the_original"),
     ("learning rate falls linearly, in ceil(episodes / batch) updates", PPO, 'group["lr"] = args.lr *', "end_to_end", "first_update_starts_from_the_reference_and_schedules_follow"),
-    ("padding is a mask; token 0 stands under it, no embedding is resized", PPO, "Padding is token 0 under a False mask", "models", "token_ids_under_the_padding_mask_are_never_read"),
+    ("padding is a mask; token 0 stands under it, no embedding is resized", PPO, "Padding is token 0 under a False mask", "models", "left_padding_changes_no_logprob_entropy_or_value"),
     ("positions count real tokens only (exclusive cumulative sum of the mask)", PPO, "positions = (mask.cumsum(1) - 1)", "ppo_math", "positions_are_the_exclusive_count_of_real_tokens"),
     ("padding changes no log-probability, value or reward", PPO, "def forward_response", "models", "left_padding_changes_no_logprob_entropy_or_value"),
     ("queries: begin after the first `.`, end with the last, by token id", PPO, "def cut_query", "golden", "query_cut_equals_the_original"),
     ("prefix and suffix for the policy, the raw query for the reward model", PPO, "prefix + query + suffix", "golden", "logprobs_values_and_entropies_equal_the_original"),
-    ("responses of a fixed length: no top-k, no top-p, no stop at EOS", PPO, "cdf = (logits[:, -1] / temperature)", "sampler", "sequences_have_their_exact_probabilities_with_and_without_padding"),
-    ("log-probabilities are divided by the temperature as well; values are not", PPO, "logits = logits / temperature", "golden", "logprobs_values_and_entropies_equal_the_original"),
+    ("responses of a fixed length: no top-k, no top-p, no stop at EOS", PPO, "cdf = (logits / temperature)", "sampler", "sequences_have_their_exact_probabilities_with_and_without_padding"),
+    ("log-probabilities are divided by the temperature as well; values are not", PPO, "block.div_(temperature)", "golden", "logprobs_values_and_entropies_equal_the_original"),
     ("no dropout, in training neither", PPO, "module.p = 0.0", "models", "dropout_is_off_in_training_mode_although_the_config_has_it"),
-    ("logits at response positions only", PPO, "[:, -keep:].contiguous()", "golden", "logits_and_reference_logprobs_equal_the_original"),
+    ("logits at response positions only", PPO, ".index_select(0, at)", "golden", "logits_and_reference_logprobs_equal_the_original"),
     ("the score is that of the response truncated at the first `.` from index 16", PPO, "def truncate", "golden", "truncation_equals_the_original"),
     ("without a `.` there, -1 replaces the score", PPO, "def penalize", "golden", "penalty_equals_the_original"),
-    ("the reward is read at the last real token", PPO, "last = (mask * index).argmax(1)", "models", "reward_is_gain_times_the_plain_classifiers_logit_plus_bias"),
+    ("the reward is read at the last real token", PPO, "Rewards (n,) in fp32 of the texts whose last tokens", "models", "reward_is_gain_times_the_plain_classifiers_logit_plus_bias"),
     ("reward = gain * head + bias, both trained", PPO, "self.gain = nn.Parameter", "golden", "reward_training_equals_the_original"),
     ("KL is paid at every token, truncated or not; the score comes at the last", PPO, "def token_rewards", "ppo_math", "token_rewards_are_the_kl_penalty_plus_the_score_at_the_last_kept_token"),
     ("rewards are whitened without shifting their mean", PPO, "whiten(rewards, mask, shift_mean=False)", "golden", "ppo_steps_equal_the_original"),
@@ -247,8 +247,7 @@ def main() -> None:
     for name, make in BLOCKS.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         if not re.search(pattern, text, re.S):
-            sys.stdout.write(f"README.md has no markers for {name}: left out\n")
-            continue
+            raise SystemExit(f"README.md has no markers for {name}")
         block = make()
         text = re.sub(pattern, lambda match, block=block: match[1] + block + "\n" + match[2], text, flags=re.S)
     if check and text != old:

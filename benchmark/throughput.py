@@ -157,7 +157,7 @@ def floor(contender: Contender, setting: Setting) -> dict[str, Any]:
     """Operations that the update cannot avoid, and the seconds that they take here, by phase."""
     args, lm = contender.args, contender.lm
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    ppo_rlhf.fast_cpu(setting.device)
+    ppo_rlhf.fast_math(setting.device, setting.options.dtype)
     (trunk, head), k, length = products(lm, dtype), contender.copies, args.response_length
     config, inner = lm.config, sum(w.numel() for w in trunk)
     queries = np.array([len(context) for context in contender.contexts])

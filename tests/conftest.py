@@ -20,6 +20,7 @@ GOLDEN = ROOT / "tests" / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", default=str(GOLDEN), help="folder with recorded arrays to replay")
+    parser.addoption("--kills", default=1, type=int, help="random moments at which each script is killed")
 
 
 def golden_files(config: pytest.Config, pattern: str) -> list[Path]:

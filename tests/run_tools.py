@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,11 +38,12 @@ def run_script(script: str, words: Sequence[str], folder: Path, monkeypatch: pyt
         for handler in logging.getLogger(name).handlers:
             if type(handler) is logging.StreamHandler:
                 monkeypatch.setattr(handler, "stream", sys.stderr)
-    precision = torch.get_float32_matmul_precision()
+    precision, handler = torch.get_float32_matmul_precision(), signal.getsignal(signal.SIGINT)
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     finally:
         torch.set_float32_matmul_precision(precision)
+        signal.signal(signal.SIGINT, handler)
 
 
 def start(words: Sequence[str], folder: Path, **env: str) -> subprocess.Popen:

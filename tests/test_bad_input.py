@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fork_tools
 import pytest
 from conftest import ROOT
 from run_tools import PPO, REWARD, run_script, start, to_lines
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+
+import ppo_rlhf
 
 QUERIES = [f"It was a warm day {i}. The baker opened the gate. She waved." for i in range(24)]
 LABEL = {"query": [5, 6, 7], "sample0": [8, 9, 10], "sample1": [11, 12, 13], "best": 0}
@@ -81,6 +84,24 @@ FUNCTION = f"{ON_QUERIES} --reward_fn functions:fine"
 OWN_LABELS = "--label_dataset l.jsonl --num_labels 8"
 ON_LABELS = "--query_dataset queries.jsonl --label_dataset labels.jsonl --num_labels 8 --normalization_samples 8"
 GIVEN = {"queries__jsonl": to_lines(*({"text": text} for text in QUERIES)), "functions__py": FUNCTIONS}
+
+# As ON_QUERIES and FUNCTION say it
+HERE = {
+    "query_dataset": "queries.jsonl",
+    "eval_queries": 4,
+    "total_episodes": 8,
+    "batch_size": 8,
+    "micro_batch_size": 8,
+}
+HERE |= {"reward_fn": "functions:fine"}
+
+
+def record(script: str = "ppo_rlhf", preset: str = "tiny", processes: int = 1, **changes: Any) -> dict[str, str]:
+    """A folder `run` that such a command left."""
+    args = vars(ppo_rlhf.Args()) | HERE | changes
+    left = {"script": script, "preset": preset, "processes": processes, "args": args}
+    return {"run/args__json": json.dumps(left), "run/metrics__jsonl": ""}
+
 
 CASES = [
     # the command line
@@ -216,6 +237,45 @@ CASES = [
          "would do", out__txt="keep", **GIVEN),
     case("output is not empty", PPO, f"{FUNCTION} --output_dir out", "--output_dir out", "not empty", "would do",
          **{"out/metrics__jsonl": "keep", **GIVEN}),
+    case("no write permission", PPO, f"{FUNCTION} --output_dir /proc/run", "--output_dir /proc/run", "cannot be",
+         "written", "permission would do", **GIVEN),
+    case("another run without resume", PPO, f"{FUNCTION} --output_dir run", "--output_dir run", "not empty",
+         "--resume, would do", **record(), **GIVEN),
+    # resuming
+    case("no checkpoint kept", PPO, "--keep_checkpoints 0", "--keep_checkpoints 0", "greater than 0"),
+    case("checkpoints in the past", REWARD, "--checkpoint_every -1", "--checkpoint_every -1", "0 or more"),
+    case("no KL allowed", PPO, "--max_kl 0", "--max_kl 0.0", "greater than 0"),
+    case("nothing to resume", PPO, f"{FUNCTION} --resume nowhere", "--resume nowhere", "is no folder", "would do",
+         **GIVEN),
+    case("no checkpoint of that number", PPO, f"{FUNCTION} --resume run/checkpoints/0000009",
+         "--resume run/checkpoints/0000009", "is no folder", "would do", **record(), **GIVEN),
+    case("resume from a file", PPO, f"{FUNCTION} --resume run/args.json", "--resume run/args.json", "is no folder",
+         "would do", **record(), **GIVEN),
+    case("resume from another folder", PPO, f"{FUNCTION} --resume run", "--resume run", "holds no run", "args.json",
+         "would do", **{"run/notes__txt": "keep", **GIVEN}),
+    case("resume in another folder", REWARD, f"{ON_LABELS} --resume --output_dir run", "--resume run", "holds no run",
+         "args.json would do", labels__jsonl=labels(), **{"run/notes__txt": "keep", **GIVEN}),
+    case("resume from damaged arguments", PPO, f"{FUNCTION} --resume run", "--resume run", "holds no run", "would do",
+         **record() | {"run/args__json": "[{"}, **GIVEN),
+    case("resume from a list", PPO, f"{FUNCTION} --resume run", "--resume run", "holds no run", "would do",
+         **record() | {"run/args__json": "[1]"}, **GIVEN),
+    case("resume one run in the folder of another", PPO, f"{FUNCTION} --resume run --output_dir other",
+         "--output_dir other", "--resume run", "would do", **{"other/args__json": "{}", **record(), **GIVEN}),
+    case("resume with other flags", PPO, f"{FUNCTION} --resume run --lr 0.5 --kl_target none", "--resume run",
+         "lr 0.0002 (now 0.5), kl_target 6.0 (now None); the same would do", "max_kl", "may change", **record(),
+         **GIVEN),
+    case("another run with resume", PPO, f"{FUNCTION} --resume --output_dir run", "--resume run", "seed 2 (now 1);",
+         "the same would do", **record(seed=2), **GIVEN),
+    case("resume another preset", PPO, f"tiny {FUNCTION} --resume run", "--resume run", "preset 'tldr' (now 'tiny');",
+         **record(preset="tldr"), **GIVEN),
+    case("resume with fewer processes", PPO, f"{FUNCTION} --resume run", "--resume run", "processes 2 (now 1);",
+         "the same would do", **record(processes=2), **GIVEN),
+    case("resume a reward model as a policy", PPO, f"{FUNCTION} --resume run", "--resume run",
+         "script 'train_reward' (now 'ppo_rlhf');", "the same would do", **record("train_reward"), **GIVEN),
+    case("resume a policy as a reward model", REWARD, f"{ON_LABELS} --resume run", "--resume run",
+         "script 'ppo_rlhf' (now 'train_reward');", labels__jsonl=labels(), **record(), **GIVEN),
+    case("resume RLOO as PPO", PPO, f"{FUNCTION} --resume --output_dir run", "--resume run",
+         "script 'rloo_rlhf' (now 'ppo_rlhf');", **record("rloo_rlhf"), **GIVEN),
     case("output of the reward model is not empty", REWARD, f"{ON_LABELS} --output_dir out", "--output_dir out",
          "not empty", "would do", labels__jsonl=labels(), **{"out/metrics__jsonl": "keep", **GIVEN}),
 ]  # fmt: skip
@@ -265,3 +325,15 @@ def test_a_user_sees_the_line_and_no_other(tmp_path: Path) -> None:
         assert line.startswith(f"{script}: error: ")
         assert all(part in line for part in says), line
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("flag", "name"), [("--base_model", "some/model"), ("--query_dataset", "some/texts")])
+def test_a_hub_that_is_not_reached_is_one_line(flag: str, name: str, tmp_path: Path) -> None:
+    """Which is not the same to the libraries as HF_HUB_OFFLINE."""
+    folder = fork_tools.fill(tmp_path / "folder")
+    outcome = fork_tools.run(PPO, [*fork_tools.WORDS[PPO], flag, name], folder, (fork_tools.lose_hub,))
+    code, _, errors = outcome
+    (line,) = errors.splitlines()
+    assert code == 2
+    assert line.startswith(f"{PPO}: error: {flag} {name}: cannot be ") and "would do" in line
+    assert not (folder / "out").exists()

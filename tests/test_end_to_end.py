@@ -80,7 +80,7 @@ def two(runs: SimpleNamespace) -> SimpleNamespace:
 def one_way() -> Any:
     """The matrix product that the scripts take on a CPU, for as long as a test computes what they computed."""
     precision = torch.get_float32_matmul_precision()
-    ppo_rlhf.fast_cpu(DEVICE)
+    ppo_rlhf.fast_math(DEVICE)
     yield
     torch.set_float32_matmul_precision(precision)
 

@@ -484,7 +484,7 @@ def test_order_of_rows_does_not_matter(mask_truncated: bool) -> None:
 def fast_cpu() -> Iterator[None]:
     """The matrix products that main chooses, for one test."""
     before = torch.get_float32_matmul_precision()
-    ppo_rlhf.fast_cpu(torch.device("cpu"))
+    ppo_rlhf.fast_math(torch.device("cpu"))
     yield
     torch.set_float32_matmul_precision(before)
 
