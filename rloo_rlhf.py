@@ -104,9 +104,7 @@ class Args:
     reward_fn: str | None = None  # Instead of a reward model, `module:function` of (queries, responses) -> floats
     trust_remote_code: bool = False  # Run Python code that comes with a hub model: only if you have read it
     dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast with fp32 master weights, fp32 logits and values
-    compile: bool = (
-        False  # Compile the step of the sampler (a CUDA graph on a GPU, where sampling is bound by launches)
-    )
+    compile: bool = False  # Compile the sampler's step, on a GPU to one CUDA graph: sampling is bound by launches there
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more compute
     # the task
     query_dataset: str = "tiny/queries"  # A json, jsonl, parquet or csv file or URL, a folder, or owner/name[:config]
@@ -170,6 +168,9 @@ RUNS = {
     "ppo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR), strict=True)),
     "rloo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR | EOS | TRL_RUN | TRL), strict=True)),
 }
+
+
+# --- command line and messages ----------------------------------------------------------------------------------------
 
 
 def stop(message: str, status: int = 2) -> NoReturn:
@@ -238,6 +239,9 @@ def parse_args(run: str) -> tuple[str, Args]:
     return preset, args
 
 
+# --- models and data --------------------------------------------------------------------------------------------------
+
+
 def local_path(name: str) -> Path | None:
     """The file or folder `name`, looked for here and beside this script; None if there is none: then it is a hub id."""
     return next((path for path in (Path(name).expanduser(), Path(__file__).parent / name) if path.exists()), None)
@@ -292,6 +296,94 @@ def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> An
             if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
                 module.act = nn.GELU(approximate="tanh")  # the same function as one kernel instead of eight
     return model
+
+
+def token_id(tokenizer: Any, text: str | None, flag: str) -> int | None:
+    """The one token that `text` is (`eos`: the tokenizer's end-of-sequence token); None for None."""
+    if text is None:
+        return None
+    ids = [tokenizer.eos_token_id] if text == "eos" else tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1 or ids[0] is None:
+        stop(f"{flag} {text!r}: is not one token of this tokenizer but {ids}; text of one token, or none, would do")
+    return ids[0]
+
+
+def cut_query(tokens: Sequence[int], length: int, start: int | None, end: int | None) -> list[int]:
+    """The query in the tokens of a text; empty if it holds none. Source: lm_human_preferences/lm_tasks.py.
+
+    What comes up to and including the first `start` goes, unless it is the last token; the rest is truncated to
+    `length`, then cut back to its last `end`, which stays.
+    """
+    tokens = list(tokens)
+    if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
+        tokens = tokens[tokens.index(start) + 1 :] if start in tokens else []
+    tokens = tokens[:length]
+    if end is not None:
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end)] if end in tokens else []
+    return tokens
+
+
+def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Up to `train` queries to train on and `test` to evaluate, as token ids, in an order drawn from --seed.
+
+    The latter come from the split `test` or `validation`; what is missing there is kept apart from the training split.
+    """
+    splits = load_table(args.query_dataset, "--query_dataset")
+    table = splits["train"] if "train" in splits else next(iter(splits.values()))
+    held_out = next((splits[name] for name in ("test", "validation") if name in splits), table.select([]))
+    wanted = ("text", "query", "prompt", "article", "content")
+    column = next((name for name in wanted if name in table.column_names), None)
+    if column is None:
+        stop(f"--query_dataset {args.query_dataset}: has columns {table.column_names}; {' or '.join(wanted)} would do")
+    start, end = token_id(tokenizer, args.start_text, "--start_text"), token_id(tokenizer, args.end_text, "--end_text")
+    queries: list[list[int]] = []
+    for part, need in ((held_out, test), (table, test + train)):
+        order = np.random.default_rng([args.seed, 2]).permutation(len(part))
+        for chunk in np.split(order, range(10_000, len(order), 10_000)):  # not 70 million texts for a million queries
+            if len(queries) < need and len(chunk):
+                texts = [text if isinstance(text, str) else "" for text in part[chunk.tolist()][column]]
+                rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+                queries += filter(None, (cut_query(row, args.query_length, start, end) for row in rows))
+        queries = queries[:need]
+    if 0 < len(queries) <= test:
+        stop(f"--eval_queries {test}: {args.query_dataset} gave {len(queries)} queries in all; fewer would do")
+    if not queries:
+        stop(f"--query_dataset {args.query_dataset}: column {column!r} gave no query between "
+             f"--start_text {args.start_text!r} and --end_text {args.end_text!r}; none for both would do")  # fmt: skip
+    return queries[test:], queries[:test]
+
+
+def check_window(what: str, model: Any, longest: int) -> None:
+    """Stop, naming the flag `what`, if a text of `longest` tokens is longer than the context window of `model`."""
+    window = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    if longest > window:
+        stop(f"{what}: makes {longest} tokens with the query, the context window of {model.name_or_path} is {window}")
+
+
+def freeze(model: Any, dtype: str) -> Any:
+    """No gradients. With bf16, the matrices that autocast rounds at every use are stored rounded: equal results."""
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))  # these run in fp32
+    for module in model.requires_grad_(False).eval().modules():
+        if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D) and module not in heads:
+            module.weight.data = module.weight.data.to(torch.bfloat16)
+    return model
+
+
+def fast_math(device: torch.device, dtype: str = "fp32") -> None:
+    """On a CPU take oneDNN's fp32 matrix product, twice as fast as the default, if it is as exact: that is checked. And
+    let glibc keep memory once it has it: clearing fresh pages for each large tensor takes a tenth of an update. On a
+    GPU, with bf16, what stays in fp32 (the head) is computed in TF32.
+    """
+    if device.type == "cuda" and dtype == "bf16":
+        torch.set_float32_matmul_precision("high")
+    if device.type == "cpu":
+        torch.set_float32_matmul_precision("medium")
+        x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+        if ((x @ x).double() - x.double() @ x.double()).abs().max() > 1e-4:  # a CPU where "medium" means bf16
+            torch.set_float32_matmul_precision("highest")
+        if platform.libc_ver()[0] == "glibc":
+            for parameter, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
+                ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def start_accelerator(args: Args, accumulate: int) -> Any:
@@ -363,92 +455,7 @@ def everywhere(model: Any, x: Tensor) -> bool:
     return bool(x)
 
 
-def check_window(what: str, model: Any, longest: int) -> None:
-    """Stop, naming the flag `what`, if a text of `longest` tokens is longer than the context window of `model`."""
-    window = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
-    if longest > window:
-        stop(f"{what}: makes {longest} tokens with the query, the context window of {model.name_or_path} is {window}")
-
-
-def token_id(tokenizer: Any, text: str | None, flag: str) -> int | None:
-    """The one token that `text` is (`eos`: the tokenizer's end-of-sequence token); None for None."""
-    if text is None:
-        return None
-    ids = [tokenizer.eos_token_id] if text == "eos" else tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1 or ids[0] is None:
-        stop(f"{flag} {text!r}: is not one token of this tokenizer but {ids}; text of one token, or none, would do")
-    return ids[0]
-
-
-def cut_query(tokens: Sequence[int], length: int, start: int | None, end: int | None) -> list[int]:
-    """The query in the tokens of a text; empty if it holds none. Source: lm_human_preferences/lm_tasks.py.
-
-    What comes up to and including the first `start` goes, unless it is the last token; the rest is truncated to
-    `length`, then cut back to its last `end`, which stays.
-    """
-    tokens = list(tokens)
-    if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
-        tokens = tokens[tokens.index(start) + 1 :] if start in tokens else []
-    tokens = tokens[:length]
-    if end is not None:
-        tokens = tokens[: len(tokens) - tokens[::-1].index(end)] if end in tokens else []
-    return tokens
-
-
-def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Up to `train` queries to train on and `test` to evaluate, as token ids, in an order drawn from --seed.
-
-    The latter come from the split `test` or `validation`; what is missing there is kept apart from the training split.
-    """
-    splits = load_table(args.query_dataset, "--query_dataset")
-    table = splits["train"] if "train" in splits else next(iter(splits.values()))
-    held_out = next((splits[name] for name in ("test", "validation") if name in splits), table.select([]))
-    wanted = ("text", "query", "prompt", "article", "content")
-    column = next((name for name in wanted if name in table.column_names), None)
-    if column is None:
-        stop(f"--query_dataset {args.query_dataset}: has columns {table.column_names}; {' or '.join(wanted)} would do")
-    start, end = token_id(tokenizer, args.start_text, "--start_text"), token_id(tokenizer, args.end_text, "--end_text")
-    queries: list[list[int]] = []
-    for part, need in ((held_out, test), (table, test + train)):
-        order = np.random.default_rng([args.seed, 2]).permutation(len(part))
-        for chunk in np.split(order, range(10_000, len(order), 10_000)):  # not 70 million texts for a million queries
-            if len(queries) < need and len(chunk):
-                texts = [text if isinstance(text, str) else "" for text in part[chunk.tolist()][column]]
-                rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
-                queries += filter(None, (cut_query(row, args.query_length, start, end) for row in rows))
-        queries = queries[:need]
-    if 0 < len(queries) <= test:
-        stop(f"--eval_queries {test}: {args.query_dataset} gave {len(queries)} queries in all; fewer would do")
-    if not queries:
-        stop(f"--query_dataset {args.query_dataset}: column {column!r} gave no query between "
-             f"--start_text {args.start_text!r} and --end_text {args.end_text!r}; none for both would do")  # fmt: skip
-    return queries[test:], queries[:test]
-
-
-def fast_math(device: torch.device, dtype: str = "fp32") -> None:
-    """On a CPU take oneDNN's fp32 matrix product, twice as fast as the default, if it is as exact: that is checked. And
-    let glibc keep memory once it has it: clearing fresh pages for each large tensor takes a tenth of an update. On a
-    GPU, with bf16, what stays in fp32 (the head) is computed in TF32.
-    """
-    if device.type == "cuda" and dtype == "bf16":
-        torch.set_float32_matmul_precision("high")
-    if device.type == "cpu":
-        torch.set_float32_matmul_precision("medium")
-        x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-        if ((x @ x).double() - x.double() @ x.double()).abs().max() > 1e-4:  # a CPU where "medium" means bf16
-            torch.set_float32_matmul_precision("highest")
-        if platform.libc_ver()[0] == "glibc":
-            for parameter, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
-                ctypes.CDLL(None).mallopt(parameter, value)
-
-
-def freeze(model: Any, dtype: str) -> Any:
-    """No gradients. With bf16, the matrices that autocast rounds at every use are stored rounded: equal results."""
-    heads = (model.get_output_embeddings(), getattr(model, "score", None))  # these run in fp32
-    for module in model.requires_grad_(False).eval().modules():
-        if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D) and module not in heads:
-            module.weight.data = module.weight.data.to(torch.bfloat16)
-    return model
+# --- forward passes ---------------------------------------------------------------------------------------------------
 
 
 def last_hidden(model: Any, ids: Tensor, mask: Tensor, positions: Tensor | None = None, cache: Any = None) -> Tensor:
@@ -506,6 +513,62 @@ class TokenLogprobs(torch.autograd.Function):
         return logits, None, None
 
 
+def first_fit(lengths: np.ndarray, width: int) -> tuple[int, int, np.ndarray]:
+    """Cells in all, `width`, and where each item begins, for items put in rows of `width` cells: the longest first,
+    each in the first row that has room for it.
+    """
+    free, begin = np.full(len(lengths), width), np.zeros(len(lengths), int)
+    for i in np.argsort(-lengths, kind="stable"):
+        row = (free >= lengths[i]).argmax()
+        begin[i], free[row] = (row + 1) * width - free[row], free[row] - lengths[i]
+    return (free < width).sum() * width, width, begin
+
+
+def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Any, ...]:
+    """The inputs of last_hidden for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
+
+    A context is fed once; its branches see it and themselves. A row takes as many trees as fit, and is once, one and a
+    half times or twice as wide as the longest, whichever pads least. Before the inputs come two arrays (n, 1 + K): the
+    first and the last cell of every context and branch, counted through all rows.
+    """
+    lengths = np.array([[len(branch) for branch in tree] for tree in trees])
+    total, flat = lengths.sum(1), lengths.ravel()
+    size, width, begin = min((first_fit(total, total.max() * n // 2) for n in (2, 3, 4)), key=lambda fit: fit[0])
+    first = begin[:, None] + lengths.cumsum(1) - lengths
+    owner = np.repeat(np.arange(len(flat)), flat)  # of every token, in the order of `trees`
+    t = np.arange(len(owner)) - np.repeat(flat.cumsum() - flat, flat)
+    tree, branch = np.divmod(owner, lengths.shape[1])
+    tokens = np.fromiter(itertools.chain.from_iterable(itertools.chain.from_iterable(trees)), int)
+    cells = np.zeros((4, size), int)
+    cells[:, first.ravel()[owner] + t] = tokens, t + (branch > 0) * lengths[tree, 0], tree + 1, branch
+    ids, positions, tree, branch = torch.from_numpy(cells.reshape(4, -1, width)).to(device)
+    sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))
+    sees &= tree.unsqueeze(1) == tree.unsqueeze(2)
+    return first, first + lengths - 1, ids, sees.tril(), positions
+
+
+@torch.no_grad()
+def check_packing(flag: str, model: Any, length: int) -> None:
+    """Stop unless packed texts of up to `length` tokens give what the model by itself does. With logits scaled after
+    the head, a sliding window, alibi or a recurrent state it would be another model; no later check could see that.
+    """
+    head, hint = model.get_output_embeddings() or model.score, "a plain causal language model would do"
+    text = [i % model.config.get_text_config().vocab_size for i in range(length - 2)]
+    trees = [[text, text[:2]], [text[:1], text[1:3]], [text[1:2], text[:2]]]  # the last two share a row
+    _, last, *inputs = pack(trees, head.weight.device)
+    what = f"{flag} {model.name_or_path}: cannot be run on packed rows"
+    ours = head(attempt(what, hint, last_hidden, model, *inputs).flatten(0, 1)[last[:, 1]])
+    for mine, tree in zip(ours, trees, strict=True):
+        ids = torch.tensor([sum(tree, [])], device=mine.device)
+        plain = (
+            model(ids).logits[0, -1]
+            if head is not getattr(model, "score", None)
+            else head(model.base_model(ids)[0][0, -1])
+        )
+        if (off := (mine - plain).abs().max().item()) > 1e-2:
+            stop(f"{flag} {model.name_or_path}: its outputs are off by {off:.2g} on packed rows; {hint}")
+
+
 class Actor(nn.Module):
     """A language model as a policy."""
 
@@ -554,28 +617,6 @@ def reward_trees(reward: Any, trees: Sequence[Sequence[Sequence[int]]], device: 
     return reward(torch.from_numpy(last[:, 1:]).to(device).flatten(), *inputs).view(len(trees), -1)
 
 
-@torch.no_grad()
-def check_packing(flag: str, model: Any, length: int) -> None:
-    """Stop unless packed texts of up to `length` tokens give what the model by itself does. With logits scaled after
-    the head, a sliding window, alibi or a recurrent state it would be another model; no later check could see that.
-    """
-    head, hint = model.get_output_embeddings() or model.score, "a plain causal language model would do"
-    text = [i % model.config.get_text_config().vocab_size for i in range(length - 2)]
-    trees = [[text, text[:2]], [text[:1], text[1:3]], [text[1:2], text[:2]]]  # the last two share a row
-    _, last, *inputs = pack(trees, head.weight.device)
-    what = f"{flag} {model.name_or_path}: cannot be run on packed rows"
-    ours = head(attempt(what, hint, last_hidden, model, *inputs).flatten(0, 1)[last[:, 1]])
-    for mine, tree in zip(ours, trees, strict=True):
-        ids = torch.tensor([sum(tree, [])], device=mine.device)
-        plain = (
-            model(ids).logits[0, -1]
-            if head is not getattr(model, "score", None)
-            else head(model.base_model(ids)[0][0, -1])
-        )
-        if (off := (mine - plain).abs().max().item()) > 1e-2:
-            stop(f"{flag} {model.name_or_path}: its outputs are off by {off:.2g} on packed rows; {hint}")
-
-
 def load_reward(args: Args, preset: str, tokenizer: Any, device: torch.device) -> Any:
     """--reward_fn, or the RewardModel in --reward_model, or the newest that train_reward.py finished for the preset."""
     if args.reward_fn is not None:
@@ -594,6 +635,9 @@ def load_reward(args: Args, preset: str, tokenizer: Any, device: torch.device) -
     if hasattr(model, "score"):
         check_packing("--reward_model", model, 16)
     return RewardModel(freeze(model, args.dtype), None if own.get_vocab() == tokenizer.get_vocab() else own).to(device)
+
+
+# --- rollout ----------------------------------------------------------------------------------------------------------
 
 
 def left_pad(rows: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
@@ -673,6 +717,12 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
     return hit.cumsum(1) - hit.long() == 0, hit.any(1) | (token is None)
 
 
+def grow(contexts: list[list[int]], branches: list[list[int]]) -> list[list[list[int]]]:
+    """Trees [context, branch 1, .., branch K] of n contexts and their n * K branches, which come next to each other."""
+    k = len(branches) // len(contexts)
+    return [[context, *branches[i * k : i * k + k]] for i, context in enumerate(contexts)]
+
+
 def respond(policy: Any, contexts: list[list[int]], u: Tensor, end: int | None, args: Args) -> dict[str, Any]:
     """A batch: responses (B, R), which of their tokens count in KL and loss (kept, B, R), whether the truncate token
     was found (B,), truncated responses as lists; per context, what forward_response feeds (trees), and its length.
@@ -692,46 +742,6 @@ def respond(policy: Any, contexts: list[list[int]], u: Tensor, end: int | None, 
 def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
     """`rows` in groups of `size` of similar length, so that little is padded; a sum over rows does not depend on it."""
     return rows[lengths[rows].argsort(stable=True)].split(size)
-
-
-def grow(contexts: list[list[int]], branches: list[list[int]]) -> list[list[list[int]]]:
-    """Trees [context, branch 1, .., branch K] of n contexts and their n * K branches, which come next to each other."""
-    k = len(branches) // len(contexts)
-    return [[context, *branches[i * k : i * k + k]] for i, context in enumerate(contexts)]
-
-
-def first_fit(lengths: np.ndarray, width: int) -> tuple[int, int, np.ndarray]:
-    """Cells in all, `width`, and where each item begins, for items put in rows of `width` cells: the longest first,
-    each in the first row that has room for it.
-    """
-    free, begin = np.full(len(lengths), width), np.zeros(len(lengths), int)
-    for i in np.argsort(-lengths, kind="stable"):
-        row = (free >= lengths[i]).argmax()
-        begin[i], free[row] = (row + 1) * width - free[row], free[row] - lengths[i]
-    return (free < width).sum() * width, width, begin
-
-
-def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Any, ...]:
-    """The inputs of last_hidden for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
-
-    A context is fed once; its branches see it and themselves. A row takes as many trees as fit, and is once, one and a
-    half times or twice as wide as the longest, whichever pads least. Before the inputs come two arrays (n, 1 + K): the
-    first and the last cell of every context and branch, counted through all rows.
-    """
-    lengths = np.array([[len(branch) for branch in tree] for tree in trees])
-    total, flat = lengths.sum(1), lengths.ravel()
-    size, width, begin = min((first_fit(total, total.max() * n // 2) for n in (2, 3, 4)), key=lambda fit: fit[0])
-    first = begin[:, None] + lengths.cumsum(1) - lengths
-    owner = np.repeat(np.arange(len(flat)), flat)  # of every token, in the order of `trees`
-    t = np.arange(len(owner)) - np.repeat(flat.cumsum() - flat, flat)
-    tree, branch = np.divmod(owner, lengths.shape[1])
-    tokens = np.fromiter(itertools.chain.from_iterable(itertools.chain.from_iterable(trees)), int)
-    cells = np.zeros((4, size), int)
-    cells[:, first.ravel()[owner] + t] = tokens, t + (branch > 0) * lengths[tree, 0], tree + 1, branch
-    ids, positions, tree, branch = torch.from_numpy(cells.reshape(4, -1, width)).to(device)
-    sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))
-    sees &= tree.unsqueeze(1) == tree.unsqueeze(2)
-    return first, first + lengths - 1, ids, sees.tril(), positions
 
 
 def forward_response(policy: Any, batch: dict[str, Any], rows: Tensor, temperature: float) -> tuple[Tensor, ...]:
@@ -779,14 +789,12 @@ def score(reward: Any, queries: list[list[int]], responses: list[list[int]], tok
     return scores.flatten()
 
 
+# --- the algorithm ----------------------------------------------------------------------------------------------------
+
+
 def penalize(scores: Tensor, found: Tensor, value: float, mode: str) -> Tensor:
     """Scores (B,); where no truncate token was found, `value` replaces the score or is added to it."""
     return torch.where(found, scores, scores + value if mode == "add" else torch.full_like(scores, value))
-
-
-def rloo_advantages(rewards: Tensor) -> Tensor:
-    """Rewards (n, K), a row per query, minus the mean of the other K - 1 in their row (Ahmadian et al., equation 8)."""
-    return rewards - (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, share: float) -> float:
@@ -794,16 +802,9 @@ def adapt_kl_coef(kl_coef: float, kl: float, target: float, share: float) -> flo
     return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * share)
 
 
-def gradient_norm(model: Any) -> Tensor:
-    """L2 norm of all gradients; those of a sharded model are put together."""
-    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
-        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
-        return torch.as_tensor(norm, device=model.device).float()
-    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
-        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
-        return torch.as_tensor(norm, device=model.device).float()
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+def rloo_advantages(rewards: Tensor) -> Tensor:
+    """Rewards (n, K), a row per query, minus the mean of the other K - 1 in their row (Ahmadian et al., equation 8)."""
+    return rewards - (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
 
 
 def rloo_loss(
@@ -829,6 +830,26 @@ def rloo_loss(
     }
     sums = {name: (term * mask).sum() for name, term in terms.items()}
     return sums["ppo/loss/policy"], {name: (total.detach(), mask.sum()) for name, total in sums.items()}
+
+
+def gradient_norm(model: Any) -> Tensor:
+    """L2 norm of all gradients; those of a sharded model are put together."""
+    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
+        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
+        return torch.as_tensor(norm, device=model.device).float()
+    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
+        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
+        return torch.as_tensor(norm, device=model.device).float()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def check_finite(accelerator: Any, tensors: dict[str, Tensor]) -> None:
+    """FloatingPointError, on all ranks, that names the first rank and tensor with a NaN or an infinity in it."""
+    bad = torch.stack([(~x.isfinite()).any().float() for x in tensors.values()])
+    if places := accelerator.gather(bad.unsqueeze(0)).nonzero().tolist():
+        rank, which = places[0]
+        raise FloatingPointError(f"rank {rank}: {list(tensors)[which]} is not finite")
 
 
 def rloo_update(
@@ -858,6 +879,9 @@ def rloo_update(
             if "first_ratio_error" not in records[0]:  # before any step
                 records[0]["first_ratio_error"] = (((logprobs - old[0]).exp() - 1).abs().max().detach(), one)
     return records
+
+
+# --- metrics and evaluation -------------------------------------------------------------------------------------------
 
 
 def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
@@ -891,14 +915,6 @@ def self_check(metrics: dict[str, float], update: int, args: Args) -> None:
         stop(f"update 1: the KL to the reference is {kl:.2g}, not 0, though the policy still is the reference")
 
 
-def check_finite(accelerator: Any, tensors: dict[str, Tensor]) -> None:
-    """FloatingPointError, on all ranks, that names the first rank and tensor with a NaN or an infinity in it."""
-    bad = torch.stack([(~x.isfinite()).any().float() for x in tensors.values()])
-    if places := accelerator.gather(bad.unsqueeze(0)).nonzero().tolist():
-        rank, which = places[0]
-        raise FloatingPointError(f"rank {rank}: {list(tensors)[which]} is not finite")
-
-
 class Interrupt:
     """Notes Ctrl-C, so that a run ends after its update. A launcher repeats what its processes have already got: only
     after three seconds another one ends the run at once.
@@ -921,17 +937,36 @@ def new_bar(total: int, done: int, disable: bool) -> Any:
     return tqdm(total=total, initial=done, unit=" episodes", disable=disable, dynamic_ncols=True, **there)
 
 
+def show_progress(bar: Any, episodes: int, figures: dict[str, float]) -> None:
+    """Episodes done, episodes per second and time left; where there is no terminal, one plain line per minute."""
+    bar.set_postfix({name: f"{x:.3g}" for name, x in figures.items()}, refresh=False)
+    if (bar.update(episodes) or bar.n >= bar.total) and not bar.disable and not sys.stderr.isatty():
+        sys.stderr.write(f"{bar}\n")
+
+
 def append(folder: Path, metrics: dict[str, float]) -> None:
     """One line more in metrics.jsonl."""
     with writing(folder), (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics) + "\n")
 
 
-def show_progress(bar: Any, episodes: int, figures: dict[str, float]) -> None:
-    """Episodes done, episodes per second and time left; where there is no terminal, one plain line per minute."""
-    bar.set_postfix({name: f"{x:.3g}" for name, x in figures.items()}, refresh=False)
-    if (bar.update(episodes) or bar.n >= bar.total) and not bar.disable and not sys.stderr.isatty():
-        sys.stderr.write(f"{bar}\n")
+# --- the folder of a run: checkpoints, logs, models -------------------------------------------------------------------
+
+
+def sync(*paths: Path) -> None:
+    """Wait until these files and folders are on the disk."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def publish(new: Path, path: Path) -> Path:
+    """Rename the folder `new` to `path` when all of it is on the disk: what bears that name is complete."""
+    sync(*new.rglob("*"), new)
+    new.rename(path)
+    sync(path.parent)
+    return path
 
 
 def digests(path: Path) -> dict[str, str]:
@@ -1005,22 +1040,6 @@ def find_checkpoint(args: Args, preset: str) -> tuple[Args, Path, Path | None, d
     return args, folder, None, {}
 
 
-def sync(*paths: Path) -> None:
-    """Wait until these files and folders are on the disk."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
-def publish(new: Path, path: Path) -> Path:
-    """Rename the folder `new` to `path` when all of it is on the disk: what bears that name is complete."""
-    sync(*new.rglob("*"), new)
-    new.rename(path)
-    sync(path.parent)
-    return path
-
-
 def prune(folder: Path, updates: int, keep: int) -> None:
     """Remove all checkpoints, finished or not, but the last `keep` of up to `updates` updates."""
     kept = sorted(path for path in folder.glob(CHECKPOINT) if path.name <= f"{updates:07d}")[-keep:]
@@ -1036,8 +1055,6 @@ def save_checkpoint(
     Queries, sampling and shuffles are functions of --seed, update and rank: no random state has to be kept. Weights
     with a NaN are not written, and nothing over an older checkpoint of the same update. Returns the newest one.
     """
-    if hasattr(model, "was_step_applied"):
-        return warn("DeepSpeed's optimizer state is not kept: this run cannot be resumed")
     if hasattr(model, "was_step_applied"):
         return warn("DeepSpeed's optimizer state is not kept: this run cannot be resumed")
     options, moments = StateDictOptions(full_state_dict=True, cpu_offload=True), {"state": {}, "param_groups": []}
@@ -1147,6 +1164,9 @@ def show_samples(folder: Path, before: list[Any], after: list[Any]) -> None:
     means = [sum(row[2] for row in rows) / len(rows) for rows in (before, after)]
     Console().print(table)
     Console().print(f"mean score {means[0]:.2f} before, {means[1]:.2f} after; {folder} has everything", soft_wrap=True)
+
+
+# --- main -------------------------------------------------------------------------------------------------------------
 
 
 def main(preset: str, args: Args) -> None:

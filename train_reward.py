@@ -94,9 +94,7 @@ class Args:
     base_model: str = "tiny/model"  # Reward model and reference policy start from this causal LM: a folder or a hub id
     trust_remote_code: bool = False  # Run Python code that comes with a hub model: only if you have read it
     dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast with fp32 master weights, fp32 logits and values
-    compile: bool = (
-        False  # Compile the step of the sampler (a CUDA graph on a GPU, where sampling is bound by launches)
-    )
+    compile: bool = False  # Compile the sampler's step, on a GPU to one CUDA graph: sampling is bound by launches there
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more compute
     # the task
     label_dataset: str = "tiny/labels"  # A json, jsonl, parquet or csv file or URL, a folder, or owner/name[:config]
@@ -150,6 +148,9 @@ RUNS = {
     "ppo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR), strict=True)),
     "rloo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR | EOS | TRL_RUN | TRL), strict=True)),
 }
+
+
+# --- command line and messages ----------------------------------------------------------------------------------------
 
 
 def stop(message: str, status: int = 2) -> NoReturn:
@@ -218,6 +219,9 @@ def parse_args(run: str) -> tuple[str, Args]:
     return preset, args
 
 
+# --- models and data --------------------------------------------------------------------------------------------------
+
+
 def local_path(name: str) -> Path | None:
     """The file or folder `name`, looked for here and beside this script; None if there is none: then it is a hub id."""
     return next((path for path in (Path(name).expanduser(), Path(__file__).parent / name) if path.exists()), None)
@@ -272,6 +276,94 @@ def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> An
             if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
                 module.act = nn.GELU(approximate="tanh")  # the same function as one kernel instead of eight
     return model
+
+
+def token_id(tokenizer: Any, text: str | None, flag: str) -> int | None:
+    """The one token that `text` is (`eos`: the tokenizer's end-of-sequence token); None for None."""
+    if text is None:
+        return None
+    ids = [tokenizer.eos_token_id] if text == "eos" else tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1 or ids[0] is None:
+        stop(f"{flag} {text!r}: is not one token of this tokenizer but {ids}; text of one token, or none, would do")
+    return ids[0]
+
+
+def cut_query(tokens: Sequence[int], length: int, start: int | None, end: int | None) -> list[int]:
+    """The query in the tokens of a text; empty if it holds none. Source: lm_human_preferences/lm_tasks.py.
+
+    What comes up to and including the first `start` goes, unless it is the last token; the rest is truncated to
+    `length`, then cut back to its last `end`, which stays.
+    """
+    tokens = list(tokens)
+    if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
+        tokens = tokens[tokens.index(start) + 1 :] if start in tokens else []
+    tokens = tokens[:length]
+    if end is not None:
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end)] if end in tokens else []
+    return tokens
+
+
+def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Up to `train` queries to train on and `test` to evaluate, as token ids, in an order drawn from --seed.
+
+    The latter come from the split `test` or `validation`; what is missing there is kept apart from the training split.
+    """
+    splits = load_table(args.query_dataset, "--query_dataset")
+    table = splits["train"] if "train" in splits else next(iter(splits.values()))
+    held_out = next((splits[name] for name in ("test", "validation") if name in splits), table.select([]))
+    wanted = ("text", "query", "prompt", "article", "content")
+    column = next((name for name in wanted if name in table.column_names), None)
+    if column is None:
+        stop(f"--query_dataset {args.query_dataset}: has columns {table.column_names}; {' or '.join(wanted)} would do")
+    start, end = token_id(tokenizer, args.start_text, "--start_text"), token_id(tokenizer, args.end_text, "--end_text")
+    queries: list[list[int]] = []
+    for part, need in ((held_out, test), (table, test + train)):
+        order = np.random.default_rng([args.seed, 2]).permutation(len(part))
+        for chunk in np.split(order, range(10_000, len(order), 10_000)):  # not 70 million texts for a million queries
+            if len(queries) < need and len(chunk):
+                texts = [text if isinstance(text, str) else "" for text in part[chunk.tolist()][column]]
+                rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+                queries += filter(None, (cut_query(row, args.query_length, start, end) for row in rows))
+        queries = queries[:need]
+    if 0 < len(queries) <= test:
+        stop(f"--eval_queries {test}: {args.query_dataset} gave {len(queries)} queries in all; fewer would do")
+    if not queries:
+        stop(f"--query_dataset {args.query_dataset}: column {column!r} gave no query between "
+             f"--start_text {args.start_text!r} and --end_text {args.end_text!r}; none for both would do")  # fmt: skip
+    return queries[test:], queries[:test]
+
+
+def check_window(what: str, model: Any, longest: int) -> None:
+    """Stop, naming the flag `what`, if a text of `longest` tokens is longer than the context window of `model`."""
+    window = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    if longest > window:
+        stop(f"{what}: makes {longest} tokens with the query, the context window of {model.name_or_path} is {window}")
+
+
+def freeze(model: Any, dtype: str) -> Any:
+    """No gradients. With bf16, the matrices that autocast rounds at every use are stored rounded: equal results."""
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))  # these run in fp32
+    for module in model.requires_grad_(False).eval().modules():
+        if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D) and module not in heads:
+            module.weight.data = module.weight.data.to(torch.bfloat16)
+    return model
+
+
+def fast_math(device: torch.device, dtype: str = "fp32") -> None:
+    """On a CPU take oneDNN's fp32 matrix product, twice as fast as the default, if it is as exact: that is checked. And
+    let glibc keep memory once it has it: clearing fresh pages for each large tensor takes a tenth of an update. On a
+    GPU, with bf16, what stays in fp32 (the head) is computed in TF32.
+    """
+    if device.type == "cuda" and dtype == "bf16":
+        torch.set_float32_matmul_precision("high")
+    if device.type == "cpu":
+        torch.set_float32_matmul_precision("medium")
+        x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+        if ((x @ x).double() - x.double() @ x.double()).abs().max() > 1e-4:  # a CPU where "medium" means bf16
+            torch.set_float32_matmul_precision("highest")
+        if platform.libc_ver()[0] == "glibc":
+            for parameter, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
+                ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def start_accelerator(args: Args, accumulate: int) -> Any:
@@ -343,92 +435,7 @@ def everywhere(model: Any, x: Tensor) -> bool:
     return bool(x)
 
 
-def check_window(what: str, model: Any, longest: int) -> None:
-    """Stop, naming the flag `what`, if a text of `longest` tokens is longer than the context window of `model`."""
-    window = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
-    if longest > window:
-        stop(f"{what}: makes {longest} tokens with the query, the context window of {model.name_or_path} is {window}")
-
-
-def token_id(tokenizer: Any, text: str | None, flag: str) -> int | None:
-    """The one token that `text` is (`eos`: the tokenizer's end-of-sequence token); None for None."""
-    if text is None:
-        return None
-    ids = [tokenizer.eos_token_id] if text == "eos" else tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1 or ids[0] is None:
-        stop(f"{flag} {text!r}: is not one token of this tokenizer but {ids}; text of one token, or none, would do")
-    return ids[0]
-
-
-def cut_query(tokens: Sequence[int], length: int, start: int | None, end: int | None) -> list[int]:
-    """The query in the tokens of a text; empty if it holds none. Source: lm_human_preferences/lm_tasks.py.
-
-    What comes up to and including the first `start` goes, unless it is the last token; the rest is truncated to
-    `length`, then cut back to its last `end`, which stays.
-    """
-    tokens = list(tokens)
-    if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
-        tokens = tokens[tokens.index(start) + 1 :] if start in tokens else []
-    tokens = tokens[:length]
-    if end is not None:
-        tokens = tokens[: len(tokens) - tokens[::-1].index(end)] if end in tokens else []
-    return tokens
-
-
-def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Up to `train` queries to train on and `test` to evaluate, as token ids, in an order drawn from --seed.
-
-    The latter come from the split `test` or `validation`; what is missing there is kept apart from the training split.
-    """
-    splits = load_table(args.query_dataset, "--query_dataset")
-    table = splits["train"] if "train" in splits else next(iter(splits.values()))
-    held_out = next((splits[name] for name in ("test", "validation") if name in splits), table.select([]))
-    wanted = ("text", "query", "prompt", "article", "content")
-    column = next((name for name in wanted if name in table.column_names), None)
-    if column is None:
-        stop(f"--query_dataset {args.query_dataset}: has columns {table.column_names}; {' or '.join(wanted)} would do")
-    start, end = token_id(tokenizer, args.start_text, "--start_text"), token_id(tokenizer, args.end_text, "--end_text")
-    queries: list[list[int]] = []
-    for part, need in ((held_out, test), (table, test + train)):
-        order = np.random.default_rng([args.seed, 2]).permutation(len(part))
-        for chunk in np.split(order, range(10_000, len(order), 10_000)):  # not 70 million texts for a million queries
-            if len(queries) < need and len(chunk):
-                texts = [text if isinstance(text, str) else "" for text in part[chunk.tolist()][column]]
-                rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
-                queries += filter(None, (cut_query(row, args.query_length, start, end) for row in rows))
-        queries = queries[:need]
-    if 0 < len(queries) <= test:
-        stop(f"--eval_queries {test}: {args.query_dataset} gave {len(queries)} queries in all; fewer would do")
-    if not queries:
-        stop(f"--query_dataset {args.query_dataset}: column {column!r} gave no query between "
-             f"--start_text {args.start_text!r} and --end_text {args.end_text!r}; none for both would do")  # fmt: skip
-    return queries[test:], queries[:test]
-
-
-def fast_math(device: torch.device, dtype: str = "fp32") -> None:
-    """On a CPU take oneDNN's fp32 matrix product, twice as fast as the default, if it is as exact: that is checked. And
-    let glibc keep memory once it has it: clearing fresh pages for each large tensor takes a tenth of an update. On a
-    GPU, with bf16, what stays in fp32 (the head) is computed in TF32.
-    """
-    if device.type == "cuda" and dtype == "bf16":
-        torch.set_float32_matmul_precision("high")
-    if device.type == "cpu":
-        torch.set_float32_matmul_precision("medium")
-        x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-        if ((x @ x).double() - x.double() @ x.double()).abs().max() > 1e-4:  # a CPU where "medium" means bf16
-            torch.set_float32_matmul_precision("highest")
-        if platform.libc_ver()[0] == "glibc":
-            for parameter, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
-                ctypes.CDLL(None).mallopt(parameter, value)
-
-
-def freeze(model: Any, dtype: str) -> Any:
-    """No gradients. With bf16, the matrices that autocast rounds at every use are stored rounded: equal results."""
-    heads = (model.get_output_embeddings(), getattr(model, "score", None))  # these run in fp32
-    for module in model.requires_grad_(False).eval().modules():
-        if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D) and module not in heads:
-            module.weight.data = module.weight.data.to(torch.bfloat16)
-    return model
+# --- forward passes ---------------------------------------------------------------------------------------------------
 
 
 def last_hidden(model: Any, ids: Tensor, mask: Tensor, positions: Tensor | None = None, cache: Any = None) -> Tensor:
@@ -456,6 +463,62 @@ def logits_at(lm: Any, at: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor]
     hidden = hidden[:, -1].contiguous() if at is None else hidden.flatten(0, 1).index_select(0, at)
     with torch.autocast(hidden.device.type, enabled=False):
         return head(hidden.to(head.weight.dtype)).float(), hidden
+
+
+def first_fit(lengths: np.ndarray, width: int) -> tuple[int, int, np.ndarray]:
+    """Cells in all, `width`, and where each item begins, for items put in rows of `width` cells: the longest first,
+    each in the first row that has room for it.
+    """
+    free, begin = np.full(len(lengths), width), np.zeros(len(lengths), int)
+    for i in np.argsort(-lengths, kind="stable"):
+        row = (free >= lengths[i]).argmax()
+        begin[i], free[row] = (row + 1) * width - free[row], free[row] - lengths[i]
+    return (free < width).sum() * width, width, begin
+
+
+def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Any, ...]:
+    """The inputs of last_hidden for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
+
+    A context is fed once; its branches see it and themselves. A row takes as many trees as fit, and is once, one and a
+    half times or twice as wide as the longest, whichever pads least. Before the inputs come two arrays (n, 1 + K): the
+    first and the last cell of every context and branch, counted through all rows.
+    """
+    lengths = np.array([[len(branch) for branch in tree] for tree in trees])
+    total, flat = lengths.sum(1), lengths.ravel()
+    size, width, begin = min((first_fit(total, total.max() * n // 2) for n in (2, 3, 4)), key=lambda fit: fit[0])
+    first = begin[:, None] + lengths.cumsum(1) - lengths
+    owner = np.repeat(np.arange(len(flat)), flat)  # of every token, in the order of `trees`
+    t = np.arange(len(owner)) - np.repeat(flat.cumsum() - flat, flat)
+    tree, branch = np.divmod(owner, lengths.shape[1])
+    tokens = np.fromiter(itertools.chain.from_iterable(itertools.chain.from_iterable(trees)), int)
+    cells = np.zeros((4, size), int)
+    cells[:, first.ravel()[owner] + t] = tokens, t + (branch > 0) * lengths[tree, 0], tree + 1, branch
+    ids, positions, tree, branch = torch.from_numpy(cells.reshape(4, -1, width)).to(device)
+    sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))
+    sees &= tree.unsqueeze(1) == tree.unsqueeze(2)
+    return first, first + lengths - 1, ids, sees.tril(), positions
+
+
+@torch.no_grad()
+def check_packing(flag: str, model: Any, length: int) -> None:
+    """Stop unless packed texts of up to `length` tokens give what the model by itself does. With logits scaled after
+    the head, a sliding window, alibi or a recurrent state it would be another model; no later check could see that.
+    """
+    head, hint = model.get_output_embeddings() or model.score, "a plain causal language model would do"
+    text = [i % model.config.get_text_config().vocab_size for i in range(length - 2)]
+    trees = [[text, text[:2]], [text[:1], text[1:3]], [text[1:2], text[:2]]]  # the last two share a row
+    _, last, *inputs = pack(trees, head.weight.device)
+    what = f"{flag} {model.name_or_path}: cannot be run on packed rows"
+    ours = head(attempt(what, hint, last_hidden, model, *inputs).flatten(0, 1)[last[:, 1]])
+    for mine, tree in zip(ours, trees, strict=True):
+        ids = torch.tensor([sum(tree, [])], device=mine.device)
+        plain = (
+            model(ids).logits[0, -1]
+            if head is not getattr(model, "score", None)
+            else head(model.base_model(ids)[0][0, -1])
+        )
+        if (off := (mine - plain).abs().max().item()) > 1e-2:
+            stop(f"{flag} {model.name_or_path}: its outputs are off by {off:.2g} on packed rows; {hint}")
 
 
 class Actor(nn.Module):
@@ -500,138 +563,13 @@ class RewardModel(nn.Module):
         return self.gain * logits.squeeze(-1).float() + self.bias
 
 
-def left_pad(rows: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, both (B, longest row). Padding is token 0 under a False mask."""
-    width = max(map(len, rows))
-    ids, mask = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), bool)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :], mask[i, width - len(row) :] = row, True
-    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
-
-
-def batch_indices(size: int, start: int, count: int, seed: int) -> list[int]:
-    """Positions start .. start + count - 1 of an endless stream of permutations of range(size), one per epoch."""
-    epochs = range(start // size, (start + count - 1) // size + 1)
-    stream = np.concatenate([np.random.default_rng([seed, 0, epoch]).permutation(size) for epoch in epochs])
-    return stream[start - epochs.start * size :][:count].tolist()
-
-
-def uniforms(seed: int, update: int, batch: int, length: int, device: Any) -> Tensor:
-    """Uniform numbers (batch, length) to sample with, from seed and update; ranks take their rows of one array."""
-    rng = np.random.default_rng([seed, 1, update])
-    return torch.from_numpy(rng.random((batch, length), dtype=np.float32)).to(device)
-
-
-@functools.lru_cache(maxsize=4)
-def decoder(policy: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """A cache of fixed size and the compiled step that fills it, a CUDA graph on a GPU, for samples of this shape."""
-    return StaticCache(config=policy.lm.config, max_cache_len=width), torch.compile(policy, mode="reduce-overhead")
-
-
-@torch.no_grad()
-def sample(
-    policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float, end: Any, after: int, compiled: bool = False
-) -> Tensor:
-    """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p.
-
-    ids, mask: contexts, padded on the left, (B / K, P): each is read once for K responses, which come next to each
-    other. u: (B, R) uniform numbers; token t is where the cumulative distribution passes u[:, t] (torch.multinomial
-    draws B * V exponentials instead). Unless `end` is None, sampling is over when every row has had that token at index
-    `after` or later; columns not reached are filled with it.
-    """
-    cache, step, width, training = DynamicCache(config=policy.lm.config), policy, ids.shape[1], policy.lm.training
-    policy.lm.eval()  # under gradient checkpointing transformers keeps no cache in training mode
-    logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(len(u) // len(ids), 0)
-    cache.batch_repeat_interleave(len(u) // len(ids))
-    total = width + u.shape[1]
-    if compiled:
-        total = math.ceil(total / 64) * 64  # few shapes to compile for
-        fixed, step = decoder(policy, len(u), total)
-        fixed.reset()
-        for i, layer in enumerate(cache.layers):
-            fixed.update(layer.keys, layer.values, i)
-        cache = fixed
-    mask = nn.functional.pad(mask.repeat_interleave(len(u) // len(ids), 0), (0, total - width))
-    responses = torch.full(u.shape, end or 0, device=u.device)
-    for t in range(u.shape[1]):
-        cdf = (logits / temperature).softmax(-1).cumsum(-1)
-        ids = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
-        responses[:, t : t + 1] = ids
-        over = end is not None and t >= after and everywhere(policy, (responses[:, after : t + 1] == end).any(1).all())
-        if over or t + 1 == u.shape[1]:
-            policy.lm.train(training)
-            return responses
-        mask[:, width + t] = True
-        seen = mask if compiled else mask[:, : width + t + 1]
-        torch.compiler.cudagraph_mark_step_begin()
-        logits = step(None, ids, seen, mask.sum(1, keepdim=True) - 1, cache)[0]
-
-
-def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
-    """`rows` in groups of `size` of similar length, so that little is padded; a sum over rows does not depend on it."""
-    return rows[lengths[rows].argsort(stable=True)].split(size)
-
-
-def first_fit(lengths: np.ndarray, width: int) -> tuple[int, int, np.ndarray]:
-    """Cells in all, `width`, and where each item begins, for items put in rows of `width` cells: the longest first,
-    each in the first row that has room for it.
-    """
-    free, begin = np.full(len(lengths), width), np.zeros(len(lengths), int)
-    for i in np.argsort(-lengths, kind="stable"):
-        row = (free >= lengths[i]).argmax()
-        begin[i], free[row] = (row + 1) * width - free[row], free[row] - lengths[i]
-    return (free < width).sum() * width, width, begin
-
-
-def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Any, ...]:
-    """The inputs of last_hidden for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
-
-    A context is fed once; its branches see it and themselves. A row takes as many trees as fit, and is once, one and a
-    half times or twice as wide as the longest, whichever pads least. Before the inputs come two arrays (n, 1 + K): the
-    first and the last cell of every context and branch, counted through all rows.
-    """
-    lengths = np.array([[len(branch) for branch in tree] for tree in trees])
-    total, flat = lengths.sum(1), lengths.ravel()
-    size, width, begin = min((first_fit(total, total.max() * n // 2) for n in (2, 3, 4)), key=lambda fit: fit[0])
-    first = begin[:, None] + lengths.cumsum(1) - lengths
-    owner = np.repeat(np.arange(len(flat)), flat)  # of every token, in the order of `trees`
-    t = np.arange(len(owner)) - np.repeat(flat.cumsum() - flat, flat)
-    tree, branch = np.divmod(owner, lengths.shape[1])
-    tokens = np.fromiter(itertools.chain.from_iterable(itertools.chain.from_iterable(trees)), int)
-    cells = np.zeros((4, size), int)
-    cells[:, first.ravel()[owner] + t] = tokens, t + (branch > 0) * lengths[tree, 0], tree + 1, branch
-    ids, positions, tree, branch = torch.from_numpy(cells.reshape(4, -1, width)).to(device)
-    sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))
-    sees &= tree.unsqueeze(1) == tree.unsqueeze(2)
-    return first, first + lengths - 1, ids, sees.tril(), positions
-
-
 def reward_trees(reward: Any, trees: Sequence[Sequence[Sequence[int]]], device: Any) -> Tensor:
     """Rewards (n, K) of the branches of n trees: see pack."""
     _, last, *inputs = pack(trees, device)
     return reward(torch.from_numpy(last[:, 1:]).to(device).flatten(), *inputs).view(len(trees), -1)
 
 
-@torch.no_grad()
-def check_packing(flag: str, model: Any, length: int) -> None:
-    """Stop unless packed texts of up to `length` tokens give what the model by itself does. With logits scaled after
-    the head, a sliding window, alibi or a recurrent state it would be another model; no later check could see that.
-    """
-    head, hint = model.get_output_embeddings() or model.score, "a plain causal language model would do"
-    text = [i % model.config.get_text_config().vocab_size for i in range(length - 2)]
-    trees = [[text, text[:2]], [text[:1], text[1:3]], [text[1:2], text[:2]]]  # the last two share a row
-    _, last, *inputs = pack(trees, head.weight.device)
-    what = f"{flag} {model.name_or_path}: cannot be run on packed rows"
-    ours = head(attempt(what, hint, last_hidden, model, *inputs).flatten(0, 1)[last[:, 1]])
-    for mine, tree in zip(ours, trees, strict=True):
-        ids = torch.tensor([sum(tree, [])], device=mine.device)
-        plain = (
-            model(ids).logits[0, -1]
-            if head is not getattr(model, "score", None)
-            else head(model.base_model(ids)[0][0, -1])
-        )
-        if (off := (mine - plain).abs().max().item()) > 1e-2:
-            stop(f"{flag} {model.name_or_path}: its outputs are off by {off:.2g} on packed rows; {hint}")
+# --- labels -----------------------------------------------------------------------------------------------------------
 
 
 Label = tuple[list[int], list[list[int]], int]  # query, N responses, which is best
@@ -713,6 +651,104 @@ def load_labels(tokenizer: Any, args: Args) -> tuple[list[Label], list[Label]]:
     return read_labels(table.select(range(count)), tokenizer, args), read_labels(held_out, tokenizer, args)
 
 
+# --- rollout ----------------------------------------------------------------------------------------------------------
+
+
+def left_pad(rows: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, both (B, longest row). Padding is token 0 under a False mask."""
+    width = max(map(len, rows))
+    ids, mask = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), bool)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :], mask[i, width - len(row) :] = row, True
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
+
+
+def batch_indices(size: int, start: int, count: int, seed: int) -> list[int]:
+    """Positions start .. start + count - 1 of an endless stream of permutations of range(size), one per epoch."""
+    epochs = range(start // size, (start + count - 1) // size + 1)
+    stream = np.concatenate([np.random.default_rng([seed, 0, epoch]).permutation(size) for epoch in epochs])
+    return stream[start - epochs.start * size :][:count].tolist()
+
+
+def uniforms(seed: int, update: int, batch: int, length: int, device: Any) -> Tensor:
+    """Uniform numbers (batch, length) to sample with, from seed and update; ranks take their rows of one array."""
+    rng = np.random.default_rng([seed, 1, update])
+    return torch.from_numpy(rng.random((batch, length), dtype=np.float32)).to(device)
+
+
+@functools.lru_cache(maxsize=4)
+def decoder(policy: Any, rows: int, width: int) -> tuple[Any, Any]:
+    """A cache of fixed size and the compiled step that fills it, a CUDA graph on a GPU, for samples of this shape."""
+    return StaticCache(config=policy.lm.config, max_cache_len=width), torch.compile(policy, mode="reduce-overhead")
+
+
+@torch.no_grad()
+def sample(
+    policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float, end: Any, after: int, compiled: bool = False
+) -> Tensor:
+    """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p.
+
+    ids, mask: contexts, padded on the left, (B / K, P): each is read once for K responses, which come next to each
+    other. u: (B, R) uniform numbers; token t is where the cumulative distribution passes u[:, t] (torch.multinomial
+    draws B * V exponentials instead). Unless `end` is None, sampling is over when every row has had that token at index
+    `after` or later; columns not reached are filled with it.
+    """
+    cache, step, width, training = DynamicCache(config=policy.lm.config), policy, ids.shape[1], policy.lm.training
+    policy.lm.eval()  # under gradient checkpointing transformers keeps no cache in training mode
+    logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(len(u) // len(ids), 0)
+    cache.batch_repeat_interleave(len(u) // len(ids))
+    total = width + u.shape[1]
+    if compiled:
+        total = math.ceil(total / 64) * 64  # few shapes to compile for
+        fixed, step = decoder(policy, len(u), total)
+        fixed.reset()
+        for i, layer in enumerate(cache.layers):
+            fixed.update(layer.keys, layer.values, i)
+        cache = fixed
+    mask = nn.functional.pad(mask.repeat_interleave(len(u) // len(ids), 0), (0, total - width))
+    responses = torch.full(u.shape, end or 0, device=u.device)
+    for t in range(u.shape[1]):
+        cdf = (logits / temperature).softmax(-1).cumsum(-1)
+        ids = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
+        responses[:, t : t + 1] = ids
+        over = end is not None and t >= after and everywhere(policy, (responses[:, after : t + 1] == end).any(1).all())
+        if over or t + 1 == u.shape[1]:
+            policy.lm.train(training)
+            return responses
+        mask[:, width + t] = True
+        seen = mask if compiled else mask[:, : width + t + 1]
+        torch.compiler.cudagraph_mark_step_begin()
+        logits = step(None, ids, seen, mask.sum(1, keepdim=True) - 1, cache)[0]
+
+
+def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
+    """`rows` in groups of `size` of similar length, so that little is padded; a sum over rows does not depend on it."""
+    return rows[lengths[rows].argsort(stable=True)].split(size)
+
+
+# --- the algorithm ----------------------------------------------------------------------------------------------------
+
+
+def gradient_norm(model: Any) -> Tensor:
+    """L2 norm of all gradients; those of a sharded model are put together."""
+    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
+        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
+        return torch.as_tensor(norm, device=model.device).float()
+    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
+        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
+        return torch.as_tensor(norm, device=model.device).float()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def check_finite(accelerator: Any, tensors: dict[str, Tensor]) -> None:
+    """FloatingPointError, on all ranks, that names the first rank and tensor with a NaN or an infinity in it."""
+    bad = torch.stack([(~x.isfinite()).any().float() for x in tensors.values()])
+    if places := accelerator.gather(bad.unsqueeze(0)).nonzero().tolist():
+        rank, which = places[0]
+        raise FloatingPointError(f"rank {rank}: {list(tensors)[which]} is not finite")
+
+
 def label_rewards(model: Any, labels: list[Label], device: Any) -> tuple[Tensor, Tensor]:
     """Rewards (B, N) of every response to its query, and which is best (B,)."""
     rewards = reward_trees(model, [[query, *responses] for query, responses, _ in labels], device)
@@ -784,6 +820,17 @@ def normalize(rewards: Tensor, gain: Tensor, bias: Tensor) -> dict[str, float]:
     return {"mean": mean.item(), "std": std.item()}
 
 
+# --- metrics and evaluation -------------------------------------------------------------------------------------------
+
+
+def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
+    """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)
+    totals = accelerator.reduce(torch.stack([torch.stack(pair).double().sum(0) for pair in pairs])).tolist()
+    return {name: total / count for name, (total, count) in zip(names, totals, strict=True)}
+
+
 @torch.no_grad()
 def score_labels(accelerator: Any, reward: RewardModel, labels: list[Label], args: Args) -> Tensor:
     """Rewards (number of labels, N) of all held-out responses, each rank doing its share."""
@@ -796,34 +843,6 @@ def score_labels(accelerator: Any, reward: RewardModel, labels: list[Label], arg
     for i in range(0, share, args.micro_batch_size):
         rewards.append(label_rewards(reward, mine[i : i + args.micro_batch_size], accelerator.device)[0])
     return accelerator.gather(torch.cat(rewards))[: len(labels)]
-
-
-def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
-    """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
-    names = list(dict.fromkeys(name for record in records for name in record))
-    pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)
-    totals = accelerator.reduce(torch.stack([torch.stack(pair).double().sum(0) for pair in pairs])).tolist()
-    return {name: total / count for name, (total, count) in zip(names, totals, strict=True)}
-
-
-def gradient_norm(model: Any) -> Tensor:
-    """L2 norm of all gradients; those of a sharded model are put together."""
-    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
-        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
-        return torch.as_tensor(norm, device=model.device).float()
-    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
-        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
-        return torch.as_tensor(norm, device=model.device).float()
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-def check_finite(accelerator: Any, tensors: dict[str, Tensor]) -> None:
-    """FloatingPointError, on all ranks, that names the first rank and tensor with a NaN or an infinity in it."""
-    bad = torch.stack([(~x.isfinite()).any().float() for x in tensors.values()])
-    if places := accelerator.gather(bad.unsqueeze(0)).nonzero().tolist():
-        rank, which = places[0]
-        raise FloatingPointError(f"rank {rank}: {list(tensors)[which]} is not finite")
 
 
 class Interrupt:
@@ -848,17 +867,36 @@ def new_bar(total: int, done: int, disable: bool) -> Any:
     return tqdm(total=total, initial=done, unit=" episodes", disable=disable, dynamic_ncols=True, **there)
 
 
+def show_progress(bar: Any, episodes: int, figures: dict[str, float]) -> None:
+    """Episodes done, episodes per second and time left; where there is no terminal, one plain line per minute."""
+    bar.set_postfix({name: f"{x:.3g}" for name, x in figures.items()}, refresh=False)
+    if (bar.update(episodes) or bar.n >= bar.total) and not bar.disable and not sys.stderr.isatty():
+        sys.stderr.write(f"{bar}\n")
+
+
 def append(folder: Path, metrics: dict[str, float]) -> None:
     """One line more in metrics.jsonl."""
     with writing(folder), (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics) + "\n")
 
 
-def show_progress(bar: Any, episodes: int, figures: dict[str, float]) -> None:
-    """Episodes done, episodes per second and time left; where there is no terminal, one plain line per minute."""
-    bar.set_postfix({name: f"{x:.3g}" for name, x in figures.items()}, refresh=False)
-    if (bar.update(episodes) or bar.n >= bar.total) and not bar.disable and not sys.stderr.isatty():
-        sys.stderr.write(f"{bar}\n")
+# --- the folder of a run: checkpoints, logs, models -------------------------------------------------------------------
+
+
+def sync(*paths: Path) -> None:
+    """Wait until these files and folders are on the disk."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def publish(new: Path, path: Path) -> Path:
+    """Rename the folder `new` to `path` when all of it is on the disk: what bears that name is complete."""
+    sync(*new.rglob("*"), new)
+    new.rename(path)
+    sync(path.parent)
+    return path
 
 
 def digests(path: Path) -> dict[str, str]:
@@ -932,22 +970,6 @@ def find_checkpoint(args: Args, preset: str) -> tuple[Args, Path, Path | None, d
     return args, folder, None, {}
 
 
-def sync(*paths: Path) -> None:
-    """Wait until these files and folders are on the disk."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
-def publish(new: Path, path: Path) -> Path:
-    """Rename the folder `new` to `path` when all of it is on the disk: what bears that name is complete."""
-    sync(*new.rglob("*"), new)
-    new.rename(path)
-    sync(path.parent)
-    return path
-
-
 def prune(folder: Path, updates: int, keep: int) -> None:
     """Remove all checkpoints, finished or not, but the last `keep` of up to `updates` updates."""
     kept = sorted(path for path in folder.glob(CHECKPOINT) if path.name <= f"{updates:07d}")[-keep:]
@@ -963,8 +985,6 @@ def save_checkpoint(
     Queries, sampling and shuffles are functions of --seed, update and rank: no random state has to be kept. Weights
     with a NaN are not written, and nothing over an older checkpoint of the same update. Returns the newest one.
     """
-    if hasattr(model, "was_step_applied"):
-        return warn("DeepSpeed's optimizer state is not kept: this run cannot be resumed")
     if hasattr(model, "was_step_applied"):
         return warn("DeepSpeed's optimizer state is not kept: this run cannot be resumed")
     options, moments = StateDictOptions(full_state_dict=True, cpu_offload=True), {"state": {}, "param_groups": []}
@@ -1076,6 +1096,9 @@ def show_labels(folder: Path, labels: list[Label], rewards: list[list[float]], t
                     first, "*" if j == best else "", escape(text), f"{value:.2f}", end_section=j == rows[-1][2]
                 )
     Console().print(table)
+
+
+# --- main -------------------------------------------------------------------------------------------------------------
 
 
 def main(preset: str, args: Args) -> None:

@@ -117,9 +117,9 @@ def assert_schedules(rows: list[dict[str, Any]], lr: float, coefficient: float, 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_args_json_says_with_what_a_run_was_made(runs: SimpleNamespace, two: SimpleNamespace, world: int) -> None:
-    made = {1: runs, 2: two}[world]
+    made, found = {1: runs, 2: two}[world], str(runs.reward.relative_to(runs.folder) / "reward_model")
     for folder, script, expected in (
-        (made.ppo, "ppo_rlhf", ppo_args(output_dir=None if world == 1 else f"two/{PPO}")),
+        (made.ppo, "ppo_rlhf", ppo_args(output_dir=None if world == 1 else f"two/{PPO}", reward_model=found)),
         (made.reward, "train_reward", train_reward.Args(num_labels=64, normalization_samples=64)),
     ):
         record = json.loads((folder / "args.json").read_text())
@@ -522,8 +522,8 @@ def test_a_table_without_held_out_rows_is_trained_on_whole(tmp_path: Path) -> No
 
 def test_a_run_needs_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    folder = ppo_rlhf.open_output_dir(ppo_args(output_dir=str(tmp_path / "out")), "tiny")
-    assert json.loads((folder / "args.json").read_text())["commit"] == ""
+    ppo_rlhf.open_output_dir(tmp_path / "out", ppo_args(), "tiny", 0)
+    assert json.loads((tmp_path / "out/args.json").read_text())["commit"] == ""
 
 
 # Presets: the values of OpenAI's launch.py
