@@ -1084,6 +1084,8 @@ def load_checkpoint(path: Path, state: dict[str, Any], model: Any, optimizer: An
     for name, x in load_file(path / "optimizer.safetensors").items():
         parameter, _, key = name.rpartition(":")
         moments["state"].setdefault(parameter, {})[key] = x
+    if hasattr(model, "reshard"):  # FSDP2: the last forward pass has left some weights whole
+        model.reshard()
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, load_file(path / "model.safetensors"), options=options)
     if moments["state"]:
