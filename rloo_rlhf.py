@@ -12,9 +12,9 @@ Details of RLHF with PPO" (Huang et al. 2024).
     python rloo_rlhf.py sentiment --dtype bf16 --track              # OpenAI's sentiment task on one GPU
     accelerate launch --num_processes 8 rloo_rlhf.py sentiment      # the same on eight: batch sizes are global
 
-Unlike the original, queries are padded on the left (equal results: positions count real tokens) and cut to the longest
-of their micro-batch; padding is a mask and no token, so that no tokenizer's pad or eos is taken for it; the order of
-queries comes from --seed; any number of devices draws the same responses.
+Unlike the original, queries are padded on the left to sample, and packed without padding after that (equal results:
+positions count real tokens); padding is a mask and no token, so that no tokenizer's pad or eos is taken for it; the
+order of queries comes from --seed; any number of devices draws the same responses.
 
 Shapes: B sequences (K per query, next to each other; K = 1 in PPO), P context tokens (padded on the left), R response
 tokens, V vocabulary, d hidden size.
@@ -267,7 +267,7 @@ def check_shards(where: str) -> None:
 def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> Any:
     """A tokenizer, or a model in fp32 with all its weights (safetensors only) and, as the original, without dropout.
 
-    Attention is eager on the CPU, where it is 3 to 4 times faster than the fused kernel after fast_matmul.
+    Attention is eager on the CPU, where it is 3 to 4 times faster than the fused kernel after fast_math.
     """
     hint = "a local folder with config.json, model.safetensors and tokenizer would do"
     if is_model := auto_class is not AutoTokenizer:
@@ -834,9 +834,6 @@ def rloo_loss(
 
 def gradient_norm(model: Any) -> Tensor:
     """L2 norm of all gradients; those of a sharded model are put together."""
-    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
-        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
-        return torch.as_tensor(norm, device=model.device).float()
     if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
         norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
         return torch.as_tensor(norm, device=model.device).float()

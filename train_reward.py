@@ -13,7 +13,7 @@ Labels are best-of-N token rows (columns query, sample0, sample1, .., best; padd
 prompt, chosen, rejected; strings or lists of messages). The result is a Hugging Face folder, reward_model/ in the run's
 folder, that ppo_rlhf.py and AutoModelForSequenceClassification load.
 
-Shapes: B comparisons, N responses in each, T tokens of query and response (padded on the left), d hidden size.
+Shapes: B comparisons, N responses in each, T tokens of query and response, d hidden size.
 """
 
 import contextlib
@@ -247,7 +247,7 @@ def check_shards(where: str) -> None:
 def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> Any:
     """A tokenizer, or a model in fp32 with all its weights (safetensors only) and, as the original, without dropout.
 
-    Attention is eager on the CPU, where it is 3 to 4 times faster than the fused kernel after fast_matmul.
+    Attention is eager on the CPU, where it is 3 to 4 times faster than the fused kernel after fast_math.
     """
     hint = "a local folder with config.json, model.safetensors and tokenizer would do"
     if is_model := auto_class is not AutoTokenizer:
@@ -731,9 +731,6 @@ def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...
 
 def gradient_norm(model: Any) -> Tensor:
     """L2 norm of all gradients; those of a sharded model are put together."""
-    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
-        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
-        return torch.as_tensor(norm, device=model.device).float()
     if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
         norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
         return torch.as_tensor(norm, device=model.device).float()

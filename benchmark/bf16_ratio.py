@@ -112,7 +112,8 @@ def through_update(algorithm: str, lm: Any, batch: dict[str, Tensor], dtype: str
     with torch.no_grad(), accelerator.autocast():
         for part in rloo_rlhf.micro_batches(torch.arange(rows), batch["lengths"], size):
             batch["logprobs"][part] = script.forward_response(actor, batch, part, TEMPERATURE)[0]
-    noise = torch.randn(batch["logprobs"].shape, generator=torch.Generator().manual_seed(0)).to(batch["responses"].device)
+    noise = torch.randn(batch["logprobs"].shape, generator=torch.Generator().manual_seed(0))
+    noise = noise.to(batch["responses"].device)
     batch |= {"rewards": noise, "advantages": noise.sum(-1)}
     args = SimpleNamespace(
         temperature=TEMPERATURE, micro_batch_size=micro, rloo_k=copies, cliprange=CLIPRANGE, cliprange_value=0.2,

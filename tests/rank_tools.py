@@ -122,9 +122,7 @@ def update(script: str, given: SimpleNamespace, parts: Any, accumulate: int) -> 
     GradientState._reset_state()
     module, records = importlib.import_module(script[:-3]), []
     handlers = [accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)]
-    accelerator = accelerate.Accelerator(
-        cpu=True, gradient_accumulation_steps=accumulate, kwargs_handlers=handlers
-    )
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate, kwargs_handlers=handlers)
     optimizer = AdamTF(given.model.parameters(), lr=1e-3, eps=1e-5)
     model, optimizer = accelerator.prepare(given.model, optimizer)
     function = getattr(module, ALGORITHMS[script][1])

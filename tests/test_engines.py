@@ -137,7 +137,9 @@ def test_a_response_that_ends_on_one_rank_waits_for_the_others(tmp_path: Path) -
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_settings_ask_for_their_engine_and_leave_the_numbers_to_the_flags(engine: str) -> None:
     env = environment(engine)
-    assert (env.get("ACCELERATE_USE_FSDP"), env.get("FSDP_VERSION")) == (("true", "2") if engine == "fsdp2" else (None,) * 2)
+    assert (env.get("ACCELERATE_USE_FSDP"), env.get("FSDP_VERSION")) == (
+        ("true", "2") if engine == "fsdp2" else (None,) * 2
+    )
     assert env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == {"zero2": "2", "zero3": "3"}.get(engine)
     assert ("ACCELERATE_USE_DEEPSPEED" in env) == ("zero" in engine)
     assert env["ACCELERATE_MIXED_PRECISION"] == "no"  # --dtype decides

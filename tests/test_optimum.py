@@ -56,8 +56,8 @@ def train(algorithm: str, seed: int) -> tuple[float, float, float]:
     start = objective(policy, log_rho, rewards)
     n, k = (EPISODES, 1) if algorithm == "ppo" else (EPISODES // 4, 4)
     args = SimpleNamespace(
-        temperature=1.0, mask_truncated=False, compile=False, truncate_after=0, micro_batch_size=EPISODES, cliprange=0.2,
-        cliprange_value=0.2,
+        temperature=1.0, mask_truncated=False, compile=False, truncate_after=0, micro_batch_size=EPISODES,
+        cliprange=0.2, cliprange_value=0.2,
         vf_coef=0.1, gamma=1.0, lam=0.95, whiten_rewards=False, rloo_k=k, token_level=False,
     )  # fmt: skip
     accelerator = Accelerator(cpu=True)
