@@ -1316,6 +1316,7 @@ def main(preset: str, args: Args) -> None:
             plot_curves(folder, "ppo/episode", curves)
             show_samples(folder, before, after)
             save_model(folder / "policy", actor.lm, tokenizer, weights)
+    policy, optimizer = accelerator.free_memory(policy, optimizer)  # first the model, or gloo can wait for ever
     accelerator.end_training()
 
 

@@ -1217,6 +1217,7 @@ def main(preset: str, args: Args) -> None:
         accuracy, constant = (statistics.get(f"test/{name}", math.nan) for name in ("accuracy", "constant"))
         figures = f"accuracy on {len(held_out)} held-out labels {accuracy:.3f} (best constant {constant:.3f})"
         Console().print(f"{figures}; {saved} is the model", soft_wrap=True)
+    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # first the model, or gloo can wait for ever
     accelerator.end_training()
 
 

@@ -60,7 +60,7 @@ def on_ranks(world: int, folder: Path, function: Callable[..., Any], *values: An
 
 
 def problem(script: str, ranks: Sequence[int], token_level: bool = False) -> SimpleNamespace:
-    """A random model, and the rollouts and shuffles of each of these ranks; the ranks' masks are of different lengths."""
+    """A random model, and rollouts and shuffles of each of these ranks, whose masks are of different lengths."""
     import torch
     from tiny_models import make_actor, make_config, random_rows, randomize
     from transformers import AutoModelForSequenceClassification
@@ -206,3 +206,56 @@ def early_end() -> dict[str, Any]:
     many = len(calls)
     cut = ppo_rlhf.sample(policy, *inputs, ends[0].item(), 0)
     return {"whole": whole.tolist(), "cut": cut.tolist(), "calls": [many, len(calls) - many]}
+
+
+def replay(files: Sequence[str]) -> list[dict[str, Any]]:
+    """On a rank: its recorded steps of PPO through ppo_update; gradients of the first minibatch and weights after."""
+    import math
+    import re
+
+    import numpy as np
+    import torch
+    from accelerate import Accelerator
+    from golden_tools import folder_of, load_actor, load_golden, named_weights, rows_of, script_args
+
+    import ppo_rlhf
+    from tf_adam import AdamTF
+
+    rank, world, found = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), []
+    arrays, record = load_golden(Path(files[rank]))
+    args = script_args(record["hparams"])
+    args.micro_batch_size = args.batch_size // world // args.num_minibatches // 2  # two micro-batches
+    actor = load_actor(folder_of(Path(files[rank]), "hf_policy"))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    policy, optimizer = accelerator.prepare(actor, AdamTF(actor.parameters(), lr=args.lr, eps=1e-5))
+    num_updates, kl_coef = math.ceil(args.total_episodes / args.batch_size), args.kl_coef
+    shuffle = np.random.RandomState(args.seed + 100_003 * rank)
+    for i, step in enumerate(sorted({key.split("/")[0] for key in arrays if re.match(r"s\d+/rollout", key)})):
+        given = {name: torch.from_numpy(arrays[f"{step}/rollout/{name}"])
+                 for name in ("logprobs", "values", "ref_logprobs", "scores")}  # fmt: skip
+        contexts = rows_of(arrays[f"{step}/rollout/queries"], actor.lm.config.vocab_size)
+        responses = torch.from_numpy(arrays[f"{step}/rollout/responses"]).long()
+        batch = {"responses": responses, "kept": torch.ones_like(responses, dtype=torch.bool)} | given
+        batch["trees"] = ppo_rlhf.grow(contexts, responses[:, :-1].tolist())
+        batch["lengths"] = torch.tensor([len(row) for row in contexts])
+        log_ratio = batch["logprobs"] - batch["ref_logprobs"]
+        batch["rewards"] = ppo_rlhf.token_rewards(batch["scores"], log_ratio, batch["kept"], kl_coef)
+        perms = np.stack([shuffle.permutation(len(contexts)) for _ in range(args.num_epochs)])
+        assert np.array_equal(perms, arrays[f"{step}/perms"])
+        epochs = torch.from_numpy(perms).view(args.num_epochs, args.num_minibatches, -1)
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - i / num_updates)
+        before, first = {name: x.detach().numpy().copy() for name, x in named_weights(actor).items()}, []
+        handle = optimizer.optimizer.register_step_pre_hook(
+            lambda *_, first=first: first.append(
+                {name: x.grad.numpy().copy() for name, x in named_weights(actor).items()} if not first else None
+            )
+        )
+        ppo_rlhf.ppo_update(accelerator, policy, optimizer, batch, epochs, args)
+        handle.remove()
+        if args.kl_target is not None:
+            kl = accelerator.gather(log_ratio.sum(1)).mean().item()
+            kl_coef = ppo_rlhf.adapt_kl_coef(kl_coef, kl, args.kl_target, args.batch_size / args.kl_horizon)
+        weights = {name: x.detach().numpy().copy() for name, x in named_weights(actor).items()}
+        found.append({"before": before, "weights": weights, "gradients": first[0], "kl_coef": kl_coef})
+        found[-1]["kl_coef_recorded"] = float(arrays[f"{step}/kl_coef_after"])
+    return found

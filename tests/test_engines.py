@@ -1,4 +1,4 @@
-"""FSDP2 and DeepSpeed: the same scripts, two processes that share the weights, the answers of DistributedDataParallel."""
+"""FSDP2 and DeepSpeed: the same scripts on two processes that share the weights give what DDP gives."""
 
 import functools
 import importlib.util

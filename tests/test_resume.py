@@ -387,6 +387,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     folder = unfinished[script]
     damage("flipped", "optimizer.safetensors", folder)
     shutil.copytree(folder / "out/checkpoints/0000003", folder / "out/checkpoints/0000002.tmp")
+    (folder / f"out/{MODEL[script]}.tmp").mkdir()
+    (folder / f"out/{MODEL[script]}.tmp/shard-2.safetensors").touch()
     with (folder / "out/metrics.jsonl").open("a") as file:
         file.write('{"half of a li')
     code, errors = go_on(script, folder)
