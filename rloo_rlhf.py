@@ -703,7 +703,8 @@ def sample(
             return responses
         mask[:, width + t] = True
         seen = mask if compiled else mask[:, : width + t + 1]
-        torch.compiler.cudagraph_mark_step_begin()
+        if compiled:
+            torch.compiler.cudagraph_mark_step_begin()
         logits = step(None, ids, seen, mask.sum(1, keepdim=True) - 1, cache)[0]
 
 

@@ -49,7 +49,7 @@ def write(name: str, tag: str, args: argparse.Namespace, rows: list[dict[str, An
         "scripts_changed_since": git("diff", "--name-only", "HEAD", "--", *SCRIPTS).split(),
         "versions": {module.__name__: module.__version__ for module in (torch, transformers, accelerate)},
         "machine": machine(),
-        "args": vars(args),
+        "args": {name: x for name, x in vars(args).items() if name != "trl_dir"},
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{tag}.json"

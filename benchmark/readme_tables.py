@@ -235,8 +235,9 @@ BLOCKS = {
     "memory": memory_table,
     "speed": speed_table,
     "bars": bars_table,
-    "scaling": scaling_table,
 }
+if any(RESULTS.glob("scaling-*.json")):
+    BLOCKS["scaling"] = scaling_table
 
 
 def main() -> None:

@@ -188,6 +188,18 @@ def whole(script: str, words: Sequence[str], folders: Sequence[str]) -> dict[str
     return {"betas": betas, "shares": shares}
 
 
+def launched(script: str, words: Sequence[str], folder: str) -> None:
+    """On a rank that torchrun's agent has started: the script; what it prints goes next to the folder."""
+    file = f"{folder}-rank{os.environ['RANK']}"
+    Path(f"{file}.pid").write_text(str(os.getpid()))
+    handle = os.open(f"{file}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+    sys.stdout = sys.stderr = os.fdopen(os.dup(handle), "w", buffering=1)
+    sys.path.insert(0, str(ROOT))
+    whole(script, words, [folder])
+
+
 def early_end() -> dict[str, Any]:
     """On a rank: sampling from a sharded model where the first rank's response ends at once, the others' do not."""
     import torch

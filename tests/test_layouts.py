@@ -1,8 +1,9 @@
 """One answer for every layout: processes share a batch, and the update is that of one process that accumulates."""
 
 import functools
+import os
 import shutil
-import subprocess
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ from typing import Any
 import fork_tools
 import pytest
 import torch
-from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO, WORDS
-from rank_tools import EPOCHS, MINIBATCHES, ROWS, on_ranks, problem, update, updates, whole
-from run_tools import read_lines, start
+from rank_tools import EPOCHS, MINIBATCHES, ROWS, launched, on_ranks, problem, update, updates, whole
+from run_tools import read_lines
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import ppo_rlhf
 from tf_adam import AdamTF
@@ -144,7 +146,7 @@ def test_the_first_rank_alone_writes(kit: Path, runs: Any) -> None:
 
 
 def test_a_rank_that_raises_ends_the_job_with_its_message(kit: Path, tmp_path: Path) -> None:
-    """At the second update, in its reward function; the launcher is accelerate's, with the FSDP2 settings."""
+    """At the second update, in its reward function, under torchrun's agent (its command imports all libraries anew)."""
     folder = Path(shutil.copytree(kit, tmp_path / "folder"))
     (folder / "taste.py").write_text(
         "import os\n"
@@ -155,14 +157,17 @@ def test_a_rank_that_raises_ends_the_job_with_its_message(kit: Path, tmp_path: P
         "        raise ValueError('no taste today')\n"
         "    return [0.0] * len(responses)\n"
     )
-    settings = ROOT / "benchmark" / "accelerate" / "fsdp2.yaml"
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(settings), "--num_processes", "2"]
-    words = [*launch, "--main_process_port", "0", str(ROOT / PPO), *WORDS[PPO], "--reward_fn", "taste:taste"]
-    begin = time.monotonic()
-    process = start(words, folder)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0 and time.monotonic() - begin < 100
-    assert "rank 1: --reward_fn taste:taste: gave no rewards: no taste today" in errors
+    config = LaunchConfig(1, 1, 2, run_id="raise", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
+    config.start_method, begin = "forkserver", time.monotonic()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    with pytest.raises(ChildFailedError):
+        elastic_launch(config, launched)(PPO, [*WORDS[PPO], "--reward_fn", "taste:taste"], str(folder))
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert time.monotonic() - begin < 60
+    errors = [Path(f"{folder}-rank{rank}.err").read_text() for rank in (0, 1)]
+    assert "rank 1: --reward_fn taste:taste: gave no rewards: no taste today" in errors[1]
     assert len(read_lines(folder / "out/metrics.jsonl")) == 1
-    left = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False)
-    assert left.stdout == ""
+    for file in tmp_path.glob("*.pid"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)

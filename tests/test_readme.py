@@ -29,6 +29,7 @@ def test_every_flag_that_is_shown_exists() -> None:
         "num_processes",
         "multi_gpu",
         "cpu",
+        "config_file",
     }  # of other programs
     assert len(flags) > 5
     assert [flag for flag in flags if not re.search(rf"^    {flag}: ", scripts, re.M)] == []

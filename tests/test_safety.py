@@ -199,11 +199,11 @@ def test_texts_that_look_like_paths_stay_texts(folder: Path) -> None:
     """No file is made but in the folder of the run, whatever the data say."""
     tokenizer = json.loads((folder / "model/tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    for i, path in enumerate(("../../up", "/tmp/absolute", "..\\up", "out/../../x", "\x00", "~/home")):
+    for i, path in enumerate(("../../up", "/absolute/path", "..\\up", "out/../../x", "\x00", "~/home")):
         vocabulary[path] = vocabulary.pop(f"w{i + 1}")
     for model in ("model", "judge"):
         (folder / model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    rows = [{"text": f"../../up /tmp/absolute w{i}"} for i in range(9, 30)]
+    rows = [{"text": f"../../up /absolute/path w{i}"} for i in range(9, 30)]
     (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     log = folder.with_name("log")
     before = {file for file in folder.parent.rglob("*") if file.is_file()}
