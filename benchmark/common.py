@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import accelerate
 import numpy as np
@@ -121,6 +121,41 @@ def in_child(*words: str) -> dict[str, Any]:
     """The JSON object that this very command, given more words, prints as its last line."""
     done = subprocess.run([sys.executable, *sys.argv, *words], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+class Worker:
+    """A process that answers each line of JSON with one: its other output goes to a file, for the error message."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
+        self.name, self.log, pipe = name, tempfile.TemporaryFile("w+"), subprocess.PIPE
+        environment = os.environ | (environment or {})
+        command = [sys.executable, *command]
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=environment)
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The worker's answer; its last words where there is none."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            self.log.seek(0)
+            raise SystemExit(f"{self.name} has ended:\n{self.log.read()[-3000:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the worker."""
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def private_stdout() -> Iterator[TextIO]:
+    """In a worker, the real stdout for answers; whatever else is printed goes to stderr."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        yield answers
 
 
 def random_contexts(lengths: Sequence[int], vocabulary: int, seed: int) -> list[list[int]]:

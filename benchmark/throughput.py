@@ -1,7 +1,8 @@
 """Seconds per update, phase by phase: the scripts against plain PyTorch (plain.py), and against the machine's floor.
 
-All contenders are in one process and take turns, one update each; medians count. Before that, each pair of them updates
-on the same responses, which warms them up; in fp32 both must then have the same parameters.
+Every contender is in a process of its own, so that no setting of one, its allocator's say, is another's. They take
+turns, one update each, while the others wait; medians count, after an update that warms up. Before that, ours and plain
+make one update on the same responses; in fp32 both must then have the same parameters.
 
     sample     responses
     score      log-probabilities of policy and reference, values, rewards
@@ -14,10 +15,10 @@ already yields its log-probability), reference and reward model, three times tha
 response tokens only, attention, and in RLOO a query once for its K responses.
 
 Contenders that are not in by default: `plain-fp32-...`, the plain version in fp32 whatever --dtype says, and `trl-...`,
-TRL's trainers in processes of their own (trl_peer.py), which take turns like the others. With --memory, every contender
-has a process of its own for two updates: peak memory instead of seconds, defined as in memory_speed.py.
+TRL's trainers (trl_peer.py). With --memory, every contender makes two updates alone: peak memory instead of seconds,
+defined as in memory_speed.py.
 
-    python benchmark/throughput.py --shape tiny --queries book
+    python benchmark/throughput.py --queries tiny --query_length 32 --batch_size 128      # the embedded default
     python benchmark/throughput.py --shape gpt2 --batch_size 16 --num_epochs 1 --repeats 2
     python benchmark/throughput.py --contenders ours-ppo plain-ppo trl-ppo
     python benchmark/throughput.py --memory
@@ -29,7 +30,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from plain import Plain, PlainFrozen
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 from trl_peer import FOLDER, Peer
 
@@ -55,59 +55,62 @@ DEFAULT = [name for name, (impl, _) in CONTENDERS.items() if impl in ("ours", "p
 
 
 class Setting:
-    """What all contenders of a run share: the model's folder, sizes, queries and frozen models."""
+    """What all contenders of a run share: the model's folder, sizes and queries."""
 
-    def __init__(self, options: argparse.Namespace, folder: str, device: torch.device) -> None:
+    def __init__(self, options: argparse.Namespace, folder: str) -> None:
         names = ("batch_size", "micro_batch_size", "response_length", "num_epochs", "num_minibatches", "dtype")
         self.sizes = {name: getattr(options, name) for name in names} | {"query_length": options.query_length}
         self.sizes |= {"penalty_mode": "add"}  # random models seldom end: replaced, all rewards would be equal
-        self.options, self.folder, self.device, self.frozen = options, folder, device, {}
+        self.options, self.folder = options, folder
         self.vocabulary = AutoConfig.from_pretrained(folder).vocab_size
         rng, longest, count = np.random.default_rng(0), options.query_length, options.batch_size
-        book = rng.geometric(1 / 16, count).clip(1, longest)
-        self.lengths = book if options.queries == "book" else np.full(count, longest)
-
-    def shared(self, name: str, make: Callable[[], Any]) -> Any:
-        """Frozen models, made once."""
-        if name not in self.frozen:
-            self.frozen[name] = make()
-        return self.frozen[name]
+        if options.queries == "tiny":
+            args = ppo_rlhf.Args()
+            tokenizer = ppo_rlhf.load(AutoTokenizer, args.base_model, "--base_model", args)
+            self.lengths = np.array([*map(len, ppo_rlhf.load_queries(tokenizer, args, count, 1)[0])])[:count]
+        else:
+            book = rng.geometric(1 / 16, count).clip(1, longest)
+            self.lengths = book if options.queries == "book" else np.full(count, longest)
 
     def contexts(self, copies: int) -> list[list[int]]:
         """One query per `copies` episodes, so that every contender has the same number of episodes."""
         return common.random_contexts(self.lengths[::copies], self.vocabulary, 0)
 
-    def make(self, name: str) -> "Contender | Peer":
-        """A contender, by name."""
+    def args(self, name: str) -> Any:
+        """Settings of a contender."""
         impl, algorithm = CONTENDERS[name]
         sizes = self.sizes | ({"rloo_k": self.options.rloo_k} if algorithm == "rloo" else {})
         if impl == "plain-fp32":
             sizes["dtype"] = "fp32"
-        if impl != "trl":
-            return Contender(impl, algorithm, self, sizes)
-        args = (ppo_rlhf if algorithm == "ppo" else rloo_rlhf).Args(kl_target=None, **sizes)
-        trl_dir = Path(self.options.trl_dir or FOLDER)
-        return Peer(algorithm, self.folder, self.contexts(sizes.get("rloo_k", 1)), args, trl_dir)
+        return (ppo_rlhf if algorithm == "ppo" else rloo_rlhf).Args(kl_target=None, **sizes)
+
+    def start(self, name: str) -> "common.Worker":
+        """A contender in a process of its own."""
+        if name.startswith("trl"):
+            args = self.args(name)
+            contexts, trl_dir = self.contexts(getattr(args, "rloo_k", 1)), Path(self.options.trl_dir or FOLDER)
+            return Peer(CONTENDERS[name][1], self.folder, contexts, args, trl_dir)
+        worker = common.Worker(name, [*sys.argv, "--worker", name, self.folder])
+        worker.ask({})  # it is ready when it has made an update
+        return worker
 
 
 class Contender:
     """Something that updates: `update` returns its Clock; `run` may take responses to work on, as Plain's does."""
 
-    def __init__(self, impl: str, algorithm: str, setting: Setting, sizes: dict[str, Any]) -> None:
-        folder, device = setting.folder, setting.device
-        self.algorithm, self.copies = algorithm, sizes.get("rloo_k", 1)
+    def __init__(self, name: str, setting: Setting) -> None:
+        (impl, self.algorithm), folder, device = CONTENDERS[name], setting.folder, common.device()
+        self.args = args = setting.args(name)
         if impl == "ours":
-            self.run = Ours(algorithm, folder, device, **sizes)
-            self.module, self.args = self.run.actor, self.run.args
-            self.frozen = setting.shared(impl, lambda: Frozen(folder, self.args, device))
+            sizes = setting.sizes | ({"rloo_k": args.rloo_k} if self.algorithm == "rloo" else {})
+            self.run = Ours(self.algorithm, folder, device, **sizes)
+            self.module, self.frozen = self.run.actor, Frozen(folder, args, device)
         else:
-            self.args = (ppo_rlhf if algorithm == "ppo" else rloo_rlhf).Args(kl_target=None, **sizes)
             fast = setting.options.plain_matmul == "fast"
-            self.run = Plain(algorithm, folder, device, setting.options.query_length, self.args, fast)
-            self.module = self.run.model
-            self.frozen = setting.shared("plain", lambda: PlainFrozen(folder, device))  # fp32 weights in any dtype
+            self.run = Plain(self.algorithm, folder, device, args.query_length, args, fast)
+            self.module, self.frozen = self.run.model, PlainFrozen(folder, device)  # fp32 weights in any dtype
         self.lm = getattr(self.module, "lm", self.module)
-        self.contexts = setting.contexts(self.copies)
+        self.contexts = setting.contexts(getattr(args, "rloo_k", 1))
 
     def update(self, **more: Any) -> dict[str, float]:
         """Seconds of one update, by phase."""
@@ -119,15 +122,25 @@ class Contender:
         return torch.cat([p.detach().flatten() for p in self.lm.parameters()])
 
 
-def same_work(ours: Contender, plain: Contender) -> float:
-    """One update of both on the responses of the first: how far the steps are apart, relative to their length."""
+def steps_apart(algorithm: str, setting: Setting) -> float:
+    """How far the steps of ours and plain are apart, relative to their length, after one update on equal responses."""
+    ours, plain = (Contender(f"{impl}-{algorithm}", setting) for impl in ("ours", "plain"))
     start = ours.weights()
     ours.update()
     responses = ours.run.batch["responses"]
     plain.update(responses=responses.reshape(-1, responses.shape[-1]))
-    plain.run.sample(*plain.run.pad(plain.contexts))  # it had nothing to sample yet
     step, other = ours.weights() - start, plain.weights() - start
     return ((step - other).norm() / step.norm()).item()
+
+
+def work(name: str, setting: Setting) -> None:
+    """A worker: one update for each line on stdin."""
+    with common.private_stdout() as answers:
+        contender = Contender(name, setting)
+        for _ in sys.stdin:
+            seconds = contender.update()
+            answers.write(json.dumps({"seconds": seconds, "scored": contender.run.scored}) + "\n")
+            answers.flush()
 
 
 def products(lm: Any, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -153,14 +166,15 @@ def rate(weights: list[Tensor], rows: int, dtype: torch.dtype, budget: float = 0
     return sum(2 * rows * w.numel() for w in weights) / best
 
 
-def floor(contender: Contender, setting: Setting) -> dict[str, Any]:
-    """Operations that the update cannot avoid, and the seconds that they take here, by phase."""
-    args, lm = contender.args, contender.lm
+def floor(algorithm: str, setting: Setting, lm: Any, scored: int) -> dict[str, Any]:
+    """Operations that the update cannot avoid, and the seconds that they take here, by phase. The reward model reads
+    `scored` tokens of responses.
+    """
+    args = setting.args(f"ours-{algorithm}")
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    ppo_rlhf.fast_math(setting.device, setting.options.dtype)
-    (trunk, head), k, length = products(lm, dtype), contender.copies, args.response_length
+    (trunk, head), k, length = products(lm, dtype), getattr(args, "rloo_k", 1), args.response_length
     config, inner = lm.config, sum(w.numel() for w in trunk)
-    queries = np.array([len(context) for context in contender.contexts])
+    queries = np.array([len(context) for context in setting.contexts(k)])
     episodes, fed = len(queries) * k, len(queries) * k * (length - 1)
     pairs = queries * (queries + 1) / 2 + k * ((length - 1) * queries + (length - 1) * length / 2)
     attention = 4 * config.num_hidden_layers * config.hidden_size * pairs.sum()
@@ -177,7 +191,7 @@ def floor(contender: Contender, setting: Setting) -> dict[str, Any]:
         + 4 * config.num_hidden_layers * config.hidden_size * (queries * (queries + 1) / 2).sum()
     )
     through = body / rates["trunk"] + logits / rates["head"]  # seconds of a pass over everything
-    reward = prompt + (body - prompt) * min(1.0, contender.run.scored / fed)
+    reward = prompt + (body - prompt) * min(1.0, scored / fed)
     operations = {
         "sample": body + logits,
         "score": body + logits + reward,
@@ -198,27 +212,22 @@ def floor(contender: Contender, setting: Setting) -> dict[str, Any]:
     }
 
 
-def lower(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The lower of two measurements of the floor."""
-    return min(first, second, key=lambda measured: measured["seconds"]["total"])
-
-
-def memory(name: str, folder: str, options: argparse.Namespace) -> dict[str, int]:
-    """Peak of two updates of one contender in this process, or in the worker of one that has its own."""
-    before = common.baseline(common.device())
-    contender = Setting(options, folder, common.device()).make(name)
+def memory(name: str, setting: Setting) -> dict[str, int]:
+    """Peak of two updates of one contender in this process, or in the worker of one of TRL's."""
+    if name.startswith("trl"):
+        worker = setting.start(name)
+        answers = [worker.ask({}) for _ in range(2)]
+        worker.close()
+        return answers[-1]["memory"]
+    before, contender = common.baseline(common.device()), Contender(name, setting)
     for _ in range(2):  # Adam has its averages after a step only, and they are to be there together with activations
         contender.update()
-    if isinstance(contender, Peer):
-        contender.close()
-        return contender.memory
     return common.used(common.device(), before)
 
 
-def measure_memory(options: argparse.Namespace) -> None:
+def measure_memory(options: argparse.Namespace, folder: str) -> None:
     """Peak memory of every contender, each in a process of its own."""
-    with common.model_folder(options.shape) as folder:
-        peaks = {name: common.in_child("--child", name, folder) for name in options.contenders}
+    peaks = {name: common.in_child("--peak", name, folder) for name in options.contenders}
     rows, table = [], Table("contender", "peak MB", "of plain")
     for name, row in peaks.items():
         row, plain = {"contender": name} | row, peaks.get(f"plain-{CONTENDERS[name][1]}")
@@ -230,45 +239,35 @@ def measure_memory(options: argparse.Namespace) -> None:
     Console(width=140).print(table, path.name, sep="\n")
 
 
-def warm_up(contenders: dict[str, Contender | Peer], dtype: str) -> dict[str, float]:
-    """One update of each; where ours and plain are both there, how far their steps are apart."""
-    apart, warm = {}, set()
-    for algorithm in ALGORITHMS:
-        pair = {name: contenders[name] for name in (f"ours-{algorithm}", f"plain-{algorithm}") if name in contenders}
-        if len(pair) == 2:
-            apart[algorithm] = same_work(*pair.values())
-            warm |= set(pair)
-            if dtype == "fp32" and not apart[algorithm] < 0.01:
-                raise SystemExit(f"{algorithm}: the steps of ours and plain are {apart[algorithm]:.2g} apart")
-    for name, contender in contenders.items():
-        if name not in warm:
-            contender.update()
-    return apart
-
-
-def measure_speed(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+def measure_speed(options: argparse.Namespace, folder: str, stack: contextlib.ExitStack) -> None:
     """Seconds of every contender, in turns."""
-    with common.model_folder(options.shape) as folder:
-        setting = Setting(options, folder, common.device())
-        contenders = {name: setting.make(name) for name in options.contenders}
-    for contender in contenders.values():
-        if isinstance(contender, Peer):
-            stack.callback(contender.close)
-    apart = warm_up(contenders, options.dtype)
-    names = {
-        a: next(f"{impl}-{a}" for impl in ("ours", "plain") if f"{impl}-{a}" in contenders) for a in measured(options)
+    setting, names, apart = Setting(options, folder), options.contenders, {}
+    algorithms = list(dict.fromkeys(CONTENDERS[name][1] for name in names))
+    for algorithm in algorithms:
+        if {f"ours-{algorithm}", f"plain-{algorithm}"} <= set(names):
+            apart[algorithm] = common.in_child("--check", algorithm, folder)
+            if options.dtype == "fp32" and not apart[algorithm] < 0.01:
+                raise SystemExit(f"{algorithm}: the steps of ours and plain are {apart[algorithm]:.2g} apart")
+    workers = {name: setting.start(name) for name in names}
+    for worker in workers.values():
+        stack.callback(worker.close)
+    scored = {
+        a: next(workers[f"{i}-{a}"].ask({})["scored"] for i in ("ours", "plain") if f"{i}-{a}" in workers)
+        for a in algorithms
     }
-    floors = {algorithm: floor(contenders[name], setting) for algorithm, name in names.items()}
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+    ppo_rlhf.fast_math(common.device(), options.dtype)
+    lm = ppo_rlhf.load(AutoModelForCausalLM, folder, "--shape", ppo_rlhf.Args()).to(common.device())
+    floors = {algorithm: floor(algorithm, setting, lm, scored[algorithm]) for algorithm in algorithms}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(options.repeats):
-        for name, contender in contenders.items():
-            runs[name].append(contender.update())
-    floors = {
-        algorithm: lower(floors[algorithm], floor(contenders[name], setting)) for algorithm, name in names.items()
-    }
+        for name, worker in workers.items():
+            runs[name].append(worker.ask({})["seconds"])
+    for algorithm in algorithms:
+        again = floor(algorithm, setting, lm, scored[algorithm])
+        floors[algorithm] = min(floors[algorithm], again, key=lambda measured: measured["seconds"]["total"])
     rows, table = [], Table("contender", "episodes/s", *(f"{phase} s" for phase in PHASES), "floor s", "of the floor")
-    for name, contender in contenders.items():
-        least = floors[contender.algorithm]
+    for name in names:
+        least = floors[CONTENDERS[name][1]]
         seconds = {phase: statistics.median(run[phase] for run in runs[name]) for phase in PHASES}
         row = {"contender": name, "seconds": seconds, "all_seconds": [run["total"] for run in runs[name]]}
         row |= {"episodes_per_second": options.batch_size / seconds["total"], "floor": least}
@@ -290,17 +289,13 @@ def measure_speed(options: argparse.Namespace, stack: contextlib.ExitStack) -> N
     Console(width=140).print(table, path.name, sep="\n")
 
 
-def measured(options: argparse.Namespace) -> list[str]:
-    """Algorithms of the contenders."""
-    return list(dict.fromkeys(CONTENDERS[name][1] for name in options.contenders))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tag", default=None, help="name of the record (default: shape, queries and dtype)")
     parser.add_argument("--contenders", nargs="+", default=DEFAULT, choices=CONTENDERS)
     parser.add_argument("--shape", default="tiny", help="tiny, gpt2 (124M, random weights), or a folder")
-    parser.add_argument("--queries", default="book", choices=["full", "book"], help="64 tokens each, or a mean of 16")
+    parser.add_argument("--queries", default="book", choices=["full", "book", "tiny"],
+                        help="--query_length tokens each, a mean of 16, or those of tiny/")  # fmt: skip
     parser.add_argument("--query_length", type=int, default=64)
     parser.add_argument("--response_length", type=int, default=24)
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
@@ -314,23 +309,27 @@ def main() -> None:
                         help="plain code leaves PyTorch's matrix product as it is, or sets the scripts'")  # fmt: skip
     parser.add_argument("--memory", action="store_true", help="peak memory instead of seconds")
     parser.add_argument("--trl_dir", default=None, help="where TRL's releases are installed (default: benchmark/.trl)")
-    parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)  # contender and folder, for memory
+    for part in PARTS:  # a contender or an algorithm, and the model's folder: what this file starts itself for
+        parser.add_argument(f"--{part}", nargs=2, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    child = vars(options).pop("child")
-    if child is not None:
-        sys.stdout.write(json.dumps(memory(*child, options)) + "\n")
-        return
-    options.tag = options.tag or f"{options.shape}-{options.queries}-{options.dtype}"
-    if options.memory:
-        options.tag += "-memory"
-        measure_memory(options)
-        return
-    for algorithm in measured(options):
+    options.tag = options.tag or f"{options.shape}-{options.queries}-{options.dtype}" + "-memory" * options.memory
+    parts = {part: vars(options).pop(part) for part in PARTS}
+    for part, words in parts.items():
+        if words is not None:
+            answer = PARTS[part](words[0], Setting(options, words[1]))
+            sys.stdout.write(json.dumps(answer) + "\n")
+            return
+    for algorithm in {CONTENDERS[name][1] for name in options.contenders}:
         if not {f"ours-{algorithm}", f"plain-{algorithm}"} & set(options.contenders):
             parser.error(f"--contenders: the floor of {algorithm} needs ours-{algorithm} or plain-{algorithm}")
-    with contextlib.ExitStack() as stack:
-        measure_speed(options, stack)
+    with common.model_folder(options.shape) as folder, contextlib.ExitStack() as stack:
+        if options.memory:
+            measure_memory(options, folder)
+        else:
+            measure_speed(options, folder, stack)
 
+
+PARTS = {"worker": work, "peak": memory, "check": steps_apart}
 
 if __name__ == "__main__":
     main()

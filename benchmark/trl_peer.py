@@ -30,7 +30,6 @@ epoch however many minibatches there are, and a loader that ends makes accelerat
 """
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
@@ -38,7 +37,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -72,46 +70,22 @@ def install(algorithm: str, folder: Path) -> Path:
     return target
 
 
-class Peer:
+class Peer(common.Worker):
     """A worker process, seen from outside: `update` is one update."""
 
     def __init__(self, algorithm: str, folder: str, contexts: list[list[int]], args: Any, trl_dir: Path) -> None:
-        self.algorithm, self.memory = algorithm, {}
-        self.log = tempfile.TemporaryFile("w+")
-        command = [sys.executable, str(Path(__file__)), algorithm, str(install(algorithm, trl_dir))]
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        environment = {"TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
         if torch.cuda.device_count() > 1:  # the Trainer would take them all
             environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         if args.dtype == "bf16" and algorithm == "ppo":
             environment["ACCELERATE_MIXED_PRECISION"] = "bf16"
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment
-        )
+        super().__init__(f"trl-{algorithm}", [__file__, algorithm, str(install(algorithm, trl_dir))], environment)
         names = (*SIZES, "temperature", "kl_coef", "lr", "adam_eps", "cliprange") + ("rloo_k",) * (algorithm == "rloo")
         self.ask({"folder": folder, "contexts": contexts} | {name: getattr(args, name) for name in names})
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The worker's answer; its last words where there is none."""
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(question) + "\n")
-            self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            self.process.wait()
-            self.log.seek(0)
-            raise SystemExit(f"trl-{self.algorithm} has ended:\n{self.log.read()[-3000:]}")
-        return json.loads(line)
-
-    def update(self) -> dict[str, float]:
-        """Seconds of one update, by phase; `memory` then has its peak so far."""
-        answer = self.ask({})
-        self.memory = answer["memory"]
-        return answer["seconds"]
-
-    def close(self) -> None:
-        """End the worker."""
-        self.process.stdin.close()
-        self.process.wait()
+    def update(self) -> dict[str, Any]:
+        """`seconds` of one update, by phase, and `memory`, its peak so far."""
+        return self.ask({})
 
 
 def seconds() -> float:
@@ -322,14 +296,6 @@ def make_rloo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
     return trainer
 
 
-@contextlib.contextmanager
-def private_stdout() -> Iterator[TextIO]:
-    """The real stdout for answers; whatever else is printed goes to stderr."""
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
-        yield answers
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="A worker of throughput.py: one JSON line in, one update, one out.")
     parser.add_argument("algorithm", choices=RELEASES)
@@ -339,7 +305,7 @@ def main() -> None:
     sys.path.insert(0, words.folder)
     importlib.import_module({"ppo": "trl.experimental.ppo", "rloo": "trl.trainer.rloo_trainer"}[words.algorithm])
     baseline = common.baseline(common.device())
-    with private_stdout() as answers, tempfile.TemporaryDirectory() as output_dir:
+    with common.private_stdout() as answers, tempfile.TemporaryDirectory() as output_dir:
         given = json.loads(sys.stdin.readline())
         turns = Turns(given, sys.stdin, answers, baseline)
         make = {"ppo": make_ppo, "rloo": make_rloo}[words.algorithm]

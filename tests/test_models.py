@@ -167,6 +167,45 @@ def test_logprobs_entropies_and_gradients_are_those_of_log_softmax(temperature: 
     assert (leaf.grad - plain.grad).abs().max() < 1e-6
 
 
+def test_mixed_precision_has_logits_in_fp32_and_their_gradients_as_exact_as_those_of_a_bf16_layer() -> None:
+    n, d, vocabulary = 60, 64, 20_000  # three blocks, the last of them smaller
+    hidden, weight, grad = (torch.randn(shape) for shape in ((n, d), (vocabulary, d), (n, vocabulary)))
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    logits = ppo_rlhf.Fp32Logits.apply(*leaves)
+    assert torch.equal(logits, hidden @ weight.T) and logits.dtype == torch.float32
+    ours = torch.autograd.grad(logits, leaves, grad)
+    exact = grad.double() @ weight.double(), grad.double().T @ hidden.double()
+    bf16 = torch.autograd.grad(torch.nn.functional.linear(*(x.bfloat16() for x in leaves)), leaves, grad.bfloat16())
+    for mine, layers, wanted in zip(ours, bf16, exact, strict=True):
+        assert mine.dtype == torch.float32 and mine.shape == wanted.shape
+        error, usual = ((x - wanted).norm() / wanted.norm() for x in (mine, layers))
+        assert 1e-4 < error < 1.05 * usual < 0.01
+
+
+def test_under_autocast_logits_equal_those_of_the_head_in_fp32_and_gradients_nearly(folder: Path) -> None:
+    """The passes below the head are the same in both: what differs is the head's backward pass."""
+    actor, cells = load_actor(folder), torch.arange(9)
+    ids, mask = ppo_rlhf.left_pad(random_rows((9,), seed=3), "cpu")
+    found = []
+    for is_mixed in (True, False):
+        actor.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            if is_mixed:
+                logits = ppo_rlhf.logits_at(actor.lm, cells, ids, mask)[0]
+            else:
+                hidden = ppo_rlhf.last_hidden(actor.lm, ids, mask)[0]
+                with torch.autocast("cpu", enabled=False):
+                    logits = actor.lm.get_output_embeddings()(hidden.float())
+        logits.log_softmax(-1)[:, 1].sum().backward()
+        grads = {key: p.grad for key, p in actor.lm.named_parameters() if p.grad is not None}
+        found.append((logits.detach(), grads))
+    (ours, ours_grads), (plain, plain_grads) = found
+    assert torch.equal(ours, plain) and ours_grads.keys() == plain_grads.keys()
+    for key, grad in plain_grads.items():
+        assert (ours_grads[key] - grad).norm() <= 0.03 * grad.norm() + 1e-6, key
+    assert any(not torch.equal(ours_grads[key], grad) for key, grad in plain_grads.items())
+
+
 def test_a_second_backward_pass_is_refused_as_the_first_has_overwritten_what_it_needs() -> None:
     logits = torch.randn(3, 5, requires_grad=True)
     total = ppo_rlhf.TokenLogprobs.apply(logits * 1, torch.tensor([0, 1, 2]), 1.0)[0].sum()

@@ -109,7 +109,7 @@ def test_a_reward_model_that_gives_no_numbers_is_refused_before_training(script:
 def test_a_policy_that_gives_no_numbers_stops_without_a_checkpoint_of_it(script: str, folder: Path) -> None:
     spoil(folder / "model")
     line = last_line(script, run(script, WORDS[script], folder))
-    assert line == "update 1, rank 0: log pi is not finite; the last good state is in no checkpoint"
+    assert line == "update 1, rank 0: logprobs is not finite; the last good state is in no checkpoint"
     assert not list(folder.glob("out/checkpoints/*"))
 
 
