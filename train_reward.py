@@ -56,21 +56,10 @@ from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DynamicCache,
-    StaticCache,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
@@ -531,7 +520,8 @@ def check_packing(flag: str, model: Any, length: int) -> None:
     """Stop unless packed texts of up to `length` tokens give what the model by itself does. With logits scaled after
     the head, a sliding window, alibi or a recurrent state it would be another model; no later check could see that.
     """
-    head, hint = model.get_output_embeddings() or model.score, "a plain causal language model would do"
+    is_lm, hint = model.get_output_embeddings() is not None, "a plain causal language model would do"
+    head = model.get_output_embeddings() if is_lm else model.score
     text = [i % model.config.get_text_config().vocab_size for i in range(length - 2)]
     trees = [[text, text[:2]], [text[:1], text[1:3]], [text[1:2], text[:2]]]  # the last two share a row
     _, last, *inputs = pack(trees, head.weight.device)
@@ -539,11 +529,7 @@ def check_packing(flag: str, model: Any, length: int) -> None:
     ours = head(attempt(what, hint, last_hidden, model, *inputs).flatten(0, 1)[last[:, 1]])
     for mine, tree in zip(ours, trees, strict=True):
         ids = torch.tensor([sum(tree, [])], device=mine.device)
-        plain = (
-            model(ids).logits[0, -1]
-            if head is not getattr(model, "score", None)
-            else head(model.base_model(ids)[0][0, -1])
-        )
+        plain = model(ids).logits[0, -1] if is_lm else head(model.base_model(ids)[0][0, -1])
         if (off := (mine - plain).abs().max().item()) > 1e-2:
             stop(f"{flag} {model.name_or_path}: its outputs are off by {off:.2g} on packed rows; {hint}")
 
@@ -1013,10 +999,10 @@ def save_checkpoint(
     """
     if hasattr(model, "was_step_applied"):
         return warn("DeepSpeed's optimizer state is not kept: this run cannot be resumed")
-    options, moments = StateDictOptions(full_state_dict=True, cpu_offload=True), {"state": {}, "param_groups": []}
-    weights = get_model_state_dict(model, options=options)
+    options, moments = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True), {"state": {}, "param_groups": []}
+    weights = dcp.get_model_state_dict(model, options=options)
     if optimizer.state:  # or else torch would make one, by a step
-        moments = get_optimizer_state_dict(model, optimizer.optimizer, options=options)
+        moments = dcp.get_optimizer_state_dict(model, optimizer.optimizer, options=options)
     path = folder / "checkpoints" / f"{state['update']:07d}"
     if accelerator.is_main_process and not path.exists() and all(x.isfinite().all() for x in weights.values()):
         new = path.with_suffix(".tmp")
@@ -1042,21 +1028,19 @@ def load_checkpoint(path: Path, state: dict[str, Any], model: Any, optimizer: An
         moments["state"].setdefault(parameter, {})[key] = x
     if hasattr(model, "reshard"):  # FSDP2: the last forward pass has left some weights whole
         model.reshard()
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, load_file(path / "model.safetensors"), options=options)
+    options = dcp.StateDictOptions(full_state_dict=True)
+    dcp.set_model_state_dict(model, load_file(path / "model.safetensors"), options=options)
     if moments["state"]:
-        set_optimizer_state_dict(model, optimizer.optimizer, moments, options=options)
+        dcp.set_optimizer_state_dict(model, optimizer.optimizer, moments, options=options)
 
 
 def open_output_dir(folder: Path, args: Args, preset: str, updates: int) -> None:
     """The folder of the run with args.json (arguments, versions, git commit) and `updates` lines of metrics.jsonl."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = (
-        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
-    )
+    found = subprocess.run(git, capture_output=True, text=True, check=False).stdout if shutil.which("git") else ""
     versions = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, datasets)}
     record = {"script": Path(sys.argv[0]).stem, "preset": preset, "processes": int(os.environ.get("WORLD_SIZE", "1"))}
-    record |= {"id": os.urandom(4).hex(), "commit": commit, "versions": versions, "args": vars(args)}
+    record |= {"id": os.urandom(4).hex(), "commit": found.strip(), "versions": versions, "args": vars(args)}
     metrics = folder / "metrics.jsonl"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
-WORK = ("shape", "queries", "query_length", "response_length", "batch_size", "num_epochs", "num_minibatches")
-WORK += ("micro_batch_size", "dtype")  # of a record of throughput.py
+WORK = ("shape", "queries", "query_length", "response_length", "batch_size", "dtype")  # of a record of throughput.py
 PPO, RLOO, REWARD, ADAM = "ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py", "tf_adam.py"
 
 # (what is done, script, text of the line that does it, test file, test)
@@ -149,36 +148,43 @@ def estimated_table() -> str:
     return "\n".join(table)
 
 
+def work(args: dict[str, Any]) -> str:
+    """A name for what a record of throughput.py has measured."""
+    if (args["shape"], args["queries"]) == ("tiny", "tiny"):
+        return f"embedded default, {args['dtype']}"
+    queries = {"full": f"{args['query_length']}", "book": f"book ({args['query_length']})"}[args["queries"]]
+    return f"{args['shape']}, {queries} + {args['response_length']}, {args['batch_size']}, {args['dtype']}"
+
+
+def throughput_records() -> list[dict[str, Any]]:
+    """results/throughput-*.json in which the plain version is as it comes."""
+    records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("throughput-*.json"))]
+    return [record for record in records if record["args"]["plain_matmul"] == "default"]
+
+
 def speed_table() -> str:
     """Updates against plain PyTorch, as ratios of one run, from results/throughput-*.json."""
-    table = ["| shape, queries, dtype | algorithm | sample | score | optimise | whole update | share of the floor |"]
+    table = ["| tokens, episodes, dtype | algorithm | sample | score | optimise | whole update | episodes per second |"]
     table.append("| --- | --- | --- | --- | --- | --- | --- |")
-    for path in sorted(RESULTS.glob("throughput-*.json"), reverse=True):
-        record = json.loads(path.read_text())
-        what = ", ".join(record["args"][name] for name in ("shape", "queries", "dtype"))
-        if record["args"]["plain_matmul"] == "fast":
-            what += ", the plain one with our matrix product"
+    for record in throughput_records():
         for algorithm, ratios in record.get("ratios", {}).items():  # a record of memory has none
             ours = next(row for row in record["rows"] if row["contender"] == f"ours-{algorithm}")
             values = " | ".join(f"{ratios[phase]:.1f}" for phase in ("sample", "score", "optimise", "total"))
-            table.append(f"| {what} | {algorithm.upper()} | {values} | {ours['fraction_of_floor']['total']:.2f} |")
+            speed = f"{ours['episodes_per_second']:.3g}"
+            table.append(f"| {work(record['args'])} | {algorithm.upper()} | {values} | {speed} |")
     return "\n".join(table)
 
 
 def bars() -> dict[tuple[Any, ...], dict[str, float]]:
-    """What all results/throughput-*.json know of each work, dtype and algorithm; equal work comes together."""
+    """What the records of throughput.py know of each work and algorithm; equal work comes together."""
     found: dict[tuple[Any, ...], dict[str, float]] = {}
-    for path in sorted(RESULTS.glob("throughput-*.json")):
-        record = json.loads(path.read_text())
+    for record in throughput_records():
         args, rows = record["args"], {row["contender"]: row for row in record["rows"]}
-        if args["plain_matmul"] == "fast":
-            continue
         for algorithm in ("ppo", "rloo"):
             ours = rows.get(f"ours-{algorithm}")
             if not ours:
                 continue
-            key = (*(args[name] for name in WORK), args["rloo_k"] if algorithm == "rloo" else 1, algorithm)
-            values = found.setdefault(key, {})
+            values = found.setdefault((*(args[name] for name in WORK), algorithm), {})
             for other in ("plain", "plain-fp32", "trl"):
                 row = rows.get(f"{other}-{algorithm}", {})
                 if "seconds" in row:
@@ -186,24 +192,30 @@ def bars() -> dict[tuple[Any, ...], dict[str, float]]:
                 if "peak_bytes" in row:
                     values[f"memory {other}"] = ours["peak_bytes"] / row["peak_bytes"]
             if "seconds" in ours:
-                values["floor"] = ours["fraction_of_floor"]["total"]
+                values.setdefault("floor", ours["fraction_of_floor"]["total"])
+                if algorithm == "rloo" and "ours-ppo" in rows:
+                    values["speed ppo"] = rows["ours-ppo"]["seconds"]["total"] / ours["seconds"]["total"]
             if args["dtype"] == "fp32" and "speed plain" in values:
                 values["speed plain-fp32"] = values["speed plain"]
     return found
 
 
 def bars_table() -> str:
-    """Ours against plain PyTorch in fp32 and in the same dtype, against TRL and the floor, and its memory."""
-    table = [
-        "| | times faster than plain, fp32 | than plain, same dtype | than TRL | share of the floor | peak memory, of plain | of TRL |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    columns = ("speed plain-fp32", "speed plain", "speed trl", "floor", "memory plain", "memory trl")
-    for key, values in sorted(bars().items(), reverse=True):
+    """Ours against plain PyTorch in fp32 and in the same dtype, our PPO, TRL and the floor, and its memory."""
+    columns = {
+        "speed plain-fp32": "than plain, fp32",
+        "speed plain": "plain, same dtype",
+        "speed trl": "TRL",
+        "speed ppo": "our PPO",
+        "floor": "share of the floor",
+        "memory plain": "peak memory, of plain",
+        "memory trl": "of TRL",
+    }
+    table = [f"| tokens, episodes, dtype | {' | '.join(columns.values())} |", f"| --- |{' --- |' * len(columns)}"]
+    for key, values in bars().items():
         args = dict(zip(WORK, key, strict=False))
-        what = f"{args['shape']}, {args['queries']}, {args['batch_size']} x {args['num_epochs']}, {args['dtype']}"
         cells = [f"{values[column]:.2f}" if column in values else "-" for column in columns]
-        table.append(f"| {what}, {key[-1].upper()} | {' | '.join(cells)} |")
+        table.append(f"| {work(args)}, {key[-1].upper()} | {' | '.join(cells)} |")
     return "\n".join(table)
 
 

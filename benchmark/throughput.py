@@ -1,8 +1,9 @@
 """Seconds per update, phase by phase: the scripts against plain PyTorch (plain.py), and against the machine's floor.
 
 Every contender is in a process of its own, so that no setting of one, its allocator's say, is another's. They take
-turns, one update each, while the others wait; medians count, after an update that warms up. Before that, ours and plain
-make one update on the same responses; in fp32 both must then have the same parameters.
+turns, one update each, while the others wait; medians count, after an update that warms up. All are started --rounds
+times, since the same code is 5 % faster or slower from one process to the next. Before that, ours and plain make one
+update on the same responses; in fp32 both must then have the same parameters.
 
     sample     responses
     score      log-probabilities of policy and reference, values, rewards
@@ -19,7 +20,7 @@ TRL's trainers (trl_peer.py). With --memory, every contender makes two updates a
 defined as in memory_speed.py.
 
     python benchmark/throughput.py --queries tiny --query_length 32 --batch_size 128      # the embedded default
-    python benchmark/throughput.py --shape gpt2 --batch_size 16 --num_epochs 1 --repeats 2
+    python benchmark/throughput.py --shape gpt2 --batch_size 16 --rounds 3 --repeats 1
     python benchmark/throughput.py --contenders ours-ppo plain-ppo trl-ppo
     python benchmark/throughput.py --memory
 """
@@ -239,7 +240,7 @@ def measure_memory(options: argparse.Namespace, folder: str) -> None:
     Console(width=140).print(table, path.name, sep="\n")
 
 
-def measure_speed(options: argparse.Namespace, folder: str, stack: contextlib.ExitStack) -> None:
+def measure_speed(options: argparse.Namespace, folder: str) -> None:
     """Seconds of every contender, in turns."""
     setting, names, apart = Setting(options, folder), options.contenders, {}
     algorithms = list(dict.fromkeys(CONTENDERS[name][1] for name in names))
@@ -248,23 +249,23 @@ def measure_speed(options: argparse.Namespace, folder: str, stack: contextlib.Ex
             apart[algorithm] = common.in_child("--check", algorithm, folder)
             if options.dtype == "fp32" and not apart[algorithm] < 0.01:
                 raise SystemExit(f"{algorithm}: the steps of ours and plain are {apart[algorithm]:.2g} apart")
-    workers = {name: setting.start(name) for name in names}
-    for worker in workers.values():
-        stack.callback(worker.close)
-    scored = {
-        a: next(workers[f"{i}-{a}"].ask({})["scored"] for i in ("ours", "plain") if f"{i}-{a}" in workers)
-        for a in algorithms
-    }
-    ppo_rlhf.fast_math(common.device(), options.dtype)
     lm = ppo_rlhf.load(AutoModelForCausalLM, folder, "--shape", ppo_rlhf.Args()).to(common.device())
-    floors = {algorithm: floor(algorithm, setting, lm, scored[algorithm]) for algorithm in algorithms}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for _ in range(options.repeats):
-        for name, worker in workers.items():
-            runs[name].append(worker.ask({})["seconds"])
-    for algorithm in algorithms:
-        again = floor(algorithm, setting, lm, scored[algorithm])
-        floors[algorithm] = min(floors[algorithm], again, key=lambda measured: measured["seconds"]["total"])
+    floors: dict[str, dict[str, Any]] = {}
+    for _ in range(options.rounds):
+        with contextlib.ExitStack() as stack:
+            workers = {name: setting.start(name) for name in names}
+            for worker in workers.values():
+                stack.callback(worker.close)
+            answers = [{name: worker.ask({}) for name, worker in workers.items()} for _ in range(options.repeats)]
+        for name in names:
+            runs[name] += [answer[name]["seconds"] for answer in answers]
+        ppo_rlhf.fast_math(common.device(), options.dtype)
+        for algorithm in algorithms:
+            either = (answers[0].get(f"{impl}-{algorithm}") for impl in ("ours", "plain"))
+            again = floor(algorithm, setting, lm, next(filter(None, either))["scored"])
+            least = floors.setdefault(algorithm, again)
+            floors[algorithm] = min(least, again, key=lambda measured: measured["seconds"]["total"])
     rows, table = [], Table("contender", "episodes/s", *(f"{phase} s" for phase in PHASES), "floor s", "of the floor")
     for name in names:
         least = floors[CONTENDERS[name][1]]
@@ -304,7 +305,8 @@ def main() -> None:
     parser.add_argument("--num_minibatches", type=int, default=1)
     parser.add_argument("--num_epochs", type=int, default=4)
     parser.add_argument("--rloo_k", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="times that all processes are started")
+    parser.add_argument("--repeats", type=int, default=2, help="timed updates of each in a round")
     parser.add_argument("--plain_matmul", default="default", choices=["default", "fast"],
                         help="plain code leaves PyTorch's matrix product as it is, or sets the scripts'")  # fmt: skip
     parser.add_argument("--memory", action="store_true", help="peak memory instead of seconds")
@@ -322,11 +324,8 @@ def main() -> None:
     for algorithm in {CONTENDERS[name][1] for name in options.contenders}:
         if not {f"ours-{algorithm}", f"plain-{algorithm}"} & set(options.contenders):
             parser.error(f"--contenders: the floor of {algorithm} needs ours-{algorithm} or plain-{algorithm}")
-    with common.model_folder(options.shape) as folder, contextlib.ExitStack() as stack:
-        if options.memory:
-            measure_memory(options, folder)
-        else:
-            measure_speed(options, folder, stack)
+    with common.model_folder(options.shape) as folder:
+        (measure_memory if options.memory else measure_speed)(options, folder)
 
 
 PARTS = {"worker": work, "peak": memory, "check": steps_apart}
