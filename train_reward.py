@@ -100,7 +100,7 @@ class Args:
     # the algorithm
     normalization_samples: int = 512  # Samples that set gain and bias, before and after (0: leave them at 1 and 0)
     batch_size: int = 8  # Comparisons per update, over all devices
-    micro_batch_size: int = 64  # Rows per forward and backward pass on one device; gradients accumulate
+    micro_batch_size: int = 128  # Rows per forward and backward pass on one device; gradients accumulate
     lr: float = 2e-3  # Learning rate of the first update; it decays linearly to 0
     adam: Literal["tf", "torch"] = "tf"  # Adam as TensorFlow computes it (original), or torch.optim.Adam
     adam_eps: float = 1e-5  # Adam's epsilon
@@ -120,9 +120,9 @@ TASKS = {
     "cnndm": SUMMARY | CUT | CNNDM | {"end_text": "\n", "label_dataset": f"{LABELS}/cnndm/offline_60k.json"},
     "tldr": SUMMARY | CUT | TLDR,
 }
-REWARD_BOOKS = {"num_labels": 4_992, "batch_size": 32, "lr": 5e-5}
+REWARD_BOOKS = {"num_labels": 4_992, "batch_size": 32, "micro_batch_size": 64, "lr": 5e-5}
 REWARD_SUMMARY = {"num_labels": 46_000, "batch_size": 16, "micro_batch_size": 4, "lr": 2.5e-5}
-RL_BOOKS = {"total_episodes": 1_000_000, "batch_size": 512, "lr": 1e-5, "kl_horizon": 10_000.0}
+RL_BOOKS = {"total_episodes": 1_000_000, "batch_size": 512, "micro_batch_size": 64, "lr": 1e-5, "kl_horizon": 10_000.0}
 RL_SUMMARY = {"total_episodes": 1_000_000, "batch_size": 32, "micro_batch_size": 4, "lr": 2e-6, "kl_target": None}
 RL_CNNDM = RL_SUMMARY | {"kl_coef": 0.01, "whiten_rewards": False}
 RL_TLDR = RL_SUMMARY | {"kl_coef": 0.03, "whiten_rewards": False}
@@ -169,8 +169,8 @@ def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kw
     """function(*args, **kwargs), or stop with the first line of its error between `what` and `hint`."""
     try:
         return function(*args, **kwargs)
-    except (ArithmeticError, AttributeError, DatasetsError, ImportError, LookupError, NameError, OSError, RuntimeError,
-            SafetensorError, StopIteration, SyntaxError, TypeError, ValueError) as error:  # fmt: skip
+    except (ArithmeticError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, StopIteration,
+            SyntaxError, TypeError, ValueError, SafetensorError, DatasetsError) as error:  # fmt: skip
         reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
         stop(f"{what}: {reason[:200]}; {hint}")
 
@@ -377,14 +377,9 @@ def start_accelerator(args: Args, accumulate: int) -> Any:
         handlers += [accelerate.InitProcessGroupKwargs(backend="gloo")] if on_cpu else []
     if args.compile and (fsdp or deepspeed):
         stop("--compile: is not available where FSDP2 or DeepSpeed shards the model; --no-compile would do")
-    accelerator = accelerate.Accelerator(
-        mixed_precision="bf16" if args.dtype == "bf16" and not (fsdp or deepspeed) else "no",
-        cpu=on_cpu and not deepspeed,
-        log_with="wandb" if args.track else None,
-        fsdp_plugin=fsdp,
-        deepspeed_plugin=deepspeed,
-        kwargs_handlers=handlers,
-    )
+    settings = {"fsdp_plugin": fsdp, "deepspeed_plugin": deepspeed, "log_with": "wandb" if args.track else None}
+    settings["mixed_precision"] = "bf16" if args.dtype == "bf16" and not (fsdp or deepspeed) else "no"
+    accelerator = accelerate.Accelerator(cpu=on_cpu and not deepspeed, kwargs_handlers=handlers, **settings)
     if fsdp and on_cpu:  # accelerate would fall back to DDP
         accelerator.state.fsdp_plugin = fsdp
         for state in (accelerator.state, accelerate.PartialState()):
@@ -958,8 +953,7 @@ def find_checkpoint(args: Args, preset: str) -> tuple[Args, Path, Path | None, d
         stop(f"--output_dir {folder}: is not empty; a new or empty folder, or --resume, would do")
     if is_used:
         what, hint = f"--resume {folder}: holds no run", "a folder with args.json would do"
-        record = attempt(what, hint, lambda: json.loads((folder / "args.json").read_text()))
-        old = attempt(what, hint, lambda: {**record, **record["args"]})
+        old = attempt(what, hint, lambda: (record := json.loads((folder / "args.json").read_text())) | record["args"])
         if vars(args).get("reward_model", "") is None:
             args = dataclasses.replace(args, reward_model=old.get("reward_model"))
         new = {"script": script, "preset": preset, "processes": int(os.environ.get("WORLD_SIZE", "1"))} | vars(args)
@@ -989,9 +983,7 @@ def prune(folder: Path, updates: int, keep: int) -> None:
         shutil.rmtree(path)
 
 
-def save_checkpoint(
-    folder: Path, accelerator: Any, model: Any, optimizer: Any, state: dict[str, Any], keep: int
-) -> Path | None:
+def save_checkpoint(folder: Path, accelerator: Any, model: Any, optimizer: Any, state: Any, keep: int) -> Path | None:
     """checkpoints/<update> with weights, optimizer and state.json; it appears when complete and on the disk.
 
     Queries, sampling and shuffles are functions of --seed, update and rank: no random state has to be kept. Weights

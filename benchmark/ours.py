@@ -103,11 +103,10 @@ class Ours:
             u = script.uniforms(1, self.updates, args.batch_size, args.response_length, self.device)
             shuffles = [self.shuffle.permutation(self.rows) for _ in range(args.num_epochs)]
             epochs = torch.from_numpy(np.stack(shuffles)).view(args.num_epochs, args.num_minibatches, -1)
-            with torch.no_grad(), self.accelerator.autocast():
-                with clock("sample"):
-                    batch = script.respond(self.actor, contexts, u, END, args)
-                with clock("score"):
-                    scores = self.look(batch, contexts, epochs, frozen)
+            with clock("sample"), torch.no_grad(), self.accelerator.autocast():
+                batch = script.respond(self.actor, contexts, u, END, args)
+            with clock("score"):
+                scores = self.look(batch, contexts, epochs, frozen)
             scores = script.penalize(scores, batch["found"], args.penalty_reward_value, args.penalty_mode)
             log_ratio = (batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]
             if script is ppo_rlhf:
@@ -122,18 +121,15 @@ class Ours:
         self.batch, self.scored = batch, sum(map(len, batch["truncated"]))
         return clock
 
-    def look(self, batch: dict[str, Tensor], contexts: list[list[int]], epochs: Tensor, frozen: Frozen) -> Tensor:
+    def look(self, batch: dict[str, Any], contexts: list[list[int]], epochs: Tensor, frozen: Frozen) -> Tensor:
         """Log-probabilities of policy and reference (and values) into the batch; scores of the reward model."""
-        script, args, shape = self.script, self.args, batch["responses"].shape
+        script, args = self.script, self.args
         if script is rloo_rlhf:
-            shape = (self.rows, self.copies, shape[1])
+            shape = (self.rows, self.copies, -1)
             batch |= {name: batch[name].view(shape) for name in ("responses", "kept")}
-        names = ("logprobs", "ref_logprobs") + (("values",) if script is ppo_rlhf else ())
-        batch |= {name: torch.empty(shape, device=self.device) for name in names}
-        for minibatch in epochs[0]:
-            for part in script.micro_batches(minibatch, batch["lengths"], self.micro):
-                batch["logprobs"][part], _, *values = script.forward_response(self.actor, batch, part, args.temperature)
-                if values:
-                    batch["values"][part] = values[0]
-                batch["ref_logprobs"][part] = script.forward_response(frozen.ref, batch, part, args.temperature)[0]
-        return script.score(frozen.rewards[script], contexts, batch["truncated"], None, args).to(self.device)
+        parts = [
+            part for minibatch in epochs[0] for part in script.micro_batches(minibatch, batch["lengths"], self.micro)
+        ]
+        script.look(self.accelerator, self.policy, frozen.ref, batch, parts, args.temperature)
+        with self.accelerator.autocast():
+            return script.score(frozen.rewards[script], contexts, batch["truncated"], None, args).to(self.device)

@@ -2,8 +2,8 @@
 
 Every contender is in a process of its own, so that no setting of one, its allocator's say, is another's. They take
 turns, one update each, while the others wait; medians count, after an update that warms up. All are started --rounds
-times, since the same code is 5 % faster or slower from one process to the next. Before that, ours and plain make one
-update on the same responses; in fp32 both must then have the same parameters.
+times, since the same code is several per cent faster or slower from one process to the next. Before that, ours and
+plain make one update on the same responses; in fp32 both must then have the same parameters.
 
     sample     responses
     score      log-probabilities of policy and reference, values, rewards
@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument("--response_length", type=int, default=24)
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--batch_size", type=int, default=64, help="episodes per update")
-    parser.add_argument("--micro_batch_size", type=int, default=64)
+    parser.add_argument("--micro_batch_size", type=int, default=128)
     parser.add_argument("--num_minibatches", type=int, default=1)
     parser.add_argument("--num_epochs", type=int, default=4)
     parser.add_argument("--rloo_k", type=int, default=4)
