@@ -158,7 +158,8 @@ def work(args: dict[str, Any]) -> str:
 
 def throughput_records() -> list[dict[str, Any]]:
     """results/throughput-*.json in which the plain version is as it comes."""
-    records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("throughput-*.json"))]
+    paths = sorted(RESULTS.glob("throughput-*.json"), key=lambda path: ("trl" in path.name, path.name))
+    records = [json.loads(path.read_text()) for path in paths]
     return [record for record in records if record["args"]["plain_matmul"] == "default"]
 
 

@@ -406,6 +406,33 @@ def mask_truncated(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("size", [ROWS, 5])
+def test_a_pass_that_the_rollout_keeps_for_the_first_step_changes_no_bit(size: int, precision: str) -> None:
+    """It is kept where one micro-batch has all rows, and saves a forward pass; weights and metrics are the same."""
+    args = make_args(micro_batch_size=size, num_epochs=3)
+    policy, epochs = make_policy(), make_epochs(args)
+    shared, found = rollout(make_accelerator(args), policy, epochs, args), {}
+    for is_kept in (True, False):
+        accelerator, model, calls = make_accelerator(args, precision), copy.deepcopy(policy), []
+        prepared, optimizer = accelerator.prepare(model, AdamTF(model.parameters(), lr=3e-3, eps=1e-5))
+        batch = {name: x for name, x in shared.items() if name not in ("logprobs", "values")}
+        parts = [part for rows in epochs[0] for part in ppo_rlhf.micro_batches(rows, batch["lengths"], size)]
+        ppo_rlhf.look(accelerator, prepared, copy.deepcopy(policy), batch, parts, args.temperature)
+        assert ("first" in batch) is (size == ROWS)
+        assert not any(batch[name].requires_grad for name in ("logprobs", "values", "ref_logprobs"))
+        assert torch.equal(batch["logprobs"], batch["ref_logprobs"]) or precision == "bf16"
+        if not is_kept:
+            batch.pop("first", None)
+        model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        records = ppo_rlhf.ppo_update(accelerator, prepared, optimizer, batch, epochs, args)
+        assert len(calls) == args.num_epochs * len(parts) - (is_kept and size == ROWS)
+        found[is_kept] = vector(model), ppo_rlhf.reduce_means(accelerator, records), batch["logprobs"]
+    (kept, kept_metrics, kept_logprobs), (made, metrics, logprobs) = found[True], found[False]
+    assert torch.equal(kept, made) and torch.equal(kept_logprobs, logprobs) and kept_metrics == metrics
+    assert metrics["first_ratio_error"] == 0 and (made - vector(policy)).norm() > 0.05
+
+
 @pytest.mark.parametrize("optimizer", ["tf", "sgd"])
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_gradient_accumulation_equals_the_large_batch(

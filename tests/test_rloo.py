@@ -152,6 +152,29 @@ def test_accumulation_equals_large_batch(token_level: bool) -> None:
     assert torch.allclose(weights[0], weights[1], atol=2e-6) and torch.allclose(weights[0], weights[2], atol=2e-6)
 
 
+def test_a_pass_that_the_rollout_keeps_for_the_first_step_changes_no_bit() -> None:
+    found = []
+    for is_kept in (True, False):
+        actor, calls = tiny_actor(), []
+        batch, accelerator = ragged_batch(4, 4, 5), Accelerator(cpu=True)
+        policy, optimizer = accelerator.prepare(actor, torch.optim.SGD(actor.parameters(), lr=0.5))
+        parts = rloo_rlhf.micro_batches(torch.arange(4), batch["lengths"], 4)
+        rloo_rlhf.look(accelerator, policy, tiny_actor(), batch, parts, 0.7)
+        assert torch.equal(batch["logprobs"], batch["ref_logprobs"]) and not batch["logprobs"].requires_grad
+        assert "first" in batch and "values" not in batch
+        if not is_kept:
+            del batch["first"]
+        actor.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        args = SimpleNamespace(micro_batch_size=16, rloo_k=4, temperature=0.7, cliprange=0.2, token_level=False)
+        epochs = torch.arange(4).repeat(3, 1, 1)
+        records = rloo_rlhf.rloo_update(accelerator, policy, optimizer, batch, epochs, args)
+        assert len(calls) == 3 - is_kept
+        found.append((torch.cat([p.detach().flatten() for p in actor.parameters()]), records))
+    (kept, kept_records), (made, records) = found
+    assert torch.equal(kept, made) and len(kept_records) == len(records)
+    assert (made - torch.cat([p.detach().flatten() for p in tiny_actor().parameters()])).abs().max() > 1e-3
+
+
 def test_one_sample_per_query_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["rloo_rlhf.py", "--rloo_k", "1"])
     with pytest.raises(SystemExit) as stopped:
