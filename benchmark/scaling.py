@@ -39,7 +39,7 @@ SWEEPS = {  # name: (default points, what it is)
     "response_length": ([12, 24, 48, 96, 192], "response tokens"),
     "rloo_k": ([2, 4, 8, 16], "K, same number of episodes"),
     "model": (["2x64", "4x128", "4x256", "8x256", "8x512"], "parameters"),
-    "processes": ([1, 2, 4, 8], "processes, same batch"),
+    "processes": ([1, 2, 4, 8], "processes, same batch, same machine"),
 }
 COLOURS = {"ppo": "#1f6fb4", "rloo": "#d9622b"}
 SIZES = ("batch_size", "query_length", "response_length", "rloo_k", "model")
@@ -163,7 +163,7 @@ def rank(algorithm: str, folder: str, sizes: dict[str, Any], repeats: int) -> No
 
 
 def draw(rows: list[dict[str, Any]], path: Any) -> None:
-    """A panel for each sweep, both axes logarithmic; dashed: proportional to the size, or one over the processes."""
+    """A panel for each sweep, both axes logarithmic; dashed: proportional to the size, or one over the GPUs."""
     names = list(dict.fromkeys(row["sweep"] for row in rows))
     columns = min(3, len(names))
     lines = -(-len(names) // columns)
@@ -175,7 +175,7 @@ def draw(rows: list[dict[str, Any]], path: Any) -> None:
             axis.plot(x, y, "o-", color=colour, label=algorithm.upper(), markersize=4)
         some = sorted({(row["x"], str(row["value"])) for row in rows if row["sweep"] == name})
         x = [x for x, _ in some]
-        power = {"processes": -1, "rloo_k": 0}.get(name, 1)
+        power = {"processes": -1 if torch.cuda.is_available() else 0, "rloo_k": 0}.get(name, 1)
         axis.plot(x, [(each / x[0]) ** power for each in x], "--", color="#999999", linewidth=1, zorder=0)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
