@@ -1,71 +1,59 @@
 """A reward model from human comparisons, in one file.
 
 A language model with a scalar head learns which of N responses to a query people like best: cross entropy over the N
-rewards, one epoch, linear decay (Ziegler et al. 2019, arXiv:1909.08593, section 2.1). Before and after, a gain and a
-bias are set so that rewards of the reference policy's samples have mean 0 and standard deviation 1. With a preset it is
-OpenAI's lm-human-preferences: "the original" below; the tests replay arrays recorded from its code.
+rewards, one epoch, linear decay. Before and after, a gain and a bias are set so that rewards of the reference policy's
+samples have mean 0 and standard deviation 1. "The original" is OpenAI's lm-human-preferences (Ziegler et al. 2019,
+arXiv:1909.08593); the tests replay its arrays.
 
     python train_reward.py                                              # embedded default, two CPU cores
     python train_reward.py sentiment --dtype bf16 --track               # OpenAI's sentiment labels on one GPU
     accelerate launch --num_processes 8 train_reward.py sentiment       # the same on eight: batch sizes are global
 
-Labels are best-of-N token rows (columns query, sample0, sample1, .., best; padding 50259), or text preferences (columns
-prompt, chosen, rejected; strings or lists of messages). The result is a Hugging Face folder, reward_model/ in the run's
-folder, that ppo_rlhf.py and AutoModelForSequenceClassification load.
-
-Shapes: B comparisons, N responses in each, T tokens of query and response, d hidden size.
+Labels are best-of-N token rows (columns query, sample0, sample1, .., best) or preferences (prompt, chosen, rejected;
+texts or lists of messages). The result, reward_model/ in the run's folder, loads in ppo_rlhf.py and in transformers.
+Shapes: B comparisons, N responses in each, V vocabulary, d hidden size.
 """
 
-import contextlib
-import ctypes
+import signal
+
+if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import dataclasses
-import difflib
-import functools
-import hashlib
-import inspect
-import io
-import itertools
+import fcntl
 import json
 import math
 import os
-import platform
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-import accelerate
 import datasets
-import huggingface_hub
 import numpy as np
+import pandas as pd
 import torch
-import transformers
 import tyro
-import wandb
-from accelerate.utils import broadcast_object_list, fsdp2_prepare_model
-from datasets.exceptions import DatasetsError
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list
+from huggingface_hub import hf_hub_download
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcp
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.cache_utils import DynamicCache, StaticCache
-from transformers.pytorch_utils import Conv1D
-from transformers.utils import cached_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.cache_utils import DynamicCache
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from tf_adam import AdamTF
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # a metric's name -> its sum and count
+CHECKPOINTS = "checkpoints/" + 7 * "[0-9]"
+logger = get_logger(__name__)
+Label = tuple[list[int], list[list[int]], int]  # query, N responses, which is best
 
 
 @dataclasses.dataclass
@@ -75,30 +63,29 @@ class Args:
     # the run
     seed: int = 1  # Seed of query order, sampling and shuffles (rank r shuffles with seed + 100003 r)
     output_dir: str | None = None  # Folder for all that this run makes (None: runs/<script>-<preset>-<seed>-<time>)
-    resume: str | None = None  # Go on with the newest run, or with the run or checkpoint in this folder; none: start
+    resume: bool = False  # Go on with the run in --output_dir, whose settings hold where no flag is given; or start it
     checkpoint_every: int = 25  # Updates between checkpoints (0: only when the run is interrupted)
-    keep_checkpoints: int = 2  # Newest checkpoints that are kept
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
     # models
     base_model: str = "tiny/model"  # Reward model and reference policy start from this causal LM: a folder or a hub id
-    trust_remote_code: bool = False  # Run Python code that comes with a hub model: only if you have read it
     dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast with fp32 master weights, fp32 logits and values
-    compile: bool = False  # Compile the sampler's step, on a GPU to one CUDA graph: sampling is bound by launches there
-    gradient_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more compute
     # the task
-    label_dataset: str = "tiny/labels"  # A json, jsonl, parquet or csv file or URL, a folder, or owner/name[:config]
+    label_dataset: str = "tiny/labels"  # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config]
     num_labels: int | None = None  # Labels to train on (None: the training split); the rest, or `test`, is held out
-    label_pad: int = 50259  # Token id that pads the rows of best-of-N labels
-    query_dataset: str = "tiny/queries"  # A json, jsonl, parquet or csv file or URL, a folder, or owner/name[:config]
+    query_dataset: str = "tiny/queries"  # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config]
+    token_ids_of: str | None = None  # The model whose token ids stand in columns of them (None: --base_model)
+    label_pad: int = 50259  # Token id that pads rows of token ids
     query_length: int = 32  # Longest query, in tokens
+    long_queries: Literal["drop", "keep_start", "keep_end"] | None = None  # None: keep_start with --end_text, else drop
     query_prefix: str = ""  # Text before every query that the policy reads (the reward model does not)
     query_suffix: str = ""  # Text after every query that the policy reads (the reward model does not)
     start_text: str | None = "."  # One token: a query begins after its first occurrence in the text (None: at once)
     end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: it is not)
     response_length: int = 24  # Tokens sampled per response
     temperature: float = 0.7  # Divides the logits for sampling, log-probabilities and entropies
-    # the algorithm
+    truncate_token: str | None = "."  # A response ends with this token; `eos`: the tokenizer's; None: it never ends
     normalization_samples: int = 512  # Samples that set gain and bias, before and after (0: leave them at 1 and 0)
+    # the algorithm
     batch_size: int = 8  # Comparisons per update, over all devices
     micro_batch_size: int = 128  # Rows per forward and backward pass on one device; gradients accumulate
     lr: float = 2e-3  # Learning rate of the first update; it decays linearly to 0
@@ -106,728 +93,136 @@ class Args:
     adam_eps: float = 1e-5  # Adam's epsilon
 
 
-# OpenAI's launch.py: what the task is, for all scripts (`tiny` is what Args says), then how each of them trains.
-LABELS = "hf://datasets/vwxyzjn/lm-human-preferences"
-BOOKS = {"base_model": "gpt2", "query_dataset": "rojagtap/bookcorpus", "query_length": 64}
-SUMMARY = {"base_model": "gpt2", "query_length": 500, "query_suffix": "\n\nTL;DR:", "response_length": 75}
-CUT = {"start_text": None, "end_text": None, "truncate_token": "\n", "truncate_after": 55}
-CNNDM = {"query_dataset": "abisee/cnn_dailymail:3.0.0", "query_prefix": "Article:\n\n", "temperature": 0.5}
-TLDR = {"query_dataset": f"{LABELS}/tldr/train-subset.json", "label_dataset": f"{LABELS}/tldr/offline_60k.json"}
-TASKS = {
-    "tiny": {},
-    "sentiment": BOOKS | {"label_dataset": f"{LABELS}/sentiment/offline_5k.json"},
-    "descriptiveness": BOOKS | {"label_dataset": f"{LABELS}/descriptiveness/offline_5k.json"},
-    "cnndm": SUMMARY | CUT | CNNDM | {"end_text": "\n", "label_dataset": f"{LABELS}/cnndm/offline_60k.json"},
-    "tldr": SUMMARY | CUT | TLDR,
-}
-REWARD_BOOKS = {"num_labels": 4_992, "batch_size": 32, "micro_batch_size": 64, "lr": 5e-5}
-REWARD_SUMMARY = {"num_labels": 46_000, "batch_size": 16, "micro_batch_size": 4, "lr": 2.5e-5}
-RL_BOOKS = {"total_episodes": 1_000_000, "batch_size": 512, "micro_batch_size": 64, "lr": 1e-5, "kl_horizon": 10_000.0}
-RL_SUMMARY = {"total_episodes": 1_000_000, "batch_size": 32, "micro_batch_size": 4, "lr": 2e-6, "kl_target": None}
-RL_CNNDM = RL_SUMMARY | {"kl_coef": 0.01, "whiten_rewards": False}
-RL_TLDR = RL_SUMMARY | {"kl_coef": 0.03, "whiten_rewards": False}
-PYTHIA = "cleanrl/EleutherAI_pythia-1b-deduped"  # TRL's RLOO on TL;DR: responses end with EOS
-EOS = {"truncate_token": "eos", "truncate_after": 0, "mask_truncated": True, "penalty_mode": "add", "query_suffix": ""}
-TRL_RUN = {"num_epochs": 2, "rloo_k": 2, "response_length": 53, "batch_size": 512, "lr": 3e-6, "query_length": 512}
-TRL = {"base_model": f"{PYTHIA}__sft__tldr", "reward_model": f"{PYTHIA}__reward__tldr", "query_dataset": "trl-lib/tldr"}
-MAY_CHANGE = ("output_dir", "resume", "track", "checkpoint_every", "keep_checkpoints", "max_kl", "trust_remote_code")
-CHECKPOINT = "checkpoints/" + 7 * "[0-9]"  # its folder: the number of updates made
-RUNS = {
-    "reward": dict(zip(TASKS, ({}, REWARD_BOOKS, REWARD_BOOKS, REWARD_SUMMARY, REWARD_SUMMARY), strict=True)),
-    "ppo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR), strict=True)),
-    "rloo": dict(zip(TASKS, ({}, RL_BOOKS, RL_BOOKS, RL_CNNDM, RL_TLDR | EOS | TRL_RUN | TRL), strict=True)),
-}
-
-
-# --- command line and messages ----------------------------------------------------------------------------------------
-
-
-def stop(message: str, status: int = 2) -> NoReturn:
-    """End with this exit status and one line. Of several processes only the first speaks, unless one names its rank."""
-    if os.environ.get("RANK", "0") == "0" or message.startswith("rank "):
-        kind = "error: " if status == 2 else ""
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: {kind}{' '.join(message.split())}\n")
-    raise SystemExit(status)
-
-
-def warn(message: str) -> None:
-    """One line on stderr, from the first process only."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: warning: {message}\n")
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Stop with one line if what this block writes to the folder of the run finds no space or no permission."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        stop(f"--output_dir {folder}: cannot be written: {error}; free space and write permission would do")
-
-
-def attempt(what: str, hint: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """function(*args, **kwargs), or stop with the first line of its error between `what` and `hint`."""
-    try:
-        return function(*args, **kwargs)
-    except (ArithmeticError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, StopIteration,
-            SyntaxError, TypeError, ValueError, SafetensorError, DatasetsError) as error:  # fmt: skip
-        reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
-        stop(f"{what}: {reason[:200]}; {hint}")
-
-
-def parse_args(run: str) -> tuple[str, Args]:
-    """Name of the preset (`tiny` if the first argument is a flag), and Args: defaults < TASKS < RUNS[run] < flags."""
-    argv = ["None" if word == "none" else word for word in sys.argv[1:]]
-    for i in [i for i, word in enumerate(argv) if word == "--resume" and (argv[i + 1 :] or ["-"])[0][:1] == "-"]:
-        argv.insert(i + 1, "newest")
-    preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
-    if preset not in TASKS:
-        nearest = difflib.get_close_matches(preset, TASKS, n=1, cutoff=0.0)[0]
-        stop(f"preset {preset!r}: does not exist; {nearest!r} is the nearest of {', '.join(TASKS)}")
-    values, errors = TASKS[preset] | RUNS[run][preset], io.StringIO()
-    default = Args(**{field.name: values[field.name] for field in dataclasses.fields(Args) if field.name in values})
-    try:
-        with contextlib.redirect_stderr(errors):
-            args = tyro.cli(Args, default=default, args=argv)
-    except SystemExit as exit_:
-        if not exit_.code:
-            raise
-        box = re.sub(r"[╭╮╰╯│─|+\s]+|-{3,}", " ", errors.getvalue().partition("\n")[2]).partition(" For full")[0]
-        stop(f"{box.strip()}; --help lists all flags")
-    for name, value in vars(args).items():
-        needed = name.startswith(("total", "num", "eval", "temp", "kl_t", "kl_h", "keep", "max"))
-        needed |= name.endswith(("size", "length"))
-        if isinstance(value, int | float) and name != "penalty_reward_value" and (value < 0 or needed and not value):
-            stop(f"--{name} {value}: must be {'greater than 0' if needed else '0 or more'}")
-        if isinstance(value, float) and not math.isfinite(value):
-            stop(f"--{name} {value}: must be a finite number")
-    if args.seed >= 2**31:
-        stop(f"--seed {args.seed}: must be less than {2**31}")
-    if args.trust_remote_code:
-        warn("--trust_remote_code runs the Python code that comes with a model; Ctrl-C now unless you have read it")
-    return preset, args
-
-
-# --- models and data --------------------------------------------------------------------------------------------------
-
-
-def local_path(name: str) -> Path | None:
-    """The file or folder `name`, looked for here and beside this script; None if there is none: then it is a hub id."""
-    return next((path for path in (Path(name).expanduser(), Path(__file__).parent / name) if path.exists()), None)
-
-
-def load_table(name: str, flag: str) -> datasets.DatasetDict:
-    """The splits of a json, jsonl, parquet or csv file or URL, of a folder, or of owner/name[:config]."""
-    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}.get(Path(name).suffix)
-    path = local_path(name)
-    where = (kind, None, None, str(path or name)) if kind else (str(path),) if path else name.split(":")
-    return attempt(f"{flag} {name}: cannot be read", "a local jsonl file would do", datasets.load_dataset, *where)
-
-
-def check_shards(where: str) -> None:
-    """ValueError if the list of weight files of a model names others than safetensors: transformers would take them."""
-    quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
-    if index := cached_file(where, "model.safetensors.index.json", **quiet):
-        for shard in json.loads(Path(index).read_text())["weight_map"].values():
-            if not shard.endswith(".safetensors"):
-                raise ValueError(f"model.safetensors.index.json names {shard}, which is no safetensors file")
-
-
-def load(auto_class: Any, name: str, flag: str, args: Args, **kwargs: Any) -> Any:
-    """A tokenizer, or a model in fp32 with all its weights (safetensors only) and, as the original, without dropout.
-
-    Attention is eager on the CPU, where it is 3 to 4 times faster than the fused kernel after fast_math.
-    """
-    hint = "a local folder with config.json, model.safetensors and tokenizer would do"
-    if is_model := auto_class is not AutoTokenizer:
-        kwargs |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-        kwargs |= {"attn_implementation": "sdpa" if torch.cuda.is_available() else "eager"}
-    kwargs["trust_remote_code"] = args.trust_remote_code
-    what, where = f"{flag} {name}: cannot be loaded", str(local_path(name) or name)
-    if is_model:
-        attempt(what, hint, check_shards, where)
-    model = attempt(what, hint, auto_class.from_pretrained, where, **kwargs)
-    if not is_model and not model("a", add_special_tokens=False)["input_ids"]:
-        stop(f"{flag} {name}: has no tokenizer; {hint}")
-    if is_model:
-        model, info = model
-        if info["missing_keys"] and "num_labels" not in kwargs:
-            missing = ", ".join(sorted(info["missing_keys"])[:3])
-            stop(f"{flag} {name}: lacks {missing}; a folder with all weights of a {type(model).__name__} would do")
-        for module in [*model.modules(), model.config]:
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if isinstance(module, nn.Embedding):
-                module.padding_idx = None  # a pad that is also the eos gets its gradient
-            for key, value in vars(module).items():
-                if "dropout" in key and isinstance(value, float):
-                    setattr(module, key, 0.0)
-            if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
-                module.act = nn.GELU(approximate="tanh")  # the same function as one kernel instead of eight
-    return model
-
-
-def token_id(tokenizer: Any, text: str | None, flag: str) -> int | None:
-    """The one token that `text` is (`eos`: the tokenizer's end-of-sequence token); None for None."""
-    if text is None:
-        return None
-    ids = [tokenizer.eos_token_id] if text == "eos" else tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1 or ids[0] is None:
-        stop(f"{flag} {text!r}: is not one token of this tokenizer but {ids}; text of one token, or none, would do")
-    return ids[0]
-
-
-def cut_query(tokens: Sequence[int], length: int, start: int | None, end: int | None) -> list[int]:
-    """The query in the tokens of a text; empty if it holds none. Source: lm_human_preferences/lm_tasks.py.
-
-    What comes up to and including the first `start` goes, unless it is the last token; the rest is truncated to
-    `length`, then cut back to its last `end`, which stays.
-    """
-    tokens = list(tokens)
-    if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
-        tokens = tokens[tokens.index(start) + 1 :] if start in tokens else []
-    tokens = tokens[:length]
-    if end is not None:
-        tokens = tokens[: len(tokens) - tokens[::-1].index(end)] if end in tokens else []
-    return tokens
-
-
-def load_queries(tokenizer: Any, args: Args, train: int, test: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Up to `train` queries to train on and `test` to evaluate, as token ids, in an order drawn from --seed.
-
-    The latter come from the split `test` or `validation`; what is missing there is kept apart from the training split.
-    """
-    splits = load_table(args.query_dataset, "--query_dataset")
-    table = splits["train"] if "train" in splits else next(iter(splits.values()))
-    held_out = next((splits[name] for name in ("test", "validation") if name in splits), table.select([]))
-    wanted = ("text", "query", "prompt", "article", "content")
-    column = next((name for name in wanted if name in table.column_names), None)
-    if column is None:
-        stop(f"--query_dataset {args.query_dataset}: has columns {table.column_names}; {' or '.join(wanted)} would do")
-    start, end = token_id(tokenizer, args.start_text, "--start_text"), token_id(tokenizer, args.end_text, "--end_text")
-    queries: list[list[int]] = []
-    for part, need in ((held_out, test), (table, test + train)):
-        order = np.random.default_rng([args.seed, 2]).permutation(len(part))
-        for chunk in np.split(order, range(10_000, len(order), 10_000)):  # not 70 million texts for a million queries
-            if len(queries) < need and len(chunk):
-                texts = [text if isinstance(text, str) else "" for text in part[chunk.tolist()][column]]
-                rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
-                queries += filter(None, (cut_query(row, args.query_length, start, end) for row in rows))
-        queries = queries[:need]
-    if 0 < len(queries) <= test:
-        stop(f"--eval_queries {test}: {args.query_dataset} gave {len(queries)} queries in all; fewer would do")
-    if not queries:
-        stop(f"--query_dataset {args.query_dataset}: column {column!r} gave no query between "
-             f"--start_text {args.start_text!r} and --end_text {args.end_text!r}; none for both would do")  # fmt: skip
-    return queries[test:], queries[:test]
-
-
-def check_window(what: str, model: Any, longest: int) -> None:
-    """Stop, naming the flag `what`, if a text of `longest` tokens is longer than the context window of `model`."""
-    window = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
-    if longest > window:
-        stop(f"{what}: makes {longest} tokens with the query, the context window of {model.name_or_path} is {window}")
-
-
-def freeze(model: Any, dtype: str) -> Any:
-    """No gradients. With bf16, the matrices that autocast rounds at every use are stored rounded: equal results."""
-    heads = (model.get_output_embeddings(), getattr(model, "score", None))  # these run in fp32
-    for module in model.requires_grad_(False).eval().modules():
-        if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D) and module not in heads:
-            module.weight.data = module.weight.data.to(torch.bfloat16)
-    return model
-
-
-def fast_math(device: torch.device, dtype: str = "fp32") -> None:
-    """On a CPU take oneDNN's fp32 matrix product, twice as fast as the default, if it is as exact: that is checked. And
-    let glibc keep memory once it has it: clearing fresh pages for each large tensor takes a tenth of an update. On a
-    GPU, with bf16, what stays in fp32 (the head) is computed in TF32.
-    """
-    if device.type == "cuda" and dtype == "bf16":
-        torch.set_float32_matmul_precision("high")
-    if device.type == "cpu":
-        torch.set_float32_matmul_precision("medium")
-        x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-        if ((x @ x).double() - x.double() @ x.double()).abs().max() > 1e-4:  # a CPU where "medium" means bf16
-            torch.set_float32_matmul_precision("highest")
-        if platform.libc_ver()[0] == "glibc":
-            for parameter, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
-                ctypes.CDLL(None).mallopt(parameter, value)
-
-
-def start_accelerator(args: Args, accumulate: int) -> Any:
-    """The engine that the launcher asks for, DDP, FSDP2 (CPUs too) or DeepSpeed; `accumulate` micro-batches a gradient.
-
-    Weights, gradients and what is sent are fp32 in each of them, bf16 is autocast; nothing clips a gradient.
-    """
-    on_cpu, fsdp, deepspeed = not torch.accelerator.is_available(), None, None
-    handlers = [accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)]
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        if os.environ.get("FSDP_VERSION") != "2":
-            stop("fsdp_version 1: is not supported; `fsdp_version: 2` in the yaml, or --fsdp_version 2, would do")
-        policy = torch.distributed.fsdp.MixedPrecisionPolicy()
-        fsdp = accelerate.FullyShardedDataParallelPlugin(mixed_precision_policy=policy, cpu_ram_efficient_loading=False)
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        if args.checkpoint_every or args.resume:
-            stop(f"--checkpoint_every {args.checkpoint_every}: is none with DeepSpeed; 0, without --resume, would do")
-        deepspeed = accelerate.DeepSpeedPlugin(zero3_init_flag=False, zero3_save_16bit_model=True)
-        config = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": "auto", "gradient_clipping": 0.0}
-        deepspeed.deepspeed_config |= config | {"gradient_accumulation_steps": accumulate}
-        deepspeed.deepspeed_config["zero_optimization"]["sub_group_size"] = 10**12  # AdamTF counts its steps
-        handlers += [accelerate.InitProcessGroupKwargs(backend="gloo")] if on_cpu else []
-    if args.compile and (fsdp or deepspeed):
-        stop("--compile: is not available where FSDP2 or DeepSpeed shards the model; --no-compile would do")
-    settings = {"fsdp_plugin": fsdp, "deepspeed_plugin": deepspeed, "log_with": "wandb" if args.track else None}
-    settings["mixed_precision"] = "bf16" if args.dtype == "bf16" and not (fsdp or deepspeed) else "no"
-    accelerator = accelerate.Accelerator(cpu=on_cpu and not deepspeed, kwargs_handlers=handlers, **settings)
-    if fsdp and on_cpu:  # accelerate would fall back to DDP
-        accelerator.state.fsdp_plugin = fsdp
-        for state in (accelerator.state, accelerate.PartialState()):
-            state.distributed_type = accelerate.DistributedType.FSDP
-    if deepspeed:  # from_pretrained would shard what it loads
-        transformers.integrations.unset_hf_deepspeed_config()
-    accelerator.gradient_accumulation_steps = accumulate  # a launcher may have set another number
-    return accelerator
-
-
-def prepare(accelerator: Any, args: Args, model: Any, *optimizer: Any) -> Any:
-    """The model, and its optimizer, under the engine, which shards a frozen model too if it shards weights at all."""
-    zero = accelerator.distributed_type == accelerate.DistributedType.DEEPSPEED
-    if args.dtype == "bf16" and (zero or accelerator.is_fsdp2):  # with DDP accelerate does it
-        model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
-    model.is_sharded = accelerator.is_fsdp2 or zero and accelerator.state.deepspeed_plugin.zero_stage == 3
-    if accelerator.is_fsdp2:
-        names = {type(module).__name__ for module in model.modules()}
-        layers = sorted(names & set(next(model.children())._no_split_modules or ()))  # each is a unit to gather
-        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = layers
-    if optimizer:
-        return accelerator.prepare(model, *optimizer)
-    if accelerator.is_fsdp2:
-        fsdp2_prepare_model(accelerator, model)
-    elif model.is_sharded:
-        import deepspeed  # no other engine needs it
-
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-        deepspeed.initialize(model=model, config=config)
-    return model
-
-
-def everywhere(model: Any, x: Tensor) -> bool:
-    """Whether x is True; for a sharded model, whether it is on every rank, since all must run the model as often."""
-    if getattr(model, "is_sharded", False):
-        torch.distributed.all_reduce(x := x.int(), torch.distributed.ReduceOp.MIN)
-    return bool(x)
-
-
-# --- forward passes ---------------------------------------------------------------------------------------------------
-
-
-def last_hidden(model: Any, ids: Tensor, mask: Tensor, positions: Tensor | None = None, cache: Any = None) -> Tensor:
-    """Last hidden states (B, t, d) of ids (B, t). mask: (B, past + t), False at padding, or (B, t, t), who sees whom.
-
-    Positions count real tokens only, as in the original, so that padding on either side changes nothing.
-    """
-    if positions is None:
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    if mask.dim() == 3:
-        mask = mask.unsqueeze(1)
-        if model.config._attn_implementation == "eager":
-            mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
-    inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
-    if "position_ids" in inspect.signature(model.base_model.forward).parameters:
-        inputs["position_ids"] = positions
-    return model.base_model(**inputs).last_hidden_state
-
-
-class Fp32Logits(torch.autograd.Function):
-    """hidden (n, d) @ weight (V, d).T. The backward pass multiplies in bf16, as that of every layer under autocast, in
-    blocks of the vocabulary that fit a cache: optimizer steps in bf16 are 1.1 times faster.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Logits (n, V)."""
-        ctx.save_for_backward(hidden, weight)
-        return hidden @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """grad @ weight and grad.T @ hidden."""
-        hidden, weight = ctx.saved_tensors
-        grad_hidden, grad_weight, x = torch.zeros_like(hidden), torch.empty_like(weight), hidden.bfloat16()
-        for block, w, out in zip(*(y.split(8192) for y in (grad.T, weight, grad_weight)), strict=True):
-            block = block.bfloat16()
-            grad_hidden += block.T @ w.bfloat16()
-            out.copy_(block @ x)
-        return grad_hidden, grad_weight
-
-
-def logits_at(lm: Any, at: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """Logits (n, V) and hidden states (n, d) at the n cells `at` of the flattened (B, t), or at the B last ones (None);
-    inputs are those of last_hidden. The head runs in fp32 under autocast too: logits of 100 in bf16 are off by 0.25.
-    """
-    hidden, head = last_hidden(lm, *inputs), lm.get_output_embeddings()
-    hidden = hidden[:, -1].contiguous() if at is None else hidden.flatten(0, 1).index_select(0, at)
-    is_mixed = torch.is_autocast_enabled(hidden.device.type)
-    with torch.autocast(hidden.device.type, enabled=False):
-        x = hidden.to(head.weight.dtype)
-        if is_mixed and head.bias is None and len(head.weight):  # ZeRO-3 gathers weights for a call of the module only
-            return Fp32Logits.apply(x, head.weight), hidden
-        return head(x).float(), hidden
-
-
-def first_fit(lengths: np.ndarray, width: int) -> tuple[int, int, np.ndarray]:
-    """Cells in all, `width`, and where each item begins, for items put in rows of `width` cells: the longest first,
-    each in the first row that has room for it.
-    """
-    free, begin = np.full(len(lengths), width), np.zeros(len(lengths), int)
-    for i in np.argsort(-lengths, kind="stable"):
-        row = (free >= lengths[i]).argmax()
-        begin[i], free[row] = (row + 1) * width - free[row], free[row] - lengths[i]
-    return (free < width).sum() * width, width, begin
-
-
-def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Any, ...]:
-    """The inputs of last_hidden for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
-
-    A context is fed once; its branches see it and themselves. A row takes as many trees as fit, and is once, one and a
-    half times or twice as wide as the longest, whichever pads least. Before the inputs come two arrays (n, 1 + K): the
-    first and the last cell of every context and branch, counted through all rows.
-    """
-    lengths = np.array([[len(branch) for branch in tree] for tree in trees])
-    total, flat = lengths.sum(1), lengths.ravel()
-    size, width, begin = min((first_fit(total, total.max() * n // 2) for n in (2, 3, 4)), key=lambda fit: fit[0])
-    first = begin[:, None] + lengths.cumsum(1) - lengths
-    owner = np.repeat(np.arange(len(flat)), flat)  # of every token, in the order of `trees`
-    t = np.arange(len(owner)) - np.repeat(flat.cumsum() - flat, flat)
-    tree, branch = np.divmod(owner, lengths.shape[1])
-    tokens = np.fromiter(itertools.chain.from_iterable(itertools.chain.from_iterable(trees)), int)
-    cells = np.zeros((4, size), int)
-    cells[:, first.ravel()[owner] + t] = tokens, t + (branch > 0) * lengths[tree, 0], tree + 1, branch
-    ids, positions, tree, branch = torch.from_numpy(cells.reshape(4, -1, width)).to(device)
-    sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))
-    sees &= tree.unsqueeze(1) == tree.unsqueeze(2)
-    return first, first + lengths - 1, ids, sees.tril(), positions
-
-
-@torch.no_grad()
-def check_packing(flag: str, model: Any, length: int) -> None:
-    """Stop unless packed texts of up to `length` tokens give what the model by itself does. With logits scaled after
-    the head, a sliding window, alibi or a recurrent state it would be another model; no later check could see that.
-    """
-    is_lm, hint = model.get_output_embeddings() is not None, "a plain causal language model would do"
-    head = model.get_output_embeddings() if is_lm else model.score
-    text = [i % model.config.get_text_config().vocab_size for i in range(length - 2)]
-    trees = [[text, text[:2]], [text[:1], text[1:3]], [text[1:2], text[:2]]]  # the last two share a row
-    _, last, *inputs = pack(trees, head.weight.device)
-    what = f"{flag} {model.name_or_path}: cannot be run on packed rows"
-    ours = head(attempt(what, hint, last_hidden, model, *inputs).flatten(0, 1)[last[:, 1]])
-    for mine, tree in zip(ours, trees, strict=True):
-        ids = torch.tensor([sum(tree, [])], device=mine.device)
-        plain = model(ids).logits[0, -1] if is_lm else head(model.base_model(ids)[0][0, -1])
-        if (off := (mine - plain).abs().max().item()) > 1e-2:
-            stop(f"{flag} {model.name_or_path}: its outputs are off by {off:.2g} on packed rows; {hint}")
-
-
-class Actor(nn.Module):
-    """A language model as a policy."""
-
-    def __init__(self, lm: Any) -> None:
-        super().__init__()
-        self.lm = lm
-
-    def forward(self, at: Tensor | None, *inputs: Any) -> tuple[Tensor]:
-        """Logits (n, V) at n cells: see logits_at."""
-        return logits_at(self.lm, at, *inputs)[:1]
-
-
-class RewardModel(nn.Module):
-    """reward = gain * head(last real token) + bias, around any sequence classifier with one label.
-
-    gain and bias stand in the classifier's config.json as `reward_gain` and `reward_bias`. Plain transformers passes
-    over them: its logit is the reward before that increasing map. `tokenizer`: None if it is the policy's.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any = None) -> None:
-        super().__init__()
-        self.model, self.tokenizer = model, tokenizer
-        self.gain = nn.Parameter(torch.tensor([float(getattr(model.config, "reward_gain", 1.0))]))
-        self.bias = nn.Parameter(torch.tensor([float(getattr(model.config, "reward_bias", 0.0))]))
-
-    def forward(self, at: Tensor | None, *inputs: Any) -> Tensor:
-        """Rewards (n,) in fp32 of the texts whose last tokens are in the n cells `at`; the inputs are those of pack."""
-        if at is None:
-            return self.encode(*inputs)
-        hidden = last_hidden(self.model, *inputs).flatten(0, 1).index_select(0, at)
-        with torch.autocast(hidden.device.type, enabled=False):
-            reward = self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1)
-            return self.gain * reward.float() + self.bias
-
-    def encode(self, rows: list[list[int]]) -> Tensor:
-        """Rewards (n,) by an encoder: it has no `score` but pools by itself, and wants padding on the right."""
-        ids = nn.utils.rnn.pad_sequence([torch.tensor(row, device=self.gain.device) for row in rows], batch_first=True)
-        mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows]).unsqueeze(1)
-        logits = self.model(ids, attention_mask=mask.to(ids.device)).logits
-        return self.gain * logits.squeeze(-1).float() + self.bias
-
-
-def reward_trees(reward: Any, trees: Sequence[Sequence[Sequence[int]]], device: Any) -> Tensor:
-    """Rewards (n, K) of the branches of n trees: see pack."""
-    _, last, *inputs = pack(trees, device)
-    return reward(torch.from_numpy(last[:, 1:]).to(device).flatten(), *inputs).view(len(trees), -1)
-
-
-# --- labels -----------------------------------------------------------------------------------------------------------
-
-
-Label = tuple[list[int], list[list[int]], int]  # query, N responses, which is best
-
-
-def message_texts(row: dict[str, Any], tokenizer: Any) -> tuple[str, str, str]:
-    """Prompt, chosen and rejected response as text; lists of messages go through the tokenizer's chat template."""
-    prompt, answers = row.get("prompt"), (row["chosen"], row["rejected"])
-    if isinstance(answers[0], str):
-        return prompt or "", *answers
-    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or answers[0][:-1]
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    whole = [tokenizer.apply_chat_template(prompt + answer[-1:], tokenize=False) for answer in answers]
-    return text, *(one.removeprefix(text) for one in whole)
-
-
-def read_rows(table: Any, names: list[str], tokenizer: Any, args: Args) -> list[Label]:
-    """Labels of a table of best-of-N token rows, samples in the columns `names`; stops at the first bad one."""
-    flag, labels = f"--label_dataset {args.label_dataset}", []
-    for i, row in enumerate(table):
-        row |= {name: row[name] or [] for name in ("query", *names)}
-        tokens = [token for name in ("query", *names) for token in row[name] if token != args.label_pad]
-        lengths = sorted({len(row[name]) for name in names})
-        query, *samples = ([token for token in row[name] if token != args.label_pad] for name in ("query", *names))
-        if not isinstance(row["best"], int) or not 0 <= row["best"] < len(names):
-            stop(f"{flag}: row {i} has best = {row['best']}; 0 to {len(names) - 1} would do")
-        if len(lengths) > 1:
-            stop(f"{flag}: row {i} has samples of {lengths} tokens; samples of one length, padded, would do")
-        if bad := [token for token in tokens if not isinstance(token, int) or not 0 <= token < len(tokenizer)]:
-            stop(f"{flag}: row {i} has token {bad[0]} of {len(tokenizer)}; another --label_pad than {args.label_pad} "
-                 "or labels made with this tokenizer would do")  # fmt: skip
-        if not query or not all(samples):
-            stop(f"{flag}: row {i} has an empty query or sample; at least one token in each would do")
-        labels.append((query, samples, row["best"]))
-    return labels
-
-
-def read_preferences(table: Any, tokenizer: Any, args: Args) -> list[Label]:
-    """Labels of a table of text preferences. A coin drawn from --seed says which of a pair comes first, so that no
-    constant answer is right. A prompt keeps its last --query_length tokens, a response its first --response_length.
-    """
-    flag, labels = f"--label_dataset {args.label_dataset}", []
-    coins = np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)).tolist()
-    for i, row in enumerate(table):
-        if not isinstance(row["chosen"], str) and row["chosen"] and not tokenizer.chat_template:
-            stop(f"{flag}: has messages, but the tokenizer of {args.base_model} has no chat template; text would do")
-        texts = message_texts(row, tokenizer) if row["chosen"] and row["rejected"] else ("", "", "")
-        query, *both = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        if not all(text.strip() for text in texts[1:]):
-            stop(f"{flag}: row {i} has an empty text; text in chosen and rejected would do")
-        both = [answer[: args.response_length] for answer in both]
-        labels.append((query[-args.query_length :], both[::-1] if coins[i] else both, coins[i]))
-    return labels
-
-
-def read_labels(table: Any, tokenizer: Any, args: Args) -> list[Label]:
-    """Labels of a table in either format."""
-    names = sorted(re.findall(r"^sample\d+$", "\n".join(table.column_names), re.M), key=lambda name: int(name[6:]))
-    if {"query", "best"} <= set(table.column_names) and len(names) > 1:
-        return read_rows(table, names, tokenizer, args)
-    if {"chosen", "rejected"} <= set(table.column_names):
-        return read_preferences(table, tokenizer, args)
-    stop(f"--label_dataset {args.label_dataset}: has columns {table.column_names}; query, sample0, sample1, best or "
-         "prompt, chosen, rejected would do")  # fmt: skip
-
-
-def load_labels(tokenizer: Any, args: Args) -> tuple[list[Label], list[Label]]:
-    """Labels to train on, and held-out ones: the split `test` or `validation`, or what --num_labels leaves."""
-    splits = load_table(args.label_dataset, "--label_dataset")
-    table = splits["train"] if "train" in splits else next(iter(splits.values()))
-    held_out = next((splits[name] for name in ("test", "validation") if name in splits), None)
-    count = len(table) if args.num_labels is None else args.num_labels
-    if args.batch_size > len(table):
-        stop(f"--batch_size {args.batch_size}: {args.label_dataset} has {len(table)} labels; a smaller batch would do")
-    if not args.batch_size <= count <= len(table):
-        stop(f"--num_labels {args.num_labels}: {args.label_dataset} has {len(table)}, a batch {args.batch_size}; a "
-             "number between would do")  # fmt: skip
-    held_out = table.select(list(range(count, len(table)))) if held_out is None else held_out
-    return read_labels(table.select(range(count)), tokenizer, args), read_labels(held_out, tokenizer, args)
-
-
-# --- rollout ----------------------------------------------------------------------------------------------------------
-
-
-def left_pad(rows: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, both (B, longest row). Padding is token 0 under a False mask."""
-    width = max(map(len, rows))
-    ids, mask = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), bool)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :], mask[i, width - len(row) :] = row, True
-    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
-
-
-def batch_indices(size: int, start: int, count: int, seed: int) -> list[int]:
-    """Positions start .. start + count - 1 of an endless stream of permutations of range(size), one per epoch."""
-    epochs = range(start // size, (start + count - 1) // size + 1)
-    stream = np.concatenate([np.random.default_rng([seed, 0, epoch]).permutation(size) for epoch in epochs])
-    return stream[start - epochs.start * size :][:count].tolist()
-
-
-def uniforms(seed: int, update: int, batch: int, length: int, device: Any) -> Tensor:
-    """Uniform numbers (batch, length) to sample with, from seed and update; ranks take their rows of one array."""
-    rng = np.random.default_rng([seed, 1, update])
-    return torch.from_numpy(rng.random((batch, length), dtype=np.float32)).to(device)
-
-
-@functools.lru_cache(maxsize=4)
-def decoder(policy: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """A cache of fixed size and the compiled step that fills it, a CUDA graph on a GPU, for samples of this shape."""
-    return StaticCache(config=policy.lm.config, max_cache_len=width), torch.compile(policy, mode="reduce-overhead")
-
-
-@torch.no_grad()
-def sample(
-    policy: Any, ids: Tensor, mask: Tensor, u: Tensor, temperature: float, end: Any, after: int, compiled: bool = False
-) -> Tensor:
-    """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p.
-
-    ids, mask: contexts, padded on the left, (B / K, P): each is read once for K responses, which come next to each
-    other. u: (B, R) uniform numbers; token t is where the cumulative distribution passes u[:, t] (torch.multinomial
-    draws B * V exponentials instead). Unless `end` is None, sampling is over when every row has had that token at index
-    `after` or later, which is asked at every eighth token, since a GPU waits for the question; columns not reached are
-    filled with it.
-    """
-    cache, step, width, training = DynamicCache(config=policy.lm.config), policy, ids.shape[1], policy.lm.training
-    policy.lm.eval()  # under gradient checkpointing transformers keeps no cache in training mode
-    logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(len(u) // len(ids), 0)
-    cache.batch_repeat_interleave(len(u) // len(ids))
-    total = width + u.shape[1]
-    if compiled:
-        total = math.ceil(total / 64) * 64  # few shapes to compile for
-        fixed, step = decoder(policy, len(u), total)
-        fixed.reset()
-        for i, layer in enumerate(cache.layers):
-            fixed.update(layer.keys, layer.values, i)
-        cache = fixed
-    mask = nn.functional.pad(mask.repeat_interleave(len(u) // len(ids), 0), (0, total - width))
-    responses = torch.full(u.shape, end or 0, device=u.device)
-    for t in range(u.shape[1]):
-        cdf = (logits / temperature).softmax(-1).cumsum(-1)
-        ids = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
-        responses[:, t : t + 1] = ids
-        over = end is not None and t % 8 == 7 and everywhere(policy, (responses[:, after : t + 1] == end).any(1).all())
-        if over or t + 1 == u.shape[1]:
-            policy.lm.train(training)
-            return responses
-        mask[:, width + t] = True
-        seen = mask if compiled else mask[:, : width + t + 1]
-        if compiled:
-            torch.compiler.cudagraph_mark_step_begin()
-        logits = step(None, ids, seen, mask.sum(1, keepdim=True) - 1, cache)[0]
-
-
-def micro_batches(rows: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
-    """`rows` in groups of `size` of similar length, so that little is padded; a sum over rows does not depend on it."""
-    return rows[lengths[rows].argsort(stable=True)].split(size)
+FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
+HUB = {"base_model": "gpt2", "token_ids_of": "gpt2", "start_text": None, "end_text": None}
+BOOK = HUB | {"query_length": 64, "num_labels": 4_992, "batch_size": 32, "micro_batch_size": 64, "lr": 5e-5}
+POST = HUB | {"query_length": 500, "num_labels": 46_000, "batch_size": 16, "micro_batch_size": 4, "lr": 2.5e-5}
+POST |= {"query_suffix": "\n\nTL;DR:", "response_length": 75, "truncate_token": "\n", "long_queries": "keep_start"}
+NEWS = {"query_prefix": "Article:\n\n", "temperature": 0.5}
+TASKS = {"sentiment": BOOK, "descriptiveness": BOOK, "cnndm": POST | NEWS, "tldr": POST}
+PRESETS = {"tiny": Args()}  # OpenAI's launch.py
+for name, task in TASKS.items():
+    file = f"{FILES}/{name}/{'offline_5k' if task is BOOK else 'offline_60k'}.json"
+    PRESETS[name] = Args(**task, label_dataset=file, query_dataset=file)
+
+
+def main(preset: str, args: Args) -> None:
+    """Set-up and first normalisation, then one loop over updates: train, log; at the end normalise, evaluate, save."""
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), log_with="wandb" if args.track else None)
+    device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+    if args.batch_size % world or args.normalization_samples % world or args.normalization_samples == 1:
+        raise ValueError(f"--batch_size {args.batch_size}, --normalization_samples {args.normalization_samples}: "
+                         f"multiples of {world} processes, and not 1 sample, would do")  # fmt: skip
+    accelerator.gradient_accumulation_steps = math.ceil(args.batch_size // world / args.micro_batch_size)
+    tokenizer = fetch(AutoTokenizer, "base_model", args)
+    labels, held_out = load_labels(tokenizer, args)
+    queries = load_queries(tokenizer, args, max(1, 2 * args.normalization_samples))
+    longest = max(len(query) + len(response) for query, responses, _ in labels + held_out for response in responses)
+    longest = max(longest, *(len(query["context"]) + args.response_length for query in queries))
+    what = "base_model", args, tokenizer, longest, device
+    ref = Actor(load(AutoModelForCausalLM, *what).requires_grad_(False))
+    model = load(AutoModelForSequenceClassification, *what, num_labels=1)
+    torch.manual_seed(args.seed)
+    nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
+    set_pad(model, tokenizer)
+    fast_math(device, args.dtype)
+
+    # 1. normalise on samples of the reference policy
+    wrapped, statistics = RewardModel(model), {}
+    if args.normalization_samples:
+        rewards = reference_rewards(accelerator, wrapped, ref, queries, 0, args)
+        statistics["before"] = normalize(rewards, wrapped.gain.data, wrapped.bias.data)
+    adam = {"tf": AdamTF, "torch": torch.optim.Adam}[args.adam]
+    wrapped, optimizer = accelerator.prepare(wrapped, adam(wrapped.parameters(), lr=args.lr, eps=args.adam_eps))
+    reward = accelerator.unwrap_model(wrapped)  # the same module, for forward passes without gradients
+    folder, state = open_run(accelerator, args, preset, {"update": 0})
+    signals = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(number))
+
+    # 2. train: one epoch over the labels, in the order that rank 0 draws
+    order, num_updates = np.random.RandomState(args.seed).permutation(len(labels)), len(labels) // args.batch_size
+    first = state["update"]
+    for update in (bar := tqdm(range(first, num_updates), initial=first, total=num_updates, disable=rank > 0)):
+        start = update * args.batch_size
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * (1 - start / len(labels))
+        mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
+        records = reward_update(accelerator, wrapped, optimizer, mine, args)
+
+        # 3. log
+        one = torch.ones((), device=device)
+        metrics = reduce_means(accelerator, [*records, {"signals": (one * len(signals), one)}])
+        stopping = metrics.pop("signals") > 0
+        metrics |= {"train/lr": optimizer.param_groups[0]["lr"], "train/labels": start + args.batch_size}
+        if rank == 0:
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
+        accelerator.log(metrics, step=update + 1)
+        bar.set_postfix({name: f"{metrics[f'train/{name}']:.3g}" for name in ("loss", "accuracy")})
+        if stopping or args.checkpoint_every and (update + 1) % args.checkpoint_every == 0:
+            save_checkpoint(accelerator, folder, state | {"update": update + 1})
+        if stopping:
+            raise KeyboardInterrupt
+
+    # 4. normalise again, 5. evaluate and save
+    sampled = reference_rewards(accelerator, reward, ref, queries, 1, args) if args.normalization_samples else None
+    rewards = score_labels(accelerator, reward, held_out, args)
+    weights = accelerator.get_state_dict(wrapped)  # every rank has its part in putting them together
+    if rank == 0:
+        gain, bias = weights["gain"].cpu(), weights["bias"].cpu()
+        rewards = (rewards - bias) / gain
+        if sampled is not None:
+            statistics["after"] = normalize(sampled.cpu(), gain, bias)
+        rewards, best = gain * rewards + bias, torch.tensor([best for *_, best in held_out], dtype=torch.long)
+        statistics |= {"gain": gain.item(), "bias": bias.item()}
+        if held_out:
+            statistics["test/accuracy"] = hits(rewards, best).double().mean().item()
+            statistics["test/constant"] = best.bincount().max().item() / len(best)  # the most frequent answer
+        model.config.reward_gain, model.config.reward_bias = gain.item(), bias.item()
+        save_model(folder / "reward_model", model, tokenizer, weights)
+        (folder / "results.json").write_text(json.dumps(statistics, indent=2))
+        show_labels(folder, held_out, rewards.tolist(), tokenizer)
+        tqdm.write(f"accuracy on {len(held_out)} held-out labels {statistics.get('test/accuracy', math.nan):.3f} (best "
+                   f"constant {statistics.get('test/constant', math.nan):.3f}); {folder / 'reward_model'}")  # fmt: skip
+    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # first the model, or gloo can wait for ever
+    accelerator.end_training()
 
 
 # --- the algorithm ----------------------------------------------------------------------------------------------------
-
-
-def gradient_norm(model: Any) -> Tensor:
-    """L2 norm of all gradients; those of a sharded model are put together."""
-    if hasattr(model, "was_step_applied"):  # DeepSpeed has made its step, unless a gradient was not finite
-        norm = model.get_global_grad_norm() if model.was_step_applied() else math.nan
-        return torch.as_tensor(norm, device=model.device).float()
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-def check_finite(accelerator: Any, tensors: dict[str, Tensor]) -> None:
-    """FloatingPointError, on all ranks, that names the first rank and tensor with a NaN or an infinity in it."""
-    bad = torch.stack([(~x.isfinite()).any().float() for x in tensors.values()])
-    if places := accelerator.gather(bad.unsqueeze(0)).nonzero().tolist():
-        rank, which = places[0]
-        raise FloatingPointError(f"rank {rank}: {list(tensors)[which]} is not finite")
-
-
 def label_rewards(model: Any, labels: list[Label], device: Any) -> tuple[Tensor, Tensor]:
     """Rewards (B, N) of every response to its query, and which is best (B,)."""
-    rewards = reward_trees(model, [[query, *responses] for query, responses, _ in labels], device)
+    _, last, *inputs = pack([[query, *responses] for query, responses, _ in labels], device)
+    rewards = model(last[:, 1:].flatten(), *inputs).view(len(labels), -1)
     return rewards, torch.tensor([best for *_, best in labels], device=device)
 
 
-def reward_update(accelerator: Any, model: Any, optimizer: Any, labels: list[Label], args: Args) -> list[Pairs]:
-    """One optimizer step on this rank's share of a batch of labels: mean cross entropy over all ranks.
+def hits(rewards: Tensor, best: Tensor) -> Tensor:
+    """Whether the best of N (B,) has the highest of the rewards (B, N); equals count too."""
+    return rewards.gather(1, best.unsqueeze(1)).squeeze(1) > rewards.amax(1) - 1e-5
 
-    Returns (sum, count) pairs of loss and accuracy. Source: lm_human_preferences/train_reward.py.
+
+def reward_update(accelerator: Any, model: Any, optimizer: Any, labels: list[Label], args: Args) -> list[Pairs]:
+    """One optimizer step on this rank's share of a batch: mean cross entropy over all ranks (the original's
+    train_reward.py). Returns (sum, count) pairs of loss and accuracy.
     """
-    records, lengths = [], torch.tensor([len(q) + max(map(len, responses)) for q, responses, _ in labels])
-    for part in micro_batches(torch.arange(len(labels)), lengths, args.micro_batch_size):
+    records = []
+    for part in torch.arange(len(labels)).split(args.micro_batch_size):
         with accelerator.accumulate(model):
             rewards, best = label_rewards(model, [labels[i] for i in part.tolist()], accelerator.device)
             loss = nn.functional.cross_entropy(rewards, best, reduction="sum")
             accelerator.backward(loss * accelerator.gradient_accumulation_steps / len(labels))
             if accelerator.sync_gradients:
-                norm = gradient_norm(model)
-                check_finite(accelerator, {"the loss": loss, "the gradient": norm})
+                norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+                norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of weights in shards
+                if not norm.isfinite():  # on all ranks, whose gradients are averaged
+                    raise FloatingPointError("the gradient is not finite")
                 records.append({"train/gradient_norm": (norm, torch.ones_like(norm))})
             optimizer.step()
             optimizer.zero_grad()
         count = torch.tensor(float(len(best)), device=best.device)
-        hits = (rewards.argmax(1) == best).sum()
-        records.append({"train/loss": (loss.detach(), count), "train/accuracy": (hits, count)})
+        records.append({"train/loss": (loss.detach(), count), "train/accuracy": (hits(rewards, best).sum(), count)})
     return records
-
-
-def gain_and_bias(
-    mean: Tensor, std: Tensor, target_mean: float = 0.0, target_std: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """The affine map that takes rewards with `mean` and `std` to the target's. Source: the original's rewards.py."""
-    return target_std / std, target_mean - target_std / std * mean
-
-
-@torch.no_grad()
-def reference_rewards(
-    accelerator: Any, reward: RewardModel, ref: Any, queries: Any, contexts: Any, step: int, args: Args
-) -> Tensor:
-    """Rewards (--normalization_samples,) of the reference policy's samples, on all ranks; every call goes on in the
-    stream of queries. As in the original, responses are not truncated.
-    """
-    total, rows = args.normalization_samples, args.normalization_samples // accelerator.num_processes
-    mine = slice(accelerator.process_index * rows, (accelerator.process_index + 1) * rows)
-    picks = batch_indices(len(queries), step * total, total, args.seed)[mine]
-    u = uniforms(args.seed, step, total, args.response_length, accelerator.device)[mine]
-    rewards = []
-    for part in torch.arange(rows).split(args.micro_batch_size):
-        chosen = [picks[i] for i in part.tolist()]
-        inputs = (*left_pad([contexts[i] for i in chosen], u.device), u[part], args.temperature, None, 0, args.compile)
-        responses = sample(ref, *inputs)
-        trees = [[queries[i], response] for i, response in zip(chosen, responses.tolist(), strict=True)]
-        rewards.append(reward_trees(reward, trees, u.device))
-    return accelerator.gather(torch.cat(rewards).flatten())
-
-
-def normalize(rewards: Tensor, gain: Tensor, bias: Tensor) -> dict[str, float]:
-    """Change gain and bias, which made these rewards, to those that would have given them mean 0 and (biased) std 1.
-
-    Returns mean and std of the rewards without them, as in the original, where they start from 1 and 0.
-    """
-    raw = (rewards - bias) / gain
-    mean, std = raw.mean(), raw.std(correction=0)
-    for old, new in zip((gain, bias), gain_and_bias(mean, std), strict=True):
-        if not old.copy_(new).isfinite():
-            stop(f"--normalization_samples {len(raw)}: the rewards of samples have mean {mean:.3g} and deviation "
-                 f"{std:.3g}; finite and different ones, or --normalization_samples 0, would do")  # fmt: skip
-    return {"mean": mean.item(), "std": std.item()}
-
-
-# --- metrics and evaluation -------------------------------------------------------------------------------------------
 
 
 def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
@@ -838,394 +233,494 @@ def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
     return {name: total / count for name, (total, count) in zip(names, totals, strict=True)}
 
 
+def gain_and_bias(mean: Any, std: Any, target_mean: float = 0.0, target_std: float = 1.0) -> tuple[Any, Any]:
+    """The affine map that takes rewards with `mean` and `std` to the target's. Source: the original's rewards.py."""
+    return target_std / std, target_mean - target_std / std * mean
+
+
 @torch.no_grad()
-def score_labels(accelerator: Any, reward: RewardModel, labels: list[Label], args: Args) -> Tensor:
-    """Rewards (number of labels, N) of all held-out responses, each rank doing its share."""
-    world, rewards = accelerator.num_processes, []
-    share = -(-len(labels) // world)
-    mine = [
-        labels[i % len(labels)]
-        for i in range(accelerator.process_index * share, (accelerator.process_index + 1) * share)
-    ]
-    for i in range(0, share, args.micro_batch_size):
-        rewards.append(label_rewards(reward, mine[i : i + args.micro_batch_size], accelerator.device)[0])
-    return accelerator.gather(torch.cat(rewards))[: len(labels)]
-
-
-class Interrupt:
-    """Notes Ctrl-C, so that a run ends after its update. A launcher repeats what its processes have already got: only
-    after three seconds another one ends the run at once.
+def reference_rewards(accelerator: Any, reward: Any, ref: Any, queries: list[Any], step: int, args: Args) -> Tensor:
+    """Rewards (--normalization_samples,) of the reference policy's samples, on all ranks; every call goes on in the
+    stream of queries. As in the original, responses are not truncated.
     """
-
-    def __init__(self) -> None:
-        self.time = math.inf
-        signal.signal(signal.SIGINT, self)
-
-    def __call__(self, *_: Any) -> None:
-        """The signal's handler."""
-        if time.monotonic() > self.time + 3:
-            stop("interrupted at once; the same command with --resume goes on from the newest checkpoint", 130)
-        self.time = min(self.time, time.monotonic())
-
-
-def new_bar(total: int, done: int, disable: bool) -> Any:
-    """A progress bar of episodes; where there is no terminal nothing is drawn, show_progress writes lines."""
-    there = {} if sys.stderr.isatty() else {"file": io.StringIO(), "mininterval": 60, "miniters": 1}
-    return tqdm(total=total, initial=done, unit=" episodes", disable=disable, dynamic_ncols=True, **there)
+    total, rows = args.normalization_samples, args.normalization_samples // accelerator.num_processes
+    mine, rewards = range(accelerator.process_index * rows, (accelerator.process_index + 1) * rows), []
+    u = uniforms(args.seed, step, total, args.response_length)
+    for part in torch.tensor(mine).split(args.micro_batch_size):
+        asked = [queries[(step * total + i) % len(queries)] for i in part.tolist()]
+        with torch.autocast(accelerator.device.type, enabled=False):  # around the trunk's: weights are rounded once
+            contexts = [query["context"] for query in asked]
+            responses = sample(ref, contexts, u[part].to(accelerator.device), args.temperature).tolist()
+        labels = [(query["input_ids"], [response], 0) for query, response in zip(asked, responses, strict=True)]
+        rewards.append(label_rewards(reward, labels, accelerator.device)[0].flatten())
+    return accelerator.gather(torch.cat(rewards))
 
 
-def show_progress(bar: Any, episodes: int, figures: dict[str, float]) -> None:
-    """Episodes done, episodes per second and time left; where there is no terminal, one plain line per minute."""
-    bar.set_postfix({name: f"{x:.3g}" for name, x in figures.items()}, refresh=False)
-    if (bar.update(episodes) or bar.n >= bar.total) and not bar.disable and not sys.stderr.isatty():
-        sys.stderr.write(f"{bar}\n")
-
-
-def append(folder: Path, metrics: dict[str, float]) -> None:
-    """One line more in metrics.jsonl."""
-    with writing(folder), (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(metrics) + "\n")
-
-
-# --- the folder of a run: checkpoints, logs, models -------------------------------------------------------------------
-
-
-def sync(*paths: Path) -> None:
-    """Wait until these files and folders are on the disk."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
-def publish(new: Path, path: Path) -> Path:
-    """Rename the folder `new` to `path` when all of it is on the disk: what bears that name is complete."""
-    sync(*new.rglob("*"), new)
-    new.rename(path)
-    sync(path.parent)
-    return path
-
-
-def digests(path: Path) -> dict[str, str]:
-    """SHA-256 of the files of a checkpoint."""
-    found = {}
-    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
-        with (path / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What state.json of a checkpoint says; ValueError or OSError unless all files and no others are there, whole."""
-    found = digests(path)
-    if odd := {file.name for file in path.iterdir()} - {*found, "sha256.json"}:
-        raise ValueError(f"{', '.join(sorted(odd))} is no part of a checkpoint")
-    if json.loads((path / "sha256.json").read_text()) != found:
-        raise ValueError("a file is damaged")
-    state = json.loads((path / "state.json").read_text())
-    if (lines := (path.parent.parent / "metrics.jsonl").read_bytes().count(b"\n")) < state["update"]:
-        raise ValueError(f"metrics.jsonl has {lines} lines for {state['update']} updates")
-    return state
-
-
-def find_checkpoint(args: Args, preset: str) -> tuple[Args, Path, Path | None, dict[str, Any]]:
-    """Args, the folder of the run and, with --resume, the newest complete checkpoint in it and what that one says.
-
-    Stops unless the folder is new or, with --resume, made by the same command, but for MAY_CHANGE; stops with status 0
-    if that run is finished.
+def normalize(rewards: Tensor, gain: Tensor, bias: Tensor) -> dict[str, float]:
+    """Change gain and bias, which made these rewards, to those that would have given them mean 0 and (biased) std 1.
+    Returns mean and std of the rewards without them, as in the original, where they start from 1 and 0.
     """
-    script, path = Path(sys.argv[0]).stem, Path(args.resume or "newest")
-    folder = Path(args.output_dir or f"runs/{script}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if args.resume == "newest" and args.output_dir is None:
-        made = Path("runs").glob(f"{script}-{preset}-{args.seed}-*/metrics.jsonl")
-        folder = max(made, key=lambda path: path.stat().st_mtime, default=folder / "metrics.jsonl").parent
-    elif args.resume not in (None, "newest"):
-        if not path.is_dir():
-            stop(f"--resume {path}: is no folder; the folder of a run or of one of its checkpoints would do")
-        folder = path.parent.parent if path.parent.name == "checkpoints" else path
-        if args.output_dir is not None and Path(args.output_dir).resolve() != folder.resolve():
-            stop(f"--output_dir {args.output_dir}: is not the folder of --resume {path}; one of the two would do")
-    parent = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        stop(f"--output_dir {folder}: cannot be made or written in {parent}; a folder with write permission would do")
-    is_used = folder.exists() and any(file.suffix != ".tmp" for file in folder.iterdir())
-    if is_used and args.resume is None:
-        stop(f"--output_dir {folder}: is not empty; a new or empty folder, or --resume, would do")
-    if is_used:
-        what, hint = f"--resume {folder}: holds no run", "a folder with args.json would do"
-        old = attempt(what, hint, lambda: (record := json.loads((folder / "args.json").read_text())) | record["args"])
-        if vars(args).get("reward_model", "") is None:
-            args = dataclasses.replace(args, reward_model=old.get("reward_model"))
-        new = {"script": script, "preset": preset, "processes": int(os.environ.get("WORLD_SIZE", "1"))} | vars(args)
-        changed = [name for name, x in new.items() if old.get(name) != x and name not in MAY_CHANGE]
-        if changed:
-            changed = changed[: 1 if changed[0] == "script" else None]  # another script has other flags
-            was = ", ".join(f"{name} {old.get(name)!r} (now {new[name]!r})" for name in changed)
-            stop(f"--resume {folder}: was made with {was}; the same would do, only {', '.join(MAY_CHANGE)} may change")
-        if made := [folder / name for name in ("policy", "reward_model") if (folder / name).exists()]:
-            stop(f"--resume {folder}: this run is finished, its model is in {made[0]}", 0)
-    last = path.name if path.parent.name == "checkpoints" else "~"
-    for path in sorted(folder.glob(CHECKPOINT), reverse=True) if args.resume else ():
-        if path.name <= last:
-            try:
-                return args, folder, path, read_checkpoint(path)
-            except (OSError, ValueError) as error:
-                warn(f"checkpoint {path} is passed over: {error}")
-    if args.resume:
-        warn(f"--resume: there is no complete checkpoint in {folder}; the run starts from the beginning")
-    return args, folder, None, {}
+    raw = (rewards - bias) / gain
+    mean, std = raw.mean(), raw.std(correction=0)
+    for old, new in zip((gain, bias), gain_and_bias(mean, std), strict=True):
+        if not old.copy_(new).isfinite():
+            raise ValueError(f"--normalization_samples {len(raw)}: rewards of mean {mean:.3g} and deviation {std:.3g}; "
+                             "finite and different ones, or 0 samples, would do")  # fmt: skip
+    return {"mean": mean.item(), "std": std.item()}
 
 
-def prune(folder: Path, updates: int, keep: int) -> None:
-    """Remove all checkpoints, finished or not, but the last `keep` of up to `updates` updates."""
-    kept = sorted(path for path in folder.glob(CHECKPOINT) if path.name <= f"{updates:07d}")[-keep:]
-    for path in {*folder.glob(CHECKPOINT), *folder.glob(f"{CHECKPOINT}.tmp")}.difference(kept):
-        shutil.rmtree(path)
+@torch.no_grad()
+def score_labels(accelerator: Any, reward: Any, labels: list[Label], args: Args) -> Tensor:
+    """Rewards (number of labels, N), on the CPU, of all held-out responses, each rank doing its share."""
+    world, rank, rewards = accelerator.num_processes, accelerator.process_index, [torch.zeros(0, 1)]
+    for i in range(0, len(labels), world * args.micro_batch_size):
+        part = [labels[j % len(labels)] for j in range(i + rank, i + rank + world * args.micro_batch_size, world)]
+        mine = label_rewards(reward, part, accelerator.device)[0]
+        rewards.append(accelerator.gather(mine).view(world, -1, mine.shape[1]).transpose(0, 1).flatten(0, 1).cpu())
+    return torch.cat(rewards[1:] or rewards)[: len(labels)]
 
 
-def save_checkpoint(folder: Path, accelerator: Any, model: Any, optimizer: Any, state: Any, keep: int) -> Path | None:
-    """checkpoints/<update> with weights, optimizer and state.json; it appears when complete and on the disk.
+# --- rollout ----------------------------------------------------------------------------------------------------------
+def uniforms(seed: int, update: int, batch: int, length: int) -> Tensor:
+    """Uniform numbers (batch, length) to sample with, from seed and update; ranks take their rows of one array."""
+    return torch.from_numpy(np.random.default_rng([seed, 1, update]).random((batch, length), dtype=np.float32))
 
-    Queries, sampling and shuffles are functions of --seed, update and rank: no random state has to be kept. Weights
-    with a NaN are not written, and nothing over an older checkpoint of the same update. Returns the newest one.
+
+@torch.no_grad()
+def sample(policy: Any, contexts: list[list[int]], u: Tensor, temperature: float) -> Tensor:
+    """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p, no end.
+
+    The B / K contexts are padded on the left, each is read once for its K responses. u: (B, R) uniform numbers; token t
+    is where the cumulative distribution passes u[:, t].
     """
-    if hasattr(model, "was_step_applied"):
-        return warn("DeepSpeed's optimizer state is not kept: this run cannot be resumed")
-    options, moments = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True), {"state": {}, "param_groups": []}
-    weights = dcp.get_model_state_dict(model, options=options)
-    if optimizer.state:  # or else torch would make one, by a step
-        moments = dcp.get_optimizer_state_dict(model, optimizer.optimizer, options=options)
-    path = folder / "checkpoints" / f"{state['update']:07d}"
-    if accelerator.is_main_process and not path.exists() and all(x.isfinite().all() for x in weights.values()):
-        new = path.with_suffix(".tmp")
-        flat = {f"{name}:{key}": x for name, entry in moments["state"].items() for key, x in entry.items()}
-        with writing(folder):
-            new.mkdir(parents=True)
-            for name, tensors in (("model", weights), ("optimizer", flat)):
-                tensors = {key: x.clone() for key, x in tensors.items()}  # tied weights are written twice
-                save_file(tensors, new / f"{name}.safetensors")
-            (new / "state.json").write_text(json.dumps(state | {"param_groups": moments["param_groups"]}))
-            (new / "sha256.json").write_text(json.dumps(digests(new)))
-            sync(folder / "metrics.jsonl")
-            publish(new, path)
-            prune(folder, state["update"], keep)
-    return max(folder.glob(CHECKPOINT), default=None)
+    cache, k, width = DynamicCache(config=policy.lm.config), len(u) // len(contexts), max(map(len, contexts))
+    ids = torch.tensor([[0] * (width - len(context)) + context for context in contexts], device=u.device)
+    padding = torch.tensor([[width - len(context)] for context in contexts], device=u.device)
+    mask = torch.arange(width, device=u.device) >= padding
+    logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(k, 0)
+    cache.batch_repeat_interleave(k)
+    mask = nn.functional.pad(mask.repeat_interleave(k, 0), (0, u.shape[1]), value=True)
+    responses = torch.empty(u.shape, dtype=torch.long, device=u.device)
+    for t in range(u.shape[1]):
+        if t > 0:
+            logits = policy(None, responses[:, t - 1 : t], mask[:, : width + t], None, cache)[0]
+        cdf = (logits / temperature).softmax(-1).cumsum(-1)
+        tokens = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True)
+        responses[:, t : t + 1] = tokens.clamp(max=cdf.shape[1] - 1)
+    return responses
 
 
-def load_checkpoint(path: Path, state: dict[str, Any], model: Any, optimizer: Any) -> None:
-    """Weights and optimizer as they were."""
-    moments: dict[str, Any] = {"state": {}, "param_groups": state["param_groups"]}
-    for name, x in load_file(path / "optimizer.safetensors").items():
-        parameter, _, key = name.rpartition(":")
-        moments["state"].setdefault(parameter, {})[key] = x
-    if hasattr(model, "reshard"):  # FSDP2: the last forward pass has left some weights whole
-        model.reshard()
-    options = dcp.StateDictOptions(full_state_dict=True)
-    dcp.set_model_state_dict(model, load_file(path / "model.safetensors"), options=options)
-    if moments["state"]:
-        dcp.set_optimizer_state_dict(model, optimizer.optimizer, moments, options=options)
+# --- forward passes ---------------------------------------------------------------------------------------------------
+def hidden_at(model: Any, at: Any, ids: Tensor, mask: Tensor, positions: Any = None, cache: Any = None) -> Tensor:
+    """Last hidden states (n, d) in fp32 at the n cells `at` of the flattened ids (B, t), or at the B last ones (None).
+
+    mask: (B, past + t), False at padding, or (B, t, t), who sees whom. Positions count real tokens, as the original's.
+    """
+    if positions is None:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    if mask.dim() == 3:
+        mask = torch.where(mask.unsqueeze(1), 0.0, torch.finfo(torch.float32).min)
+    inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+    hidden = model.base_model(ids, use_cache=cache is not None, **inputs).last_hidden_state
+    return (hidden[:, -1].contiguous() if at is None else hidden.flatten(0, 1).index_select(0, at)).float()
 
 
-def open_output_dir(folder: Path, args: Args, preset: str, updates: int) -> None:
-    """The folder of the run with args.json (arguments, versions, git commit) and `updates` lines of metrics.jsonl."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    found = subprocess.run(git, capture_output=True, text=True, check=False).stdout if shutil.which("git") else ""
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, datasets)}
-    record = {"script": Path(sys.argv[0]).stem, "preset": preset, "processes": int(os.environ.get("WORLD_SIZE", "1"))}
-    record |= {"id": os.urandom(4).hex(), "commit": found.strip(), "versions": versions, "args": vars(args)}
-    metrics = folder / "metrics.jsonl"
-    with writing(folder):
+class Actor(nn.Module):
+    """A language model as a policy."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm, self._no_split_modules = lm, lm._no_split_modules  # for engines that spread weights over processes
+
+    def forward(self, at: Tensor | None, *inputs: Any) -> tuple[Tensor]:
+        """Logits (n, V) in fp32 at the n cells `at`: see hidden_at."""
+        return (self.lm.get_output_embeddings()(hidden_at(self.lm, at, *inputs)),)
+
+
+class RewardModel(nn.Module):
+    """reward = gain * logit + bias, around a classifier; they stand in its config.json as `reward_gain`, `reward_bias`."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm, self._no_split_modules = lm, lm._no_split_modules  # for engines that spread weights over processes
+        self.gain = nn.Parameter(torch.ones(1, device=lm.device))
+        self.bias = nn.Parameter(torch.zeros(1, device=lm.device))
+
+    def forward(self, at: Tensor, *inputs: Any) -> Tensor:
+        """Rewards (n,) in fp32 of the texts whose last tokens are in the n cells `at`; the inputs are those of pack."""
+        return self.gain * self.lm.score(hidden_at(self.lm, at, *inputs)).sum(-1) + self.bias
+
+
+def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Tensor, ...]:
+    """The inputs of hidden_at for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
+
+    A tree is a row: the context once, then its branches, each of which sees the context and itself. [[a b], [c d], [e]]
+    and [[f], [g], [h]] become
+
+        ids  a b c d e     branch  0 0 1 1 2     positions  0 1 2 3 2
+             f g h 0 0             0 1 2 0 0                0 1 1 0 0
+
+    Before the inputs come two tensors (n, 1 + K): the first and the last cell of every context and branch, counted
+    through all rows: [[0, 2, 4], [5, 6, 7]] and [[1, 3, 4], [5, 6, 7]].
+    """
+    lengths = torch.tensor([[len(part) for part in tree] for tree in trees])
+    ids, branch = torch.zeros(2, len(trees), width := int(lengths.sum(1).max()), dtype=torch.long)
+    for i, tree in enumerate(trees):
+        tokens = torch.tensor([token for part in tree for token in part])
+        ids[i, : len(tokens)], branch[i, : len(tokens)] = tokens, torch.arange(len(tree)).repeat_interleave(lengths[i])
+    first = lengths.cumsum(1) - lengths
+    positions = torch.arange(width) - (first - lengths[:, :1]).gather(1, branch) * (branch > 0)
+    first += torch.arange(len(trees)).unsqueeze(1) * width
+    sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))
+    return tuple(x.to(device) for x in (first, first + lengths - 1, ids, sees.tril(), positions))
+
+
+# --- models and data --------------------------------------------------------------------------------------------------
+def fast_math(device: torch.device, dtype: str) -> None:
+    """TF32 for the fp32 heads under bf16; on a CPU oneDNN's product, twice as fast, unless it is bf16: a check."""
+    if device.type == "cpu" or dtype == "bf16":
+        torch.set_float32_matmul_precision("medium" if device.type == "cpu" else "high")
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    if ((x @ x).double() - x.double() @ x.double()).abs().max() > 1e-4:
+        torch.set_float32_matmul_precision("highest")
+
+
+def find(name: str) -> str:
+    """The path of what is there, here or beside this script, or of hf://datasets/owner/name/file; or else a hub id."""
+    if name.startswith("hf://datasets/"):
+        owner, repository, file = name.removeprefix("hf://datasets/").split("/", 2)
+        return hf_hub_download(f"{owner}/{repository}", file, repo_type="dataset")
+    path = next((x for x in (Path(name).expanduser(), Path(__file__).parent / name) if x.exists()), None)
+    if path is None and re.search(r"^[./~]|\.(jsonl?|csv|parquet|txt|gz)$", name, re.IGNORECASE):
+        raise FileNotFoundError(f"{name}: there is no such file or folder")
+    return str(path or name)
+
+
+def fetch(auto_class: Any, flag: str, args: Any, **kwargs: Any) -> Any:
+    """auto_class.from_pretrained of the folder or hub id that the flag names; ValueError of one line if that fails."""
+    try:
+        return auto_class.from_pretrained(find(getattr(args, flag)), trust_remote_code=False, **kwargs)
+    except Exception as error:
+        raise ValueError(f"--{flag} {getattr(args, flag)}: {str(error).strip().splitlines()[0]}") from error
+
+
+@torch.no_grad()
+def load(auto_class: Any, flag: str, args: Any, tokenizer: Any, longest: int, device: Any, **kwargs: Any) -> Any:
+    """A model in fp32, with all its weights and, as the original, without dropout. With bf16 its trunk is autocast, the
+    heads stay in fp32: logits of 100 in bf16 are off by 0.25. ValueError for what would be wrong in silence.
+    """
+    name, config = f"--{flag} {getattr(args, flag)}", fetch(AutoConfig, flag, args, **kwargs)
+    if find_adapter_config_file(find(getattr(args, flag))):
+        raise ValueError(f"{name}: is a LoRA adapter, which would not be trained; the merged model would do")
+    for part in (config, text := config.get_text_config()):
+        vars(part).update({key: 0.0 for key, x in vars(part).items() if "drop" in key and isinstance(x, float)})
+    how = {"attn_implementation": "eager" if device.type == "cpu" else "sdpa"}  # there 3 to 4 times faster
+    how |= {"config": config, "dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    model, info = fetch(auto_class, flag, args, **how)
+    odd = [x for x in info["unexpected_keys"] if re.search(r"\.\d+\..*weight$", x)]
+    if odd := odd + [x for x in info["missing_keys"] if not kwargs]:
+        raise ValueError(f"{name}: {min(odd)} is not both in its weights and in a {type(model).__name__} of its config")
+    for module in model.to(device).modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # a pad that is also the eos gets its gradient
+        if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
+            module.act = nn.GELU(approximate="tanh")  # the same function as one kernel instead of eight
+    window, top = getattr(text, "max_position_embeddings", longest), max(tokenizer.get_vocab().values())
+    if top >= (size := model.get_input_embeddings().num_embeddings) or longest > window:
+        raise ValueError(f"{name}: has {size} embeddings for token {top}, a window of {window} for {longest} tokens")
+    lm_head, x = model.get_output_embeddings(), [i % size for i in range(longest)]
+    trees = [[x[5:] or x, x[:2], x[2:7], x[:1]], [x[:1], x[1:3], x[:2], x[:3]]]
+    texts = [torch.tensor([tree[0] + branch], device=device) for tree in trees for branch in tree[1:]]
+    try:
+        _, last, *inputs = pack(trees, device)
+        packed = (lm_head or model.score)(hidden_at(model, last[:, 1:].flatten(), *inputs))
+        plain = [model(x).logits[0, -1] if lm_head else model.score(model.base_model(x)[0][0, -1]) for x in texts]
+        off = (packed - torch.stack(plain)).abs().max() / (packed.max() - packed.min())
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}: cannot be run on packed rows: {error}; a plain causal model would do") from error
+    if off > 1e-3 or getattr(text, "final_logit_softcapping", None):
+        raise ValueError(f"{name}: is off by {off:.1%} on packed rows (alibi? a short sliding window? capped logits?)")
+    if args.dtype == "bf16":
+        model.base_model.forward = torch.autocast(device.type, torch.bfloat16)(model.base_model.forward)
+    return model
+
+
+def token_id(tokenizer: Any, flag: str, text: str | None) -> int | None:
+    """The one token that `text` is (`eos`: the tokenizer's end-of-sequence token); None for None."""
+    ids = [tokenizer.eos_token_id] if text == "eos" else tokenizer.encode(text or "", add_special_tokens=False)
+    if text is not None and (len(ids) != 1 or ids[0] is None):
+        raise ValueError(f"{flag} {text!r}: is not one token of this tokenizer but {ids}; one, or none, would do")
+    return ids[0] if ids else None
+
+
+def cut_query(tokens: Sequence[int], length: int, start: Any, end: Any, long: str = "keep_start") -> list[int]:
+    """The query in the tokens of a text, [] if there is none (lm_human_preferences/lm_tasks.py). What comes up to
+    and including the first `start` goes, unless it is the last token; the rest is truncated to `length` (or, by `long`,
+    keeps its end or is dropped), then cut back to its last `end`, which stays.
+    """
+    tokens = list(tokens)
+    if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
+        tokens = tokens[tokens.index(start) + 1 :] if start in tokens else []
+    if len(tokens) > length:
+        tokens = {"keep_start": tokens[:length], "keep_end": tokens[-length:], "drop": []}[long]
+    if end is not None:
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end)] if end in tokens else []
+    return tokens
+
+
+def bos(tokenizer: Any) -> list[int]:
+    """The token that a text begins with, as Llama's and Gemma's tokenizers have it, or [] for those that do not."""
+    return [token for token in tokenizer("").input_ids[:1] if token == tokenizer.bos_token_id]
+
+
+def encode(values: Sequence[Any], tokenizer: Any, args: Args) -> list[list[int]]:
+    """Token ids, without BOS, of texts, chats (lists of messages) or padded rows of token ids; [] for anything else."""
+    own, rows = args.token_ids_of in (None, args.base_model), []
+    reader = tokenizer if own else fetch(AutoTokenizer, "token_ids_of", args)
+    for value in values:
+        kind, row = type(value[0]) if isinstance(value, list) and value else None, []
+        if kind is dict:
+            value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
+        if kind is int:
+            row = [token for token in value if token != args.label_pad]
+            value = None if own else reader.decode(row)
+        row = tokenizer(value, add_special_tokens=False).input_ids if isinstance(value, str) else row
+        if max(row, default=0) >= len(tokenizer):
+            raise ValueError(f"there is token {max(row)} of {len(tokenizer)}; another --token_ids_of would do")
+        rows.append(row[1:] if row[:1] == [tokenizer.bos_token_id] else row)
+    return rows
+
+
+def load_table(flag: str, args: Any) -> Any:
+    """The splits of the file, the folder, or the hub's owner/name[:config] that the flag names."""
+    name = getattr(args, flag)
+    try:
+        if (path := Path(find(name))).is_file():
+            return datasets.load_dataset(str(path.parent), data_files=path.name)
+        return datasets.load_dataset(*([str(path)] if path.is_dir() else name.split(":")))
+    except Exception as error:
+        raise ValueError(f"--{flag} {name}: {str(error.__cause__ or error).strip().splitlines()[0]}") from error
+
+
+def load_queries(tokenizer: Any, args: Args, need: int) -> list[dict[str, Any]]:
+    """Up to `need` queries in an order drawn from --seed: dicts with what the reward model reads (input_ids), what the
+    policy reads (context) and, for a --reward_fn, the columns of the table.
+    """
+    flag, names = f"--query_dataset {args.query_dataset}", ("text", "query", "prompt", "messages", "article", "content")
+    table = load_table("query_dataset", args)["train"].shuffle(generator=np.random.default_rng([args.seed, 2]))
+    if (column := next((name for name in names if name in table.column_names), None)) is None:
+        raise ValueError(f"{flag}: has columns {table.column_names}; {' or '.join(names)} would do")
+    start, end = token_id(tokenizer, "--start_text", args.start_text), token_id(tokenizer, "--end_text", args.end_text)
+    long, queries, lost = args.long_queries or ("drop" if end is None else "keep_start"), [], 0
+    begin, (prefix, suffix) = bos(tokenizer), encode([args.query_prefix, args.query_suffix], tokenizer, args)
+    for rows in table.iter(10_000):  # no more of millions of texts than are needed
+        for i, tokens in enumerate(encode(rows[column], tokenizer, args)):
+            if query := cut_query(tokens, args.query_length, start, end, long):
+                inputs = {"input_ids": begin + query, "context": begin + prefix + query + suffix}
+                queries.append({name: rows[name][i] for name in rows if getattr(args, "reward_fn", None)} | inputs)
+            lost += not query
+        if len(queries) >= need:
+            break
+    if lost:
+        logger.warning(f"{flag}: left out {lost} rows without text or a query of up to --query_length in {column!r}")
+    if len(queries) <= getattr(args, "eval_queries", 0):
+        raise ValueError(f"{flag}: has {len(queries)} queries in column {column!r}; more would do")
+    return queries[:need]
+
+
+def set_pad(model: Any, tokenizer: Any) -> None:
+    """A pad that ends no text: plain transformers, which skips pads, then reads the last token where that is eos."""
+    unused = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer("\0", add_special_tokens=False).input_ids]
+    model.config.pad_token_id = next(x for x in unused if x not in (None, tokenizer.eos_token_id))
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
+
+
+def preference_texts(row: dict[str, Any], tokenizer: Any) -> tuple[str, str, str]:
+    """Prompt, chosen and rejected response as text. Messages go through the chat template; without a prompt it is the
+    common beginning of both, up to a word's end.
+    """
+    prompt, answers = row.get("prompt"), [row["chosen"], row["rejected"]]
+    if isinstance(answers[0], list):
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or answers[0][:-1]
+        answers = [tokenizer.apply_chat_template([*prompt, answer[-1]], tokenize=False) for answer in answers]
+        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        return prompt, *(answer.removeprefix(prompt) for answer in answers)
+    if prompt is None:
+        prompt = re.sub(r"\s?\S*$", "", os.path.commonprefix(answers))
+        answers = [answer[len(prompt) :] for answer in answers]
+    return prompt, *answers
+
+
+def read_preferences(table: Any, tokenizer: Any, args: Args) -> list[Label]:
+    """Labels of a table of text preferences. A coin drawn from --seed says which of a pair comes first, so that no
+    constant answer is right. With --truncate_token eos responses end with it, as those of the policy do.
+    """
+    labels, flag = [], f"--label_dataset {args.label_dataset}"
+    coins = np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)).tolist()
+    end = [tokenizer.eos_token_id] if args.truncate_token == "eos" else []
+    for row, coin in zip(table, coins, strict=True):
+        try:
+            query, *both = encode(preference_texts(row, tokenizer), tokenizer, args)
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"{flag}: {error}; text, or messages and a chat template, would do") from error
+        cut = cut_query(query, args.query_length, None, None, args.long_queries or "drop")
+        both = [(answer + end)[: args.response_length] for answer in both]
+        if bool(cut) == bool(query) and all(both) and both[0] != both[1]:
+            labels.append((bos(tokenizer) + cut, both[::-1] if coin else both, coin))
+    if lost := len(table) - len(labels):
+        logger.warning(f"{flag}: left out {lost} of {len(table)} pairs: empty, identical after --response_length "
+                       "tokens, or with a prompt longer than --query_length")  # fmt: skip
+    if lost > 0.1 * len(table):
+        raise ValueError(f"{flag}: {lost} of {len(table)} pairs are of no use; longer limits would do")
+    return labels
+
+
+def read_labels(table: Any, tokenizer: Any, args: Args) -> list[Label]:
+    """Labels of a table in either format."""
+    names = [x for x in table.column_names if re.fullmatch(r"sample\d+", x)]
+    if {"chosen", "rejected"} <= set(table.column_names):
+        return read_preferences(table, tokenizer, args)
+    if len(names) < 2 or not {"query", "best", *(f"sample{i}" for i in range(len(names)))} <= set(table.column_names):
+        raise ValueError(f"--label_dataset {args.label_dataset}: has columns {table.column_names}; query, sample0, "
+                         "sample1, .., best or prompt, chosen, rejected would do")  # fmt: skip
+    queries, *samples = (
+        encode(table[x], tokenizer, args) for x in ("query", *(f"sample{i}" for i in range(len(names))))
+    )
+    best = table["best"]
+    if not all(type(x) is int and 0 <= x < len(names) for x in best) or not all(map(all, (queries, *samples))):
+        raise ValueError(f"--label_dataset {args.label_dataset}: a query or sample is empty, or best not 0 to N - 1")
+    rows = zip(queries, zip(*samples, strict=True), best, strict=True)
+    return [(bos(tokenizer) + query, list(responses), x) for query, responses, x in rows]
+
+
+def load_labels(tokenizer: Any, args: Args) -> tuple[list[Label], list[Label]]:
+    """Labels to train on, and held-out ones: the split `test` or `validation`, or what --num_labels leaves."""
+    splits = load_table("label_dataset", args)
+    table = splits["train"]
+    count = args.num_labels or len(table)
+    if not args.batch_size <= count <= len(table):
+        raise ValueError(f"--num_labels {args.num_labels}, --batch_size {args.batch_size}: {args.label_dataset} has "
+                         f"{len(table)} labels; fewer would do")  # fmt: skip
+    held_out = splits.get("test", splits.get("validation", table.select(range(count, len(table)))))
+    return read_labels(table.select(range(count)), tokenizer, args), read_labels(held_out, tokenizer, args)
+
+
+# --- the run's folder -------------------------------------------------------------------------------------------------
+def open_run(accelerator: Any, args: Args, preset: str, state: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The run's folder, locked, and where the run stands: `state`, or that of the newest checkpoint, now loaded."""
+    name = f"runs/{Path(__file__).stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    args.output_dir = broadcast_object_list([args.output_dir or name])[0]
+    folder, world = Path(args.output_dir).expanduser(), accelerator.num_processes
+    if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        prune(folder, updates, args.keep_checkpoints)
-        if not (folder / "args.json").exists():
-            (folder / "args.tmp").write_text(json.dumps(record, indent=2))
-            (folder / "args.tmp").rename(folder / "args.json")
-        lines = metrics.read_text().splitlines(keepends=True)[:updates] if metrics.exists() else []
-        metrics.with_suffix(".tmp").write_text("".join(lines))
-        metrics.with_suffix(".tmp").replace(metrics)
+        try:
+            fcntl.flock(os.open(folder / "lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--output_dir {folder}: another run is at work there; another folder would do") from None
+        (folder / "metrics.jsonl").open("a" if args.resume else "x").close()
+    accelerator.wait_for_everyone()
+    state |= {"processes": world, "id": os.urandom(4).hex()}
+    if checkpoint := max(folder.glob(CHECKPOINTS), default=None):
+        try:
+            accelerator.load_state(str(checkpoint))
+            state = json.loads((checkpoint / "state.json").read_text())
+        except Exception as error:
+            raise ValueError(f"--resume: {checkpoint} is damaged; without it the one before would do") from error
+    if state["processes"] != world:  # shuffles and whitening are per rank
+        raise ValueError(f"--resume: {folder} is a run of {state['processes']} processes; as many would do")
+    if accelerator.is_main_process:
+        with (folder / "metrics.jsonl").open("r+b") as file:
+            if not all(file.readline().endswith(b"\n") for _ in range(state["update"])):
+                raise ValueError(f"--resume: {file.name} lacks lines; {state['update']} would do")
+            file.truncate()
+        record = {"script": Path(__file__).stem, "preset": preset, "torch": torch.__version__, "args": vars(args)}
+        (folder / "args.tmp").write_text(json.dumps(record, indent=2))
+        (folder / "args.tmp").rename(folder / "args.json")
+    if args.track:
+        run = {"name": folder.name, "id": state["id"], "resume": "allow", "dir": str(folder)}
+        accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset}, init_kwargs={"wandb": run})
+    return folder, state
 
 
-def start_tracking(accelerator: Any, folder: Path, args: Args, preset: str) -> None:
-    """With --track a run in W&B. It gets arguments and metrics, but nothing about machine, code or environment."""
-    private = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True, "console": "off"}
-    private |= {"disable_git": True, "disable_code": True, "disable_job_creation": True, "x_save_requirements": False}
-    private["host"] = ""  # None would be the name of this machine
-    if args.track and accelerator.is_main_process:
-        run = {"id": json.loads((folder / "args.json").read_text())["id"], "resume": "allow", "name": folder.name}
-        settings = {"wandb": run | {"dir": str(folder), "settings": wandb.Settings(**private)}}
-        accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset}, init_kwargs=settings)
+def save_checkpoint(accelerator: Any, folder: Path, state: dict[str, Any]) -> None:
+    """checkpoints/<updates made>, complete or not there; two stay. Random numbers follow from seed, update and row."""
+    path = folder / "checkpoints" / f"{state['update']:07d}"
+    accelerator.save_state(str(new := path.with_suffix(".tmp")))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (new / "state.json").write_text(json.dumps(state))
+        os.sync()
+        new.rename(path)
+        for old in sorted(folder.glob(CHECKPOINTS))[:-2]:
+            shutil.rmtree(old)
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tensor]) -> Path:
-    """A Hugging Face folder with tokenizer, and value_head.safetensors if there is one; it appears when complete.
-    `weights` are those of the module around `model`, which by itself may hold no more than a shard of them.
+def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tensor]) -> None:
+    """A Hugging Face folder, and value_head.safetensors, of the `weights` of `model` and of what is around it, which by
+    themselves may be shards; complete or not there.
     """
-    new, parts = folder.with_name(f"{folder.name}.tmp"), {}
-    for name, x in weights.items():
-        part, _, rest = name.partition(".")
-        parts.setdefault(part, {})[rest] = x
-    shutil.rmtree(new, ignore_errors=True)
-    names = dict([*model.named_parameters(), *model.named_buffers()])  # of tied weights the first
-    shared = parts.get("lm") or parts["model"]
-    model.save_pretrained(new, state_dict={name: x for name, x in shared.items() if name in names})
+    new, names = folder.with_name(f"{folder.name}.tmp"), {f"lm.{x}" for x, _ in model.named_parameters()}  # ties once
+    model.save_pretrained(new, state_dict={x[3:]: weights[x] for x in weights if x in names})
     tokenizer.save_pretrained(new)
-    if "value_head" in parts:
-        save_file(parts["value_head"], new / "value_head.safetensors")
-    return publish(new, folder)
-
-
-def plot_curves(folder: Path, x: str, panels: tuple[str, ...]) -> None:
-    """curves.png from metrics.jsonl: every metric in `panels` over the metric `x`."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    figure = Figure(figsize=(3.4 * len(panels), 2.8), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        axes.plot([row[x] for row in rows], [row[name] for row in rows])
-        axes.set(title=name, xlabel=x)
-        axes.locator_params(axis="x", nbins=5)
-        axes.grid(alpha=0.3)
-    figure.savefig(folder / "curves.png", dpi=150)
+    if head := {x.split(".")[1]: weights[x] for x in weights if x.startswith("value_head.")}:
+        save_file(head, new / "value_head.safetensors")
+    os.sync()
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
 
 
 def show_labels(folder: Path, labels: list[Label], rewards: list[list[float]], tokenizer: Any) -> None:
-    """Held-out comparisons, best reward first: all to samples.jsonl, a few to the terminal; * is the label."""
-    table = Table("query", "", "response", "reward")
-    with (folder / "samples.jsonl").open("w") as file:
-        for i, ((query, responses, best), values) in enumerate(zip(labels, rewards, strict=True)):
-            rows = sorted(zip(values, map(tokenizer.decode, responses), range(len(values)), strict=True), reverse=True)
-            record = [{"reward": value, "response": text, "is_best": j == best} for value, text, j in rows]
-            file.write(json.dumps({"query": tokenizer.decode(query), "responses": record}) + "\n")
-            for rank, (value, text, j) in enumerate(rows if i < 4 else ()):
-                first = escape(tokenizer.decode(query)) if rank == 0 else ""
-                table.add_row(
-                    first, "*" if j == best else "", escape(text), f"{value:.2f}", end_section=j == rows[-1][2]
-                )
-    Console().print(table)
+    """curves.png; held-out comparisons, best reward first, in samples.jsonl, one of them here."""
+    names = ["train/loss", "train/accuracy"]
+    curves = pd.read_json(folder / "metrics.jsonl", lines=True).set_index("train/labels")[names]
+    axes = curves.plot(subplots=True, layout=(1, 2), figsize=(8, 3), legend=False, grid=True, title=names)
+    axes[0, 0].figure.savefig(folder / "curves.png", dpi=150, bbox_inches="tight")
+    lines = []
+    for (query, responses, best), values in zip(labels, rewards, strict=True):
+        rows = sorted(zip(values, map(tokenizer.decode, responses), range(len(values)), strict=True), reverse=True)
+        record = [{"reward": value, "response": text, "is_best": i == best} for value, text, i in rows]
+        lines.append(json.dumps({"query": tokenizer.decode(query), "responses": record}) + "\n")
+    (folder / "samples.tmp").write_text("".join(lines))
+    (folder / "samples.tmp").rename(folder / "samples.jsonl")  # the last file: the run is finished
 
 
-# --- main -------------------------------------------------------------------------------------------------------------
-
-
-def main(preset: str, args: Args) -> None:
-    """Set-up and first normalisation, then one loop over updates: train, log; at the end normalise, evaluate, save."""
-    transformers.logging.set_verbosity_error()  # what is wrong, the one line of `stop` says
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    huggingface_hub.utils.logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        transformers.logging.disable_progress_bar()
-        datasets.disable_progress_bars()
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    for flag in ("batch_size", "normalization_samples"):
-        value = getattr(args, flag)
-        if value % world:
-            stop(f"--{flag} {value}: is not a multiple of {world} processes; {value // world * world + world} would do")
-    rows = args.batch_size // world
-    accelerator = start_accelerator(args, math.ceil(rows / args.micro_batch_size))
-    device = accelerator.device
-    args, folder, checkpoint, state = broadcast_object_list([*find_checkpoint(args, preset)])
-    fast_math(device, args.dtype)
-    tokenizer = load(AutoTokenizer, args.base_model, "--base_model", args)
-    labels, held_out = load_labels(tokenizer, args)
-    prefix, suffix = (
-        tokenizer.encode(text, add_special_tokens=False) for text in (args.query_prefix, args.query_suffix)
-    )
-    queries, _ = load_queries(tokenizer, args, max(1, 2 * args.normalization_samples), 0)
-    contexts = [prefix + query + suffix for query in queries]
-    model = load(AutoModelForSequenceClassification, args.base_model, "--base_model", args, num_labels=1)
-    torch.manual_seed(args.seed)
-    nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
-    model.config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    ref = Actor(freeze(load(AutoModelForCausalLM, args.base_model, "--base_model", args), args.dtype)).to(device)
-    longest = max(len(q) + len(response) for q, responses, _ in labels + held_out for response in responses)
-    check_window(f"--label_dataset {args.label_dataset}", model, longest)
-    check_window(f"--response_length {args.response_length}", model, max(map(len, contexts)) + args.response_length)
-    check_packing("--base_model", model, longest)
-    if args.normalization_samples == 1:
-        stop("--normalization_samples 1: one sample has no deviation; 2 or more, or 0, would do")
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()
-    wrapped = RewardModel(model).to(device)
-    ref = prepare(accelerator, args, ref)
-
-    # 1. normalise on samples of the reference policy, or go on where a checkpoint was written
-    first, statistics = state.get("update", 0), state.get("statistics", {})
-    if checkpoint is None and args.normalization_samples:
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
-            rewards = reference_rewards(accelerator, wrapped, ref, queries, contexts, 0, args)
-        statistics["before"] = normalize(rewards, wrapped.gain.data, wrapped.bias.data)
-    optimizer = {"tf": AdamTF, "torch": torch.optim.Adam}[args.adam](
-        wrapped.parameters(), lr=args.lr, eps=args.adam_eps
-    )
-    wrapped, optimizer = prepare(accelerator, args, wrapped, optimizer)
-    reward = accelerator.unwrap_model(wrapped)  # the same module, for forward passes without gradients
-    if checkpoint is not None:
-        what, hint = f"--resume {checkpoint}: cannot be loaded", "a checkpoint of this run would do"
-        attempt(what, hint, load_checkpoint, checkpoint, state, wrapped, optimizer)
-    if rank == 0:
-        open_output_dir(folder, args, preset, first)
-    start_tracking(accelerator, folder, args, preset)
-
-    # 2. train: one epoch over the labels, in the order that rank 0 draws
-    order = np.random.RandomState(args.seed).permutation(len(labels))
-    num_updates = len(labels) // args.batch_size
-    interrupt, bar = Interrupt(), new_bar(num_updates * args.batch_size, first * args.batch_size, rank > 0)
-    for update in range(first, num_updates):
-        start = update * args.batch_size
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * (1 - start / len(labels))
-        mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
-        try:
-            records = reward_update(accelerator, wrapped, optimizer, mine, args)
-        except FloatingPointError as error:
-            state = {"update": update, "statistics": statistics}
-            good = save_checkpoint(folder, accelerator, wrapped, optimizer, state, args.keep_checkpoints)
-            stop(f"update {update + 1}, {error}; the last good state is in {good or 'no checkpoint'}")
-        one = torch.ones((), device=device)
-        records.append({"interrupted": (one * (interrupt.time < math.inf), one)})
-
-        # 3. log
-        metrics = reduce_means(accelerator, records) | {"train/lr": optimizer.param_groups[0]["lr"]}
-        metrics["train/labels"] = start + args.batch_size
-        is_interrupted = metrics.pop("interrupted") > 0
-        if rank == 0:
-            append(folder, metrics)
-        accelerator.log(metrics, step=update + 1)
-        show_progress(bar, args.batch_size, {name: metrics[f"train/{name}"] for name in ("loss", "accuracy")})
-        if is_interrupted or (args.checkpoint_every and (update + 1) % args.checkpoint_every == 0):
-            state = {"update": update + 1, "statistics": statistics}
-            save_checkpoint(folder, accelerator, wrapped, optimizer, state, args.keep_checkpoints)
-        if is_interrupted:
-            stop(f"interrupted after update {update + 1}; the same command with --resume {folder} goes on", 130)
-
-    # 4. normalise again, 5. evaluate and save
-    with accelerator.autocast():
-        if args.normalization_samples:
-            sampled = reference_rewards(accelerator, reward, ref, queries, contexts, 1, args)
-        rewards = score_labels(accelerator, reward, held_out, args) if held_out else torch.zeros(0, 1)
-    best, weights = torch.tensor([best for *_, best in held_out]), accelerator.get_state_dict(wrapped)
-    if rank == 0:
-        gain, bias = (weights[name].cpu() for name in ("gain", "bias"))
-        rewards = (rewards.cpu() - bias) / gain
-        if args.normalization_samples:
-            statistics["after"] = normalize(sampled.cpu(), gain, bias)
-        rewards = gain * rewards + bias
-        statistics |= {"gain": gain.item(), "bias": bias.item()}
-        if held_out:
-            statistics["test/accuracy"] = (rewards.argmax(1) == best).double().mean().item()
-            statistics["test/constant"] = best.bincount().max().item() / len(best)  # the most frequent answer
-        model.config.reward_gain, model.config.reward_bias = gain.item(), bias.item()
-        with writing(folder):
-            (folder / "results.json").write_text(json.dumps(statistics, indent=2))
-            plot_curves(folder, "train/labels", ("train/loss", "train/accuracy"))
-            show_labels(folder, held_out, rewards.tolist(), tokenizer)
-            saved = save_model(folder / "reward_model", model, tokenizer, weights)
-        accuracy, constant = (statistics.get(f"test/{name}", math.nan) for name in ("accuracy", "constant"))
-        figures = f"accuracy on {len(held_out)} held-out labels {accuracy:.3f} (best constant {constant:.3f})"
-        Console().print(f"{figures}; {saved} is the model", soft_wrap=True)
-    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # first the model, or gloo can wait for ever
-    accelerator.end_training()
+def parse_args() -> tuple[str, Args]:
+    """Name of the preset (`tiny` if a flag comes first) and Args: preset < args.json with --resume < flags."""
+    argv = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
+    preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
+    if preset not in PRESETS:
+        raise ValueError(f"preset {preset!r}: does not exist; one of {', '.join(PRESETS)} would do")
+    args = tyro.cli(Args, default=PRESETS[preset], args=argv)
+    record = Path(args.output_dir or os.devnull).expanduser() / "args.json"
+    if args.resume and args.output_dir is None or not args.resume and record.exists():
+        raise ValueError(f"--output_dir {args.output_dir}, --resume {args.resume}: a new folder, or both, would do")
+    if record.exists():
+        old = json.loads(record.read_text())
+        if old["script"] != Path(__file__).stem:
+            raise ValueError(f"--resume: {record.parent} is a run of {old['script']}.py; one of this script would do")
+        if (record.parent / "samples.jsonl").exists():
+            sys.exit(sys.stderr.write(f"--resume: {record.parent} is finished\n") * 0)
+        preset, args = old["preset"], tyro.cli(Args, default=Args(**old["args"]), args=argv)
+        changed = [f"{name} {x} (was {old['args'][name]})" for name, x in vars(args).items() if x != old["args"][name]]
+        sys.stderr.write(f"--resume: {', '.join(changed)}\n")
+    for name, x in vars(args).items():
+        needs = re.match("total|num|eval|temp|kl_t|kl_h|max|micro|batch|rloo|.*length", name)
+        if isinstance(x, int | float) and name != "penalty_reward_value":
+            if not 0 <= x < math.inf or needs and x == 0:
+                raise ValueError(f"--{name} {x}: {'more than 0' if needs else '0 or more'}, and finite, would do")
+    return preset, args
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, lambda *_: stop("interrupted before training began", 130))
-    main(*parse_args("reward"))
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a sample
+    try:
+        main(*(run := parse_args()))
+    except (KeyboardInterrupt, ArithmeticError, ImportError, OSError, ValueError) as error:
+        if os.environ.get("RLHF_DEBUG"):
+            raise
+        time.sleep(2 * (os.environ.get("RANK", "0") != "0"))  # so that the first process speaks for all
+        text = " ".join(str(error or "stopped by a signal").split())
+        if isinstance(error, KeyboardInterrupt | FloatingPointError):
+            text += f"; the newest checkpoint: {max(Path(run[1].output_dir).glob(CHECKPOINTS), default='none')}"
+        sys.stderr.write(f"{Path(__file__).name}: {text}\n")
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 2) from None
