@@ -17,6 +17,7 @@ import signal
 if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import contextlib
 import dataclasses
 import fcntl
 import importlib
@@ -28,7 +29,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,7 +142,7 @@ def main(preset: str, args: Args) -> None:
     num_updates, size = math.ceil(args.total_episodes / args.batch_size), max(1, args.micro_batch_size // args.rloo_k)
     accelerator.gradient_accumulation_steps = math.ceil(n / args.num_minibatches / size)
     tokenizer = fetch(AutoTokenizer, "base_model", args)
-    end = token_id(tokenizer, "--truncate_token", args.truncate_token)
+    end = token_id(tokenizer, args.truncate_token)
     if end is not None and args.truncate_after >= args.response_length:
         raise ValueError(f"--truncate_after {args.truncate_after}: less than --response_length would do")
     queries = load_queries(tokenizer, args, args.eval_queries + num_updates * args.batch_size)
@@ -324,15 +325,12 @@ def uniforms(seed: int, update: int, batch: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def sample(policy: Any, contexts: list[list[int]], u: Tensor, temperature: float) -> Tensor:
-    """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p, no end.
-
-    The B / K contexts are padded on the left, each is read once for its K responses. u: (B, R) uniform numbers; token t
-    is where the cumulative distribution passes u[:, t].
+    """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p, no end. The B / K
+    contexts are read once for their K responses. Token t is where the cumulative distribution passes u[:, t], (B, R).
     """
     cache, k, width = DynamicCache(config=policy.lm.config), len(u) // len(contexts), max(map(len, contexts))
-    ids = torch.tensor([[0] * (width - len(context)) + context for context in contexts], device=u.device)
-    padding = torch.tensor([[width - len(context)] for context in contexts], device=u.device)
-    mask = torch.arange(width, device=u.device) >= padding
+    ids = torch.tensor([[0] * (width - len(x)) + x for x in contexts], device=u.device)
+    mask = torch.tensor([[False] * (width - len(x)) + [True] * len(x) for x in contexts], device=u.device)
     logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(k, 0)
     cache.batch_repeat_interleave(k)
     mask = nn.functional.pad(mask.repeat_interleave(k, 0), (0, u.shape[1]), value=True)
@@ -447,12 +445,10 @@ def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Tensor,
 
     A tree is a row: the context once, then its branches, each of which sees the context and itself. [[a b], [c d], [e]]
     and [[f], [g], [h]] become
-
         ids  a b c d e     branch  0 0 1 1 2     positions  0 1 2 3 2
              f g h 0 0             0 1 2 0 0                0 1 1 0 0
-
-    Before the inputs come two tensors (n, 1 + K): the first and the last cell of every context and branch, counted
-    through all rows: [[0, 2, 4], [5, 6, 7]] and [[1, 3, 4], [5, 6, 7]].
+    Before the inputs come the first and the last cell of every context and branch, (n, 1 + K), counted through all
+    rows: [[0, 2, 4], [5, 6, 7]] and [[1, 3, 4], [5, 6, 7]].
     """
     lengths = torch.tensor([[len(part) for part in tree] for tree in trees])
     ids, branch = torch.zeros(2, len(trees), width := int(lengths.sum(1).max()), dtype=torch.long)
@@ -512,12 +508,20 @@ def find(name: str) -> str:
     return str(path or name)
 
 
-def fetch(auto_class: Any, flag: str, args: Any, **kwargs: Any) -> Any:
-    """auto_class.from_pretrained of the folder or hub id that the flag names; ValueError of one line if that fails."""
+@contextlib.contextmanager
+def blame(flag: str, args: Any) -> Iterator[None]:
+    """What goes wrong in here becomes a ValueError of one line that names the flag and its value."""
     try:
-        return auto_class.from_pretrained(find(getattr(args, flag)), trust_remote_code=False, **kwargs)
+        yield
     except Exception as error:
-        raise ValueError(f"--{flag} {getattr(args, flag)}: {str(error).strip().splitlines()[0]}") from error
+        reason = str(error if isinstance(error, ValueError) else error.__cause__ or error).strip().partition("\n")[0]
+        raise ValueError(f"--{flag} {getattr(args, flag)}: {reason or type(error).__name__}") from error
+
+
+def fetch(auto_class: Any, flag: str, args: Any, **kwargs: Any) -> Any:
+    """auto_class.from_pretrained of the folder or hub id that the flag names."""
+    with blame(flag, args):
+        return auto_class.from_pretrained(find(getattr(args, flag)), trust_remote_code=False, **kwargs)
 
 
 @torch.no_grad()
@@ -547,13 +551,11 @@ def load(auto_class: Any, flag: str, args: Any, tokenizer: Any, longest: int, de
     lm_head, x = model.get_output_embeddings(), [i % size for i in range(longest)]
     trees = [[x[5:] or x, x[:2], x[2:7], x[:1]], [x[:1], x[1:3], x[:2], x[:3]]]
     texts = [torch.tensor([tree[0] + branch], device=device) for tree in trees for branch in tree[1:]]
-    try:
+    with blame(flag, args):
         _, last, *inputs = pack(trees, device)
         packed = (lm_head or model.score)(hidden_at(model, last[:, 1:].flatten(), *inputs))
         plain = [model(x).logits[0, -1] if lm_head else model.score(model.base_model(x)[0][0, -1]) for x in texts]
         off = (packed - torch.stack(plain)).abs().max() / (packed.max() - packed.min())
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}: cannot be run on packed rows: {error}; a plain causal model would do") from error
     if off > 1e-3 or getattr(text, "final_logit_softcapping", None):
         raise ValueError(f"{name}: is off by {off:.1%} on packed rows (alibi? a short sliding window? capped logits?)")
     if args.dtype == "bf16":
@@ -579,18 +581,17 @@ def load_reward(args: Args, preset: str, tokenizer: Any, longest: int, device: t
     return model.requires_grad_(False)
 
 
-def token_id(tokenizer: Any, flag: str, text: str | None) -> int | None:
+def token_id(tokenizer: Any, text: str | None) -> int | None:
     """The one token that `text` is (`eos`: the tokenizer's end-of-sequence token); None for None."""
     ids = [tokenizer.eos_token_id] if text == "eos" else tokenizer.encode(text or "", add_special_tokens=False)
     if text is not None and (len(ids) != 1 or ids[0] is None):
-        raise ValueError(f"{flag} {text!r}: is not one token of this tokenizer but {ids}; one, or none, would do")
+        raise ValueError(f"--start_text, --end_text or --truncate_token {text!r}: is tokens {ids}; one would do")
     return ids[0] if ids else None
 
 
 def cut_query(tokens: Sequence[int], length: int, start: Any, end: Any, long: str = "keep_start") -> list[int]:
-    """The query in the tokens of a text, [] if there is none (lm_human_preferences/lm_tasks.py). What comes up to
-    and including the first `start` goes, unless it is the last token; the rest is truncated to `length` (or, by `long`,
-    keeps its end or is dropped), then cut back to its last `end`, which stays.
+    """The query in these tokens, or [] (lm_human_preferences/lm_tasks.py): what comes after the first `start`, unless
+    that is the last token, truncated to `length` (or as `long` says), then cut back to the last `end`, which stays.
     """
     tokens = list(tokens)
     if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
@@ -609,10 +610,12 @@ def bos(tokenizer: Any) -> list[int]:
 
 def encode(values: Sequence[Any], tokenizer: Any, args: Args) -> list[list[int]]:
     """Token ids, without BOS, of texts, chats (lists of messages) or padded rows of token ids; [] for anything else."""
-    own, rows = args.token_ids_of in (None, args.base_model), []
-    reader = tokenizer if own else fetch(AutoTokenizer, "token_ids_of", args)
+    reader = tokenizer if args.token_ids_of in (None, args.base_model) else fetch(AutoTokenizer, "token_ids_of", args)
+    own, begin, rows = reader.get_vocab() == tokenizer.get_vocab(), bos(tokenizer), []
     for value in values:
         kind, row = type(value[0]) if isinstance(value, list) and value else None, []
+        if kind not in (None, dict, int):
+            raise ValueError(f"a list of {kind.__name__} is no text; texts, messages or token ids would do")
         if kind is dict:
             value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
         if kind is int:
@@ -621,19 +624,21 @@ def encode(values: Sequence[Any], tokenizer: Any, args: Args) -> list[list[int]]
         row = tokenizer(value, add_special_tokens=False).input_ids if isinstance(value, str) else row
         if max(row, default=0) >= len(tokenizer):
             raise ValueError(f"there is token {max(row)} of {len(tokenizer)}; another --token_ids_of would do")
-        rows.append(row[1:] if row[:1] == [tokenizer.bos_token_id] else row)
+        rows.append(row[1:] if begin and row[:1] == begin else row)
     return rows
 
 
 def load_table(flag: str, args: Any) -> Any:
-    """The splits of the file, the folder, or the hub's owner/name[:config] that the flag names."""
-    name = getattr(args, flag)
-    try:
-        if (path := Path(find(name))).is_file():
-            return datasets.load_dataset(str(path.parent), data_files=path.name)
-        return datasets.load_dataset(*([str(path)] if path.is_dir() else name.split(":")))
-    except Exception as error:
-        raise ValueError(f"--{flag} {name}: {str(error.__cause__ or error).strip().splitlines()[0]}") from error
+    """The splits of the file, the folder, or the hub's owner/name[:config] that the flag names; one is `train`."""
+    with blame(flag, args):
+        path = Path(find(getattr(args, flag))).resolve()
+        where = [str(path)] if path.exists() else getattr(args, flag).split(":")
+        if path.is_file():
+            where = [str(path.parent), None, None, path.name]
+        splits = datasets.load_dataset(*where)
+        if "train" not in splits:
+            raise ValueError(f"has splits {list(splits)}; train would do")
+        return splits
 
 
 def load_queries(tokenizer: Any, args: Args, need: int) -> list[dict[str, Any]]:
@@ -644,11 +649,13 @@ def load_queries(tokenizer: Any, args: Args, need: int) -> list[dict[str, Any]]:
     table = load_table("query_dataset", args)["train"].shuffle(generator=np.random.default_rng([args.seed, 2]))
     if (column := next((name for name in names if name in table.column_names), None)) is None:
         raise ValueError(f"{flag}: has columns {table.column_names}; {' or '.join(names)} would do")
-    start, end = token_id(tokenizer, "--start_text", args.start_text), token_id(tokenizer, "--end_text", args.end_text)
-    long, queries, lost = args.long_queries or ("drop" if end is None else "keep_start"), [], 0
+    start, end, queries = token_id(tokenizer, args.start_text), token_id(tokenizer, args.end_text), []
+    long, lost = args.long_queries or ("drop" if end is None else "keep_start"), 0
     begin, (prefix, suffix) = bos(tokenizer), encode([args.query_prefix, args.query_suffix], tokenizer, args)
     for rows in table.iter(10_000):  # no more of millions of texts than are needed
-        for i, tokens in enumerate(encode(rows[column], tokenizer, args)):
+        with blame("query_dataset", args):
+            found = encode(rows[column], tokenizer, args)
+        for i, tokens in enumerate(found):
             if query := cut_query(tokens, args.query_length, start, end, long):
                 inputs = {"input_ids": begin + query, "context": begin + prefix + query + suffix}
                 queries.append({name: rows[name][i] for name in rows if getattr(args, "reward_fn", None)} | inputs)
@@ -694,8 +701,8 @@ def open_run(accelerator: Any, args: Args, preset: str, state: dict[str, Any]) -
         (folder / "args.tmp").write_text(json.dumps(record, indent=2))
         (folder / "args.tmp").rename(folder / "args.json")
     if args.track:
-        run = {"name": folder.name, "id": state["id"], "resume": "allow", "dir": str(folder)}
-        accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset}, init_kwargs={"wandb": run})
+        run = {"wandb": {"name": folder.name, "id": state["id"], "resume": "allow"}}
+        accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset}, init_kwargs=run)
     return folder, state
 
 
@@ -731,7 +738,7 @@ def show(folder: Path, x: str, names: list[str], before: list[Any], after: list[
     curves = pd.read_json(folder / "metrics.jsonl", lines=True).set_index(x)[names]
     axes = curves.plot(subplots=True, layout=(1, len(names)), figsize=(14, 3), legend=False, grid=True, title=names)
     axes[0, 0].figure.savefig(folder / "curves.png", dpi=150, bbox_inches="tight")
-    samples = pd.DataFrame(before).join(pd.DataFrame(after).drop(columns="query"), rsuffix="_after")
+    samples = pd.DataFrame(before).join(pd.DataFrame(after).drop(columns="query").add_suffix("_after"))
     samples.to_json(folder / "samples.tmp", orient="records", lines=True)
     (folder / "samples.tmp").rename(folder / "samples.jsonl")  # the last file: the run is finished
     tqdm.write(samples.head().T.to_string(max_colwidth=50))

@@ -9,9 +9,8 @@ arXiv:1909.08593); the tests replay its arrays.
     python train_reward.py sentiment --dtype bf16 --track               # OpenAI's sentiment labels on one GPU
     accelerate launch --num_processes 8 train_reward.py sentiment       # the same on eight: batch sizes are global
 
-Labels are best-of-N token rows (columns query, sample0, sample1, .., best) or preferences (prompt, chosen, rejected;
-texts or lists of messages). The result, reward_model/ in the run's folder, loads in ppo_rlhf.py and in transformers.
-Shapes: B comparisons, N responses in each, V vocabulary, d hidden size.
+Labels: columns query, sample0, sample1, .., best of token ids, or prompt, chosen, rejected of texts or messages. The
+result is a Hugging Face folder, reward_model/. Shapes: B comparisons, N responses in each, V vocabulary, d hidden size.
 """
 
 import signal
@@ -19,6 +18,7 @@ import signal
 if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -28,13 +28,12 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
 import numpy as np
-import pandas as pd
 import torch
 import tyro
 from accelerate import Accelerator
@@ -111,8 +110,9 @@ def main(preset: str, args: Args) -> None:
     accelerator = Accelerator(cpu=not torch.accelerator.is_available(), log_with="wandb" if args.track else None)
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     if args.batch_size % world or args.normalization_samples % world or args.normalization_samples == 1:
-        raise ValueError(f"--batch_size {args.batch_size}, --normalization_samples {args.normalization_samples}: "
-                         f"multiples of {world} processes, and not 1 sample, would do")  # fmt: skip
+        raise ValueError(
+            f"--batch_size, --normalization_samples: multiples of {world} processes, not 1 sample, would do"
+        )
     accelerator.gradient_accumulation_steps = math.ceil(args.batch_size // world / args.micro_batch_size)
     tokenizer = fetch(AutoTokenizer, "base_model", args)
     labels, held_out = load_labels(tokenizer, args)
@@ -124,7 +124,9 @@ def main(preset: str, args: Args) -> None:
     model = load(AutoModelForSequenceClassification, *what, num_labels=1)
     torch.manual_seed(args.seed)
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
-    set_pad(model, tokenizer)
+    pads = tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer("\0", add_special_tokens=False).input_ids, 0, 1
+    model.config.pad_token_id = pad = next(x for x in pads if x not in (None, tokenizer.eos_token_id))
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)  # it ends no text: transformers reads the last token too
     fast_math(device, args.dtype)
 
     # 1. normalise on samples of the reference policy
@@ -149,12 +151,11 @@ def main(preset: str, args: Args) -> None:
             group["lr"] = args.lr * (1 - start / len(labels))
         mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
         records = reward_update(accelerator, wrapped, optimizer, mine, args)
-
         # 3. log
-        one = torch.ones((), device=device)
-        metrics = reduce_means(accelerator, [*records, {"signals": (one * len(signals), one)}])
+        records.append({"signals": tuple(torch.tensor([len(signals), 1.0], device=device))})
+        metrics = {"train/labels": start + args.batch_size, "train/lr": optimizer.param_groups[0]["lr"]}
+        metrics |= reduce_means(accelerator, records)
         stopping = metrics.pop("signals") > 0
-        metrics |= {"train/lr": optimizer.param_groups[0]["lr"], "train/labels": start + args.batch_size}
         if rank == 0:
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(metrics) + "\n")
@@ -167,14 +168,17 @@ def main(preset: str, args: Args) -> None:
 
     # 4. normalise again, 5. evaluate and save
     sampled = reference_rewards(accelerator, reward, ref, queries, 1, args) if args.normalization_samples else None
-    rewards = score_labels(accelerator, reward, held_out, args)
+    parts = [held_out[i : i + args.micro_batch_size] for i in range(0, len(held_out), args.micro_batch_size)]
+    with torch.no_grad():
+        rewards = [label_rewards(reward, part, device)[0].cpu() for part in parts] or [torch.zeros(0, 1)]
     weights = accelerator.get_state_dict(wrapped)  # every rank has its part in putting them together
     if rank == 0:
         gain, bias = weights["gain"].cpu(), weights["bias"].cpu()
-        rewards = (rewards - bias) / gain
+        best = torch.tensor([best for *_, best in held_out], dtype=torch.long)
+        rewards = (torch.cat(rewards) - bias) / gain
         if sampled is not None:
             statistics["after"] = normalize(sampled.cpu(), gain, bias)
-        rewards, best = gain * rewards + bias, torch.tensor([best for *_, best in held_out], dtype=torch.long)
+        rewards = gain * rewards + bias
         statistics |= {"gain": gain.item(), "bias": bias.item()}
         if held_out:
             statistics["test/accuracy"] = hits(rewards, best).double().mean().item()
@@ -183,8 +187,7 @@ def main(preset: str, args: Args) -> None:
         save_model(folder / "reward_model", model, tokenizer, weights)
         (folder / "results.json").write_text(json.dumps(statistics, indent=2))
         show_labels(folder, held_out, rewards.tolist(), tokenizer)
-        tqdm.write(f"accuracy on {len(held_out)} held-out labels {statistics.get('test/accuracy', math.nan):.3f} (best "
-                   f"constant {statistics.get('test/constant', math.nan):.3f}); {folder / 'reward_model'}")  # fmt: skip
+        tqdm.write(f"{folder}: {statistics}")
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # first the model, or gloo can wait for ever
     accelerator.end_training()
 
@@ -203,9 +206,7 @@ def hits(rewards: Tensor, best: Tensor) -> Tensor:
 
 
 def reward_update(accelerator: Any, model: Any, optimizer: Any, labels: list[Label], args: Args) -> list[Pairs]:
-    """One optimizer step on this rank's share of a batch: mean cross entropy over all ranks (the original's
-    train_reward.py). Returns (sum, count) pairs of loss and accuracy.
-    """
+    """One optimizer step on this rank's share of a batch: mean cross entropy over all ranks. Returns metrics' pairs."""
     records = []
     for part in torch.arange(len(labels)).split(args.micro_batch_size):
         with accelerator.accumulate(model):
@@ -240,44 +241,27 @@ def gain_and_bias(mean: Any, std: Any, target_mean: float = 0.0, target_std: flo
 
 @torch.no_grad()
 def reference_rewards(accelerator: Any, reward: Any, ref: Any, queries: list[Any], step: int, args: Args) -> Tensor:
-    """Rewards (--normalization_samples,) of the reference policy's samples, on all ranks; every call goes on in the
-    stream of queries. As in the original, responses are not truncated.
-    """
+    """Rewards (--normalization_samples,) of untruncated samples of the reference, on all ranks, from queries by `step`."""
     total, rows = args.normalization_samples, args.normalization_samples // accelerator.num_processes
     mine, rewards = range(accelerator.process_index * rows, (accelerator.process_index + 1) * rows), []
     u = uniforms(args.seed, step, total, args.response_length)
     for part in torch.tensor(mine).split(args.micro_batch_size):
         asked = [queries[(step * total + i) % len(queries)] for i in part.tolist()]
-        with torch.autocast(accelerator.device.type, enabled=False):  # around the trunk's: weights are rounded once
-            contexts = [query["context"] for query in asked]
-            responses = sample(ref, contexts, u[part].to(accelerator.device), args.temperature).tolist()
+        contexts = [query["context"] for query in asked]
+        responses = sample(ref, contexts, u[part].to(accelerator.device), args.temperature).tolist()
         labels = [(query["input_ids"], [response], 0) for query, response in zip(asked, responses, strict=True)]
         rewards.append(label_rewards(reward, labels, accelerator.device)[0].flatten())
     return accelerator.gather(torch.cat(rewards))
 
 
 def normalize(rewards: Tensor, gain: Tensor, bias: Tensor) -> dict[str, float]:
-    """Change gain and bias, which made these rewards, to those that would have given them mean 0 and (biased) std 1.
-    Returns mean and std of the rewards without them, as in the original, where they start from 1 and 0.
-    """
+    """Set gain and bias, which made these rewards, for mean 0 and (biased) std 1; returns both as they are without."""
     raw = (rewards - bias) / gain
     mean, std = raw.mean(), raw.std(correction=0)
     for old, new in zip((gain, bias), gain_and_bias(mean, std), strict=True):
         if not old.copy_(new).isfinite():
-            raise ValueError(f"--normalization_samples {len(raw)}: rewards of mean {mean:.3g} and deviation {std:.3g}; "
-                             "finite and different ones, or 0 samples, would do")  # fmt: skip
+            raise ValueError(f"--normalization_samples {len(raw)}: rewards of mean {mean:.3g} and deviation {std:.3g}")
     return {"mean": mean.item(), "std": std.item()}
-
-
-@torch.no_grad()
-def score_labels(accelerator: Any, reward: Any, labels: list[Label], args: Args) -> Tensor:
-    """Rewards (number of labels, N), on the CPU, of all held-out responses, each rank doing its share."""
-    world, rank, rewards = accelerator.num_processes, accelerator.process_index, [torch.zeros(0, 1)]
-    for i in range(0, len(labels), world * args.micro_batch_size):
-        part = [labels[j % len(labels)] for j in range(i + rank, i + rank + world * args.micro_batch_size, world)]
-        mine = label_rewards(reward, part, accelerator.device)[0]
-        rewards.append(accelerator.gather(mine).view(world, -1, mine.shape[1]).transpose(0, 1).flatten(0, 1).cpu())
-    return torch.cat(rewards[1:] or rewards)[: len(labels)]
 
 
 # --- rollout ----------------------------------------------------------------------------------------------------------
@@ -288,15 +272,12 @@ def uniforms(seed: int, update: int, batch: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def sample(policy: Any, contexts: list[list[int]], u: Tensor, temperature: float) -> Tensor:
-    """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p, no end.
-
-    The B / K contexts are padded on the left, each is read once for its K responses. u: (B, R) uniform numbers; token t
-    is where the cumulative distribution passes u[:, t].
+    """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p, no end. The B / K
+    contexts are read once for their K responses. Token t is where the cumulative distribution passes u[:, t], (B, R).
     """
     cache, k, width = DynamicCache(config=policy.lm.config), len(u) // len(contexts), max(map(len, contexts))
-    ids = torch.tensor([[0] * (width - len(context)) + context for context in contexts], device=u.device)
-    padding = torch.tensor([[width - len(context)] for context in contexts], device=u.device)
-    mask = torch.arange(width, device=u.device) >= padding
+    ids = torch.tensor([[0] * (width - len(x)) + x for x in contexts], device=u.device)
+    mask = torch.tensor([[False] * (width - len(x)) + [True] * len(x) for x in contexts], device=u.device)
     logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(k, 0)
     cache.batch_repeat_interleave(k)
     mask = nn.functional.pad(mask.repeat_interleave(k, 0), (0, u.shape[1]), value=True)
@@ -338,7 +319,7 @@ class Actor(nn.Module):
 
 
 class RewardModel(nn.Module):
-    """reward = gain * logit + bias, around a classifier; they stand in its config.json as `reward_gain`, `reward_bias`."""
+    """reward = gain * logit + bias, around a classifier; its config.json has them as `reward_gain`, `reward_bias`."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
@@ -356,12 +337,10 @@ def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Tensor,
 
     A tree is a row: the context once, then its branches, each of which sees the context and itself. [[a b], [c d], [e]]
     and [[f], [g], [h]] become
-
         ids  a b c d e     branch  0 0 1 1 2     positions  0 1 2 3 2
              f g h 0 0             0 1 2 0 0                0 1 1 0 0
-
-    Before the inputs come two tensors (n, 1 + K): the first and the last cell of every context and branch, counted
-    through all rows: [[0, 2, 4], [5, 6, 7]] and [[1, 3, 4], [5, 6, 7]].
+    Before the inputs come the first and the last cell of every context and branch, (n, 1 + K), counted through all
+    rows: [[0, 2, 4], [5, 6, 7]] and [[1, 3, 4], [5, 6, 7]].
     """
     lengths = torch.tensor([[len(part) for part in tree] for tree in trees])
     ids, branch = torch.zeros(2, len(trees), width := int(lengths.sum(1).max()), dtype=torch.long)
@@ -396,12 +375,20 @@ def find(name: str) -> str:
     return str(path or name)
 
 
-def fetch(auto_class: Any, flag: str, args: Any, **kwargs: Any) -> Any:
-    """auto_class.from_pretrained of the folder or hub id that the flag names; ValueError of one line if that fails."""
+@contextlib.contextmanager
+def blame(flag: str, args: Any) -> Iterator[None]:
+    """What goes wrong in here becomes a ValueError of one line that names the flag and its value."""
     try:
-        return auto_class.from_pretrained(find(getattr(args, flag)), trust_remote_code=False, **kwargs)
+        yield
     except Exception as error:
-        raise ValueError(f"--{flag} {getattr(args, flag)}: {str(error).strip().splitlines()[0]}") from error
+        reason = str(error if isinstance(error, ValueError) else error.__cause__ or error).strip().partition("\n")[0]
+        raise ValueError(f"--{flag} {getattr(args, flag)}: {reason or type(error).__name__}") from error
+
+
+def fetch(auto_class: Any, flag: str, args: Any, **kwargs: Any) -> Any:
+    """auto_class.from_pretrained of the folder or hub id that the flag names."""
+    with blame(flag, args):
+        return auto_class.from_pretrained(find(getattr(args, flag)), trust_remote_code=False, **kwargs)
 
 
 @torch.no_grad()
@@ -431,13 +418,11 @@ def load(auto_class: Any, flag: str, args: Any, tokenizer: Any, longest: int, de
     lm_head, x = model.get_output_embeddings(), [i % size for i in range(longest)]
     trees = [[x[5:] or x, x[:2], x[2:7], x[:1]], [x[:1], x[1:3], x[:2], x[:3]]]
     texts = [torch.tensor([tree[0] + branch], device=device) for tree in trees for branch in tree[1:]]
-    try:
+    with blame(flag, args):
         _, last, *inputs = pack(trees, device)
         packed = (lm_head or model.score)(hidden_at(model, last[:, 1:].flatten(), *inputs))
         plain = [model(x).logits[0, -1] if lm_head else model.score(model.base_model(x)[0][0, -1]) for x in texts]
         off = (packed - torch.stack(plain)).abs().max() / (packed.max() - packed.min())
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}: cannot be run on packed rows: {error}; a plain causal model would do") from error
     if off > 1e-3 or getattr(text, "final_logit_softcapping", None):
         raise ValueError(f"{name}: is off by {off:.1%} on packed rows (alibi? a short sliding window? capped logits?)")
     if args.dtype == "bf16":
@@ -445,18 +430,17 @@ def load(auto_class: Any, flag: str, args: Any, tokenizer: Any, longest: int, de
     return model
 
 
-def token_id(tokenizer: Any, flag: str, text: str | None) -> int | None:
+def token_id(tokenizer: Any, text: str | None) -> int | None:
     """The one token that `text` is (`eos`: the tokenizer's end-of-sequence token); None for None."""
     ids = [tokenizer.eos_token_id] if text == "eos" else tokenizer.encode(text or "", add_special_tokens=False)
     if text is not None and (len(ids) != 1 or ids[0] is None):
-        raise ValueError(f"{flag} {text!r}: is not one token of this tokenizer but {ids}; one, or none, would do")
+        raise ValueError(f"--start_text, --end_text or --truncate_token {text!r}: is tokens {ids}; one would do")
     return ids[0] if ids else None
 
 
 def cut_query(tokens: Sequence[int], length: int, start: Any, end: Any, long: str = "keep_start") -> list[int]:
-    """The query in the tokens of a text, [] if there is none (lm_human_preferences/lm_tasks.py). What comes up to
-    and including the first `start` goes, unless it is the last token; the rest is truncated to `length` (or, by `long`,
-    keeps its end or is dropped), then cut back to its last `end`, which stays.
+    """The query in these tokens, or [] (lm_human_preferences/lm_tasks.py): what comes after the first `start`, unless
+    that is the last token, truncated to `length` (or as `long` says), then cut back to the last `end`, which stays.
     """
     tokens = list(tokens)
     if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
@@ -475,10 +459,12 @@ def bos(tokenizer: Any) -> list[int]:
 
 def encode(values: Sequence[Any], tokenizer: Any, args: Args) -> list[list[int]]:
     """Token ids, without BOS, of texts, chats (lists of messages) or padded rows of token ids; [] for anything else."""
-    own, rows = args.token_ids_of in (None, args.base_model), []
-    reader = tokenizer if own else fetch(AutoTokenizer, "token_ids_of", args)
+    reader = tokenizer if args.token_ids_of in (None, args.base_model) else fetch(AutoTokenizer, "token_ids_of", args)
+    own, begin, rows = reader.get_vocab() == tokenizer.get_vocab(), bos(tokenizer), []
     for value in values:
         kind, row = type(value[0]) if isinstance(value, list) and value else None, []
+        if kind not in (None, dict, int):
+            raise ValueError(f"a list of {kind.__name__} is no text; texts, messages or token ids would do")
         if kind is dict:
             value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
         if kind is int:
@@ -487,19 +473,21 @@ def encode(values: Sequence[Any], tokenizer: Any, args: Args) -> list[list[int]]
         row = tokenizer(value, add_special_tokens=False).input_ids if isinstance(value, str) else row
         if max(row, default=0) >= len(tokenizer):
             raise ValueError(f"there is token {max(row)} of {len(tokenizer)}; another --token_ids_of would do")
-        rows.append(row[1:] if row[:1] == [tokenizer.bos_token_id] else row)
+        rows.append(row[1:] if begin and row[:1] == begin else row)
     return rows
 
 
 def load_table(flag: str, args: Any) -> Any:
-    """The splits of the file, the folder, or the hub's owner/name[:config] that the flag names."""
-    name = getattr(args, flag)
-    try:
-        if (path := Path(find(name))).is_file():
-            return datasets.load_dataset(str(path.parent), data_files=path.name)
-        return datasets.load_dataset(*([str(path)] if path.is_dir() else name.split(":")))
-    except Exception as error:
-        raise ValueError(f"--{flag} {name}: {str(error.__cause__ or error).strip().splitlines()[0]}") from error
+    """The splits of the file, the folder, or the hub's owner/name[:config] that the flag names; one is `train`."""
+    with blame(flag, args):
+        path = Path(find(getattr(args, flag))).resolve()
+        where = [str(path)] if path.exists() else getattr(args, flag).split(":")
+        if path.is_file():
+            where = [str(path.parent), None, None, path.name]
+        splits = datasets.load_dataset(*where)
+        if "train" not in splits:
+            raise ValueError(f"has splits {list(splits)}; train would do")
+        return splits
 
 
 def load_queries(tokenizer: Any, args: Args, need: int) -> list[dict[str, Any]]:
@@ -510,11 +498,13 @@ def load_queries(tokenizer: Any, args: Args, need: int) -> list[dict[str, Any]]:
     table = load_table("query_dataset", args)["train"].shuffle(generator=np.random.default_rng([args.seed, 2]))
     if (column := next((name for name in names if name in table.column_names), None)) is None:
         raise ValueError(f"{flag}: has columns {table.column_names}; {' or '.join(names)} would do")
-    start, end = token_id(tokenizer, "--start_text", args.start_text), token_id(tokenizer, "--end_text", args.end_text)
-    long, queries, lost = args.long_queries or ("drop" if end is None else "keep_start"), [], 0
+    start, end, queries = token_id(tokenizer, args.start_text), token_id(tokenizer, args.end_text), []
+    long, lost = args.long_queries or ("drop" if end is None else "keep_start"), 0
     begin, (prefix, suffix) = bos(tokenizer), encode([args.query_prefix, args.query_suffix], tokenizer, args)
     for rows in table.iter(10_000):  # no more of millions of texts than are needed
-        for i, tokens in enumerate(encode(rows[column], tokenizer, args)):
+        with blame("query_dataset", args):
+            found = encode(rows[column], tokenizer, args)
+        for i, tokens in enumerate(found):
             if query := cut_query(tokens, args.query_length, start, end, long):
                 inputs = {"input_ids": begin + query, "context": begin + prefix + query + suffix}
                 queries.append({name: rows[name][i] for name in rows if getattr(args, "reward_fn", None)} | inputs)
@@ -528,81 +518,69 @@ def load_queries(tokenizer: Any, args: Args, need: int) -> list[dict[str, Any]]:
     return queries[:need]
 
 
-def set_pad(model: Any, tokenizer: Any) -> None:
-    """A pad that ends no text: plain transformers, which skips pads, then reads the last token where that is eos."""
-    unused = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer("\0", add_special_tokens=False).input_ids]
-    model.config.pad_token_id = next(x for x in unused if x not in (None, tokenizer.eos_token_id))
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
-
-
-def preference_texts(row: dict[str, Any], tokenizer: Any) -> tuple[str, str, str]:
-    """Prompt, chosen and rejected response as text. Messages go through the chat template; without a prompt it is the
-    common beginning of both, up to a word's end.
-    """
+def preference_texts(row: dict[str, Any], tokenizer: Any) -> list[str]:
+    """Prompt (or else the common beginning, to a word's end), chosen and rejected; chats as the template has them."""
     prompt, answers = row.get("prompt"), [row["chosen"], row["rejected"]]
     if isinstance(answers[0], list):
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or answers[0][:-1]
-        answers = [tokenizer.apply_chat_template([*prompt, answer[-1]], tokenize=False) for answer in answers]
-        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        return prompt, *(answer.removeprefix(prompt) for answer in answers)
-    if prompt is None:
-        prompt = re.sub(r"\s?\S*$", "", os.path.commonprefix(answers))
-        answers = [answer[len(prompt) :] for answer in answers]
-    return prompt, *answers
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+        prompt = tokenizer.apply_chat_template(asked or answers[0][:-1], tokenize=False, add_generation_prompt=True)
+        answers = [[*asked, *answer[-1:]] if asked else answer for answer in answers]
+        answers = [tokenizer.apply_chat_template(answer, tokenize=False) for answer in answers]
+    elif prompt is None:
+        prompt = re.sub(r"\s?\S*\Z", "", os.path.commonprefix(answers))
+    else:
+        answers = [prompt + answer for answer in answers]
+    if not all(answer.startswith(prompt) for answer in answers):
+        raise ValueError("an answer does not go on from the prompt")
+    return [prompt, *(answer[len(prompt) :] for answer in answers)]
 
 
 def read_preferences(table: Any, tokenizer: Any, args: Args) -> list[Label]:
-    """Labels of a table of text preferences. A coin drawn from --seed says which of a pair comes first, so that no
-    constant answer is right. With --truncate_token eos responses end with it, as those of the policy do.
+    """Labels of a table of preferences. A coin says which of a pair comes first, so that no constant answer is right.
+    With --truncate_token eos responses end with it, as those of the policy do.
     """
-    labels, flag = [], f"--label_dataset {args.label_dataset}"
-    coins = np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)).tolist()
+    labels, coins = [], np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)).tolist()
     end = [tokenizer.eos_token_id] if args.truncate_token == "eos" else []
-    for row, coin in zip(table, coins, strict=True):
-        try:
-            query, *both = encode(preference_texts(row, tokenizer), tokenizer, args)
-        except (AttributeError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"{flag}: {error}; text, or messages and a chat template, would do") from error
+    rows = iter(encode([text for row in table for text in preference_texts(row, tokenizer)], tokenizer, args))
+    for query, *both, coin in zip(rows, rows, rows, coins, strict=True):
         cut = cut_query(query, args.query_length, None, None, args.long_queries or "drop")
-        both = [(answer + end)[: args.response_length] for answer in both]
+        both = [answer[: (answer + end).index(*end)] + end if end else answer for answer in both]
+        both = [answer[: args.response_length] for answer in both]
         if bool(cut) == bool(query) and all(both) and both[0] != both[1]:
             labels.append((bos(tokenizer) + cut, both[::-1] if coin else both, coin))
     if lost := len(table) - len(labels):
-        logger.warning(f"{flag}: left out {lost} of {len(table)} pairs: empty, identical after --response_length "
-                       "tokens, or with a prompt longer than --query_length")  # fmt: skip
+        logger.warning(
+            f"left out {lost} of {len(table)} pairs: a text is empty, a prompt too long, or both are the same"
+        )
     if lost > 0.1 * len(table):
-        raise ValueError(f"{flag}: {lost} of {len(table)} pairs are of no use; longer limits would do")
+        raise ValueError(f"{lost} of {len(table)} pairs are of no use; other limits would do")
     return labels
 
 
 def read_labels(table: Any, tokenizer: Any, args: Args) -> list[Label]:
     """Labels of a table in either format."""
-    names = [x for x in table.column_names if re.fullmatch(r"sample\d+", x)]
+    count = len([x for x in table.column_names if re.fullmatch(r"sample\d+", x)])
+    names = ["query", *(f"sample{i}" for i in range(count))]
     if {"chosen", "rejected"} <= set(table.column_names):
         return read_preferences(table, tokenizer, args)
-    if len(names) < 2 or not {"query", "best", *(f"sample{i}" for i in range(len(names)))} <= set(table.column_names):
-        raise ValueError(f"--label_dataset {args.label_dataset}: has columns {table.column_names}; query, sample0, "
-                         "sample1, .., best or prompt, chosen, rejected would do")  # fmt: skip
-    queries, *samples = (
-        encode(table[x], tokenizer, args) for x in ("query", *(f"sample{i}" for i in range(len(names))))
-    )
-    best = table["best"]
-    if not all(type(x) is int and 0 <= x < len(names) for x in best) or not all(map(all, (queries, *samples))):
-        raise ValueError(f"--label_dataset {args.label_dataset}: a query or sample is empty, or best not 0 to N - 1")
-    rows = zip(queries, zip(*samples, strict=True), best, strict=True)
-    return [(bos(tokenizer) + query, list(responses), x) for query, responses, x in rows]
+    if count < 2 or not {"best", *names} <= set(table.column_names):
+        raise ValueError(f"has columns {table.column_names}; query, sample0, .., best or chosen, rejected would do")
+    queries, *samples = (encode(table[name], tokenizer, args) for name in names)
+    if not all(type(x) is int and 0 <= x < count for x in table["best"]) or not all(map(all, (queries, *samples))):
+        raise ValueError("a query or sample is empty, or best is none of the samples")
+    rows = zip(queries, zip(*samples, strict=True), table["best"], strict=True)
+    return [(bos(tokenizer) + query, list(responses), best) for query, responses, best in rows]
 
 
 def load_labels(tokenizer: Any, args: Args) -> tuple[list[Label], list[Label]]:
     """Labels to train on, and held-out ones: the split `test` or `validation`, or what --num_labels leaves."""
     splits = load_table("label_dataset", args)
-    table = splits["train"]
-    count = args.num_labels or len(table)
-    if not args.batch_size <= count <= len(table):
-        raise ValueError(f"--num_labels {args.num_labels}, --batch_size {args.batch_size}: {args.label_dataset} has "
-                         f"{len(table)} labels; fewer would do")  # fmt: skip
-    held_out = splits.get("test", splits.get("validation", table.select(range(count, len(table)))))
-    return read_labels(table.select(range(count)), tokenizer, args), read_labels(held_out, tokenizer, args)
+    table, count = splits["train"], args.num_labels or len(splits["train"])
+    with blame("label_dataset", args):
+        if not args.batch_size <= count <= len(table):
+            raise ValueError(f"has {len(table)} labels, --num_labels {args.num_labels}, --batch_size {args.batch_size}")
+        held_out = splits.get("test", splits.get("validation", table.select(range(count, len(table)))))
+        return tuple(read_labels(part, tokenizer, args) for part in (table.select(range(count)), held_out))
 
 
 # --- the run's folder -------------------------------------------------------------------------------------------------
@@ -637,8 +615,8 @@ def open_run(accelerator: Any, args: Args, preset: str, state: dict[str, Any]) -
         (folder / "args.tmp").write_text(json.dumps(record, indent=2))
         (folder / "args.tmp").rename(folder / "args.json")
     if args.track:
-        run = {"name": folder.name, "id": state["id"], "resume": "allow", "dir": str(folder)}
-        accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset}, init_kwargs={"wandb": run})
+        run = {"wandb": {"name": folder.name, "id": state["id"], "resume": "allow"}}
+        accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset}, init_kwargs=run)
     return folder, state
 
 
@@ -670,18 +648,14 @@ def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tens
 
 
 def show_labels(folder: Path, labels: list[Label], rewards: list[list[float]], tokenizer: Any) -> None:
-    """curves.png; held-out comparisons, best reward first, in samples.jsonl, one of them here."""
-    names = ["train/loss", "train/accuracy"]
-    curves = pd.read_json(folder / "metrics.jsonl", lines=True).set_index("train/labels")[names]
-    axes = curves.plot(subplots=True, layout=(1, 2), figsize=(8, 3), legend=False, grid=True, title=names)
-    axes[0, 0].figure.savefig(folder / "curves.png", dpi=150, bbox_inches="tight")
+    """samples.jsonl: held-out comparisons, best reward first. It is the last file: the run is finished."""
     lines = []
     for (query, responses, best), values in zip(labels, rewards, strict=True):
         rows = sorted(zip(values, map(tokenizer.decode, responses), range(len(values)), strict=True), reverse=True)
         record = [{"reward": value, "response": text, "is_best": i == best} for value, text, i in rows]
         lines.append(json.dumps({"query": tokenizer.decode(query), "responses": record}) + "\n")
     (folder / "samples.tmp").write_text("".join(lines))
-    (folder / "samples.tmp").rename(folder / "samples.jsonl")  # the last file: the run is finished
+    (folder / "samples.tmp").rename(folder / "samples.jsonl")
 
 
 def parse_args() -> tuple[str, Args]:
