@@ -443,23 +443,32 @@ class Actor(nn.Module):
 def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Tensor, ...]:
     """The inputs of hidden_at for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
 
-    A tree is a row: the context once, then its branches, each of which sees the context and itself. [[a b], [c d], [e]]
-    and [[f], [g], [h]] become
-        ids  a b c d e     branch  0 0 1 1 2     positions  0 1 2 3 2
-             f g h 0 0             0 1 2 0 0                0 1 1 0 0
+    A context is fed once; its branches see it and themselves. Trees share rows, 1, 1.5 or 2 times as wide as the
+    largest, whichever pads least: [[a b], [c], [d e]], [[f], [g], [h]] and [[i], [j], []] become
+        ids   a b c d e    tree  1 1 1 1 1    branch  0 0 1 2 2    positions  0 1 2 2 3
+              f g h i j          2 2 2 3 3            0 1 2 0 1               0 1 1 0 1
     Before the inputs come the first and the last cell of every context and branch, (n, 1 + K), counted through all
-    rows: [[0, 2, 4], [5, 6, 7]] and [[1, 3, 4], [5, 6, 7]].
+    rows: [[0, 2, 3], [5, 6, 7], [8, 9, 10]] and [[1, 2, 4], [5, 6, 7], [8, 9, 9]].
     """
-    lengths = torch.tensor([[len(part) for part in tree] for tree in trees])
-    ids, branch = torch.zeros(2, len(trees), width := int(lengths.sum(1).max()), dtype=torch.long)
+    lengths, layouts = np.array([[len(part) for part in tree] for tree in trees]), []
+    sizes = lengths.sum(1)
+    for width in (sizes.max(), sizes.max() * 3 // 2, sizes.max() * 2):
+        room, begin = np.full(len(sizes), width), np.zeros_like(sizes)
+        for i in np.argsort(-sizes, kind="stable"):  # first fit, the largest first
+            row = (room >= sizes[i]).argmax()
+            begin[i], room[row] = (row + 1) * width - room[row], room[row] - sizes[i]
+        layouts.append(((room < width).sum() * width, width, begin))
+    total, width, begin = min(layouts, key=lambda layout: layout[0])
+    first, cells = begin[:, None] + lengths.cumsum(1) - lengths, np.zeros((4, total), int)
     for i, tree in enumerate(trees):
-        tokens = torch.tensor([token for part in tree for token in part])
-        ids[i, : len(tokens)], branch[i, : len(tokens)] = tokens, torch.arange(len(tree)).repeat_interleave(lengths[i])
-    first = lengths.cumsum(1) - lengths
-    positions = torch.arange(width) - (first - lengths[:, :1]).gather(1, branch) * (branch > 0)
-    first += torch.arange(len(trees)).unsqueeze(1) * width
+        at, branch = slice(begin[i], begin[i] + sizes[i]), np.repeat(np.arange(len(tree)), lengths[i])
+        positions = np.arange(sizes[i]) - (first[i] - begin[i] - len(tree[0]))[branch] * (branch > 0)
+        cells[:, at] = [x for part in tree for x in part], positions, np.full(sizes[i], i + 1), branch
+    ids, positions, tree, branch = torch.from_numpy(cells).view(4, -1, width).to(device)
     sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))
-    return tuple(x.to(device) for x in (first, first + lengths - 1, ids, sees.tril(), positions))
+    sees &= tree.unsqueeze(1) == tree.unsqueeze(2)
+    first = torch.from_numpy(first).to(device)
+    return first, first + torch.from_numpy(lengths).to(device) - 1, ids, sees.tril(), positions
 
 
 def micro_batches(rows: Tensor, trees: list[Any], size: int) -> tuple[Tensor, ...]:
@@ -480,11 +489,34 @@ def forward_response(policy: Any, batch: dict[str, Any], rows: Tensor, temperatu
     at = torch.minimum(first[:, 1:, None] + steps, last[:, 1:, None])
     at[:, :, 0] = last[:, :1]
     logits, *others = policy(at.flatten(), *inputs)
-    logprobs = (logits / temperature).log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-    logprobs = logprobs.gather(1, responses.flatten().unsqueeze(1))
-    return tuple(x.view_as(responses) for x in (logprobs, entropy, *others))
+    logprobs = TokenLogprobs.apply(logits, responses.flatten(), temperature)
+    return tuple(x.view_as(responses) for x in (*logprobs, *others))
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Log-probabilities (n,) of tokens (n,) and entropies (n,), without gradient, under softmax(logits / temperature).
+    In place, and in blocks that fit a cache, logits (n, V) turn into log-probabilities, then into their own gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """log_softmax, read at the tokens."""
+        ctx.temperature, ctx.size, tokens = temperature, max(1, 2**20 // logits.shape[1]), tokens.unsqueeze(1)
+        blocks = [torch.log_softmax(block.div_(temperature), -1, out=block) for block in logits.split(ctx.size)]
+        entropy = torch.cat([-(block.exp() * block).sum(-1) for block in blocks])
+        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(logits, tokens)
+        return logits.gather(1, tokens).squeeze(1), entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        """grad / temperature * (one_hot(token) - softmax)."""
+        logits, tokens = ctx.saved_tensors
+        parts = (x.split(ctx.size) for x in (logits, tokens, (grad / ctx.temperature).unsqueeze(1)))
+        for block, token, scale in zip(*parts, strict=True):
+            block.exp_().mul_(-scale).scatter_add_(1, token, scale)
+        return logits, None, None
 
 
 # --- models and data --------------------------------------------------------------------------------------------------

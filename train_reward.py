@@ -98,9 +98,8 @@ BOOK = HUB | {"query_length": 64, "num_labels": 4_992, "batch_size": 32, "micro_
 POST = HUB | {"query_length": 500, "num_labels": 46_000, "batch_size": 16, "micro_batch_size": 4, "lr": 2.5e-5}
 POST |= {"query_suffix": "\n\nTL;DR:", "response_length": 75, "truncate_token": "\n", "long_queries": "keep_start"}
 NEWS = {"query_prefix": "Article:\n\n", "temperature": 0.5}
-TASKS = {"sentiment": BOOK, "descriptiveness": BOOK, "cnndm": POST | NEWS, "tldr": POST}
 PRESETS = {"tiny": Args()}  # OpenAI's launch.py
-for name, task in TASKS.items():
+for name, task in {"sentiment": BOOK, "descriptiveness": BOOK, "cnndm": POST | NEWS, "tldr": POST}.items():
     file = f"{FILES}/{name}/{'offline_5k' if task is BOOK else 'offline_60k'}.json"
     PRESETS[name] = Args(**task, label_dataset=file, query_dataset=file)
 
@@ -174,8 +173,7 @@ def main(preset: str, args: Args) -> None:
     weights = accelerator.get_state_dict(wrapped)  # every rank has its part in putting them together
     if rank == 0:
         gain, bias = weights["gain"].cpu(), weights["bias"].cpu()
-        best = torch.tensor([best for *_, best in held_out], dtype=torch.long)
-        rewards = (torch.cat(rewards) - bias) / gain
+        best, rewards = torch.tensor([x for *_, x in held_out], dtype=torch.long), (torch.cat(rewards) - bias) / gain
         if sampled is not None:
             statistics["after"] = normalize(sampled.cpu(), gain, bias)
         rewards = gain * rewards + bias
@@ -186,7 +184,12 @@ def main(preset: str, args: Args) -> None:
         model.config.reward_gain, model.config.reward_bias = gain.item(), bias.item()
         save_model(folder / "reward_model", model, tokenizer, weights)
         (folder / "results.json").write_text(json.dumps(statistics, indent=2))
-        show_labels(folder, held_out, rewards.tolist(), tokenizer)
+        names, lines = ("query", "responses", "best", "rewards"), []
+        for (query, *label), values in zip(held_out, rewards.tolist(), strict=True):
+            row = tokenizer.decode(query), tokenizer.batch_decode(label[0]), label[1], values
+            lines.append(json.dumps(dict(zip(names, row, strict=True))) + "\n")
+        (folder / "samples.tmp").write_text("".join(lines))
+        (folder / "samples.tmp").rename(folder / "samples.jsonl")  # the last file: the run is finished
         tqdm.write(f"{folder}: {statistics}")
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # first the model, or gloo can wait for ever
     accelerator.end_training()
@@ -241,14 +244,15 @@ def gain_and_bias(mean: Any, std: Any, target_mean: float = 0.0, target_std: flo
 
 @torch.no_grad()
 def reference_rewards(accelerator: Any, reward: Any, ref: Any, queries: list[Any], step: int, args: Args) -> Tensor:
-    """Rewards (--normalization_samples,) of untruncated samples of the reference, on all ranks, from queries by `step`."""
+    """Rewards (--normalization_samples,) of untruncated samples of the reference, on all ranks; step moves queries."""
     total, rows = args.normalization_samples, args.normalization_samples // accelerator.num_processes
     mine, rewards = range(accelerator.process_index * rows, (accelerator.process_index + 1) * rows), []
     u = uniforms(args.seed, step, total, args.response_length)
     for part in torch.tensor(mine).split(args.micro_batch_size):
         asked = [queries[(step * total + i) % len(queries)] for i in part.tolist()]
-        contexts = [query["context"] for query in asked]
-        responses = sample(ref, contexts, u[part].to(accelerator.device), args.temperature).tolist()
+        responses = sample(
+            ref, [x["context"] for x in asked], u[part].to(accelerator.device), args.temperature
+        ).tolist()
         labels = [(query["input_ids"], [response], 0) for query, response in zip(asked, responses, strict=True)]
         rewards.append(label_rewards(reward, labels, accelerator.device)[0].flatten())
     return accelerator.gather(torch.cat(rewards))
@@ -335,23 +339,32 @@ class RewardModel(nn.Module):
 def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Tensor, ...]:
     """The inputs of hidden_at for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
 
-    A tree is a row: the context once, then its branches, each of which sees the context and itself. [[a b], [c d], [e]]
-    and [[f], [g], [h]] become
-        ids  a b c d e     branch  0 0 1 1 2     positions  0 1 2 3 2
-             f g h 0 0             0 1 2 0 0                0 1 1 0 0
+    A context is fed once; its branches see it and themselves. Trees share rows, 1, 1.5 or 2 times as wide as the
+    largest, whichever pads least: [[a b], [c], [d e]], [[f], [g], [h]] and [[i], [j], []] become
+        ids   a b c d e    tree  1 1 1 1 1    branch  0 0 1 2 2    positions  0 1 2 2 3
+              f g h i j          2 2 2 3 3            0 1 2 0 1               0 1 1 0 1
     Before the inputs come the first and the last cell of every context and branch, (n, 1 + K), counted through all
-    rows: [[0, 2, 4], [5, 6, 7]] and [[1, 3, 4], [5, 6, 7]].
+    rows: [[0, 2, 3], [5, 6, 7], [8, 9, 10]] and [[1, 2, 4], [5, 6, 7], [8, 9, 9]].
     """
-    lengths = torch.tensor([[len(part) for part in tree] for tree in trees])
-    ids, branch = torch.zeros(2, len(trees), width := int(lengths.sum(1).max()), dtype=torch.long)
+    lengths, layouts = np.array([[len(part) for part in tree] for tree in trees]), []
+    sizes = lengths.sum(1)
+    for width in (sizes.max(), sizes.max() * 3 // 2, sizes.max() * 2):
+        room, begin = np.full(len(sizes), width), np.zeros_like(sizes)
+        for i in np.argsort(-sizes, kind="stable"):  # first fit, the largest first
+            row = (room >= sizes[i]).argmax()
+            begin[i], room[row] = (row + 1) * width - room[row], room[row] - sizes[i]
+        layouts.append(((room < width).sum() * width, width, begin))
+    total, width, begin = min(layouts, key=lambda layout: layout[0])
+    first, cells = begin[:, None] + lengths.cumsum(1) - lengths, np.zeros((4, total), int)
     for i, tree in enumerate(trees):
-        tokens = torch.tensor([token for part in tree for token in part])
-        ids[i, : len(tokens)], branch[i, : len(tokens)] = tokens, torch.arange(len(tree)).repeat_interleave(lengths[i])
-    first = lengths.cumsum(1) - lengths
-    positions = torch.arange(width) - (first - lengths[:, :1]).gather(1, branch) * (branch > 0)
-    first += torch.arange(len(trees)).unsqueeze(1) * width
+        at, branch = slice(begin[i], begin[i] + sizes[i]), np.repeat(np.arange(len(tree)), lengths[i])
+        positions = np.arange(sizes[i]) - (first[i] - begin[i] - len(tree[0]))[branch] * (branch > 0)
+        cells[:, at] = [x for part in tree for x in part], positions, np.full(sizes[i], i + 1), branch
+    ids, positions, tree, branch = torch.from_numpy(cells).view(4, -1, width).to(device)
     sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))
-    return tuple(x.to(device) for x in (first, first + lengths - 1, ids, sees.tril(), positions))
+    sees &= tree.unsqueeze(1) == tree.unsqueeze(2)
+    first = torch.from_numpy(first).to(device)
+    return first, first + torch.from_numpy(lengths).to(device) - 1, ids, sees.tril(), positions
 
 
 # --- models and data --------------------------------------------------------------------------------------------------
@@ -645,17 +658,6 @@ def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tens
     os.sync()
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
-
-
-def show_labels(folder: Path, labels: list[Label], rewards: list[list[float]], tokenizer: Any) -> None:
-    """samples.jsonl: held-out comparisons, best reward first. It is the last file: the run is finished."""
-    lines = []
-    for (query, responses, best), values in zip(labels, rewards, strict=True):
-        rows = sorted(zip(values, map(tokenizer.decode, responses), range(len(values)), strict=True), reverse=True)
-        record = [{"reward": value, "response": text, "is_best": i == best} for value, text, i in rows]
-        lines.append(json.dumps({"query": tokenizer.decode(query), "responses": record}) + "\n")
-    (folder / "samples.tmp").write_text("".join(lines))
-    (folder / "samples.tmp").rename(folder / "samples.jsonl")
 
 
 def parse_args() -> tuple[str, Args]:
