@@ -1,9 +1,8 @@
 """A reward model from human comparisons, in one file.
 
-A language model with a scalar head learns which of N responses to a query people like best: cross entropy over the N
-rewards, one epoch, linear decay. Before and after, a gain and a bias are set so that rewards of the reference policy's
-samples have mean 0 and standard deviation 1. "The original" is OpenAI's lm-human-preferences (Ziegler et al. 2019,
-arXiv:1909.08593); the tests replay its arrays.
+A language model with a scalar head learns which of N responses to a query people like best: cross entropy, one epoch.
+Before and after, gain and bias are set so that rewards of the reference policy's samples have mean 0 and deviation 1.
+"The original" is OpenAI's lm-human-preferences (Ziegler et al. 2019, arXiv:1909.08593); the tests replay its arrays.
 
     python train_reward.py                                              # embedded default, two CPU cores
     python train_reward.py sentiment --dtype bf16 --track               # OpenAI's sentiment labels on one GPU
@@ -344,8 +343,7 @@ def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Tensor,
         ids   a b c d e    tree  1 1 1 1 1    branch  0 0 1 2 2    positions  0 1 2 2 3
               f g h i j          2 2 2 3 3            0 1 2 0 1               0 1 1 0 1
     Before the inputs come the first and the last cell of every context and branch, (n, 1 + K), counted through all
-    rows: [[0, 2, 3], [5, 6, 7], [8, 9, 10]] and [[1, 2, 4], [5, 6, 7], [8, 9, 9]].
-    """
+    rows: [[0, 2, 3], [5, 6, 7], [8, 9, 10]] and [[1, 2, 4], [5, 6, 7], [8, 9, 9]]."""
     lengths, layouts = np.array([[len(part) for part in tree] for tree in trees]), []
     sizes = lengths.sum(1)
     for width in (sizes.max(), sizes.max() * 3 // 2, sizes.max() * 2):
@@ -389,13 +387,15 @@ def find(name: str) -> str:
 
 
 @contextlib.contextmanager
-def blame(flag: str, args: Any) -> Iterator[None]:
-    """What goes wrong in here becomes a ValueError of one line that names the flag and its value."""
+def blame(flag: str, args: Any, why: str = "") -> Iterator[None]:
+    """What goes wrong in here becomes a ValueError of one line: the flag, its value, and why."""
     try:
         yield
     except Exception as error:
-        reason = str(error if isinstance(error, ValueError) else error.__cause__ or error).strip().partition("\n")[0]
-        raise ValueError(f"--{flag} {getattr(args, flag)}: {reason or type(error).__name__}") from error
+        reason = (
+            why or str(error if isinstance(error, ValueError) else error.__cause__ or error) or type(error).__name__
+        )
+        raise ValueError(f"--{flag} {getattr(args, flag)}: {' '.join(reason.split())[:300]}") from error
 
 
 def fetch(auto_class: Any, flag: str, args: Any, **kwargs: Any) -> Any:
@@ -407,8 +407,7 @@ def fetch(auto_class: Any, flag: str, args: Any, **kwargs: Any) -> Any:
 @torch.no_grad()
 def load(auto_class: Any, flag: str, args: Any, tokenizer: Any, longest: int, device: Any, **kwargs: Any) -> Any:
     """A model in fp32, with all its weights and, as the original, without dropout. With bf16 its trunk is autocast, the
-    heads stay in fp32: logits of 100 in bf16 are off by 0.25. ValueError for what would be wrong in silence.
-    """
+    heads stay in fp32: logits of 100 in bf16 are off by 0.25. ValueError for what would be wrong in silence."""
     name, config = f"--{flag} {getattr(args, flag)}", fetch(AutoConfig, flag, args, **kwargs)
     if find_adapter_config_file(find(getattr(args, flag))):
         raise ValueError(f"{name}: is a LoRA adapter, which would not be trained; the merged model would do")
@@ -431,7 +430,9 @@ def load(auto_class: Any, flag: str, args: Any, tokenizer: Any, longest: int, de
     lm_head, x = model.get_output_embeddings(), [i % size for i in range(longest)]
     trees = [[x[5:] or x, x[:2], x[2:7], x[:1]], [x[:1], x[1:3], x[:2], x[:3]]]
     texts = [torch.tensor([tree[0] + branch], device=device) for tree in trees for branch in tree[1:]]
-    with blame(flag, args):
+    with blame(
+        flag, args, f"a {text.model_type} cannot be run on packed rows (alibi? a recurrence?); another would do"
+    ):
         _, last, *inputs = pack(trees, device)
         packed = (lm_head or model.score)(hidden_at(model, last[:, 1:].flatten(), *inputs))
         plain = [model(x).logits[0, -1] if lm_head else model.score(model.base_model(x)[0][0, -1]) for x in texts]
@@ -453,8 +454,7 @@ def token_id(tokenizer: Any, text: str | None) -> int | None:
 
 def cut_query(tokens: Sequence[int], length: int, start: Any, end: Any, long: str = "keep_start") -> list[int]:
     """The query in these tokens, or [] (lm_human_preferences/lm_tasks.py): what comes after the first `start`, unless
-    that is the last token, truncated to `length` (or as `long` says), then cut back to the last `end`, which stays.
-    """
+    that is the last token, truncated to `length` (or as `long` says), then cut back to the last `end`, which stays."""
     tokens = list(tokens)
     if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
         tokens = tokens[tokens.index(start) + 1 :] if start in tokens else []
@@ -493,7 +493,7 @@ def encode(values: Sequence[Any], tokenizer: Any, args: Args) -> list[list[int]]
 def load_table(flag: str, args: Any) -> Any:
     """The splits of the file, the folder, or the hub's owner/name[:config] that the flag names; one is `train`."""
     with blame(flag, args):
-        path = Path(find(getattr(args, flag))).resolve()
+        path = Path(find(getattr(args, flag))).absolute()  # the hub's cache has links
         where = [str(path)] if path.exists() else getattr(args, flag).split(":")
         if path.is_file():
             where = [str(path.parent), None, None, path.name]
@@ -505,29 +505,28 @@ def load_table(flag: str, args: Any) -> Any:
 
 def load_queries(tokenizer: Any, args: Args, need: int) -> list[dict[str, Any]]:
     """Up to `need` queries in an order drawn from --seed: dicts with what the reward model reads (input_ids), what the
-    policy reads (context) and, for a --reward_fn, the columns of the table.
-    """
-    flag, names = f"--query_dataset {args.query_dataset}", ("text", "query", "prompt", "messages", "article", "content")
+    policy reads (context) and, for a --reward_fn, the columns of the table."""
     table = load_table("query_dataset", args)["train"].shuffle(generator=np.random.default_rng([args.seed, 2]))
-    if (column := next((name for name in names if name in table.column_names), None)) is None:
-        raise ValueError(f"{flag}: has columns {table.column_names}; {' or '.join(names)} would do")
-    start, end, queries = token_id(tokenizer, args.start_text), token_id(tokenizer, args.end_text), []
-    long, lost = args.long_queries or ("drop" if end is None else "keep_start"), 0
-    begin, (prefix, suffix) = bos(tokenizer), encode([args.query_prefix, args.query_suffix], tokenizer, args)
-    for rows in table.iter(10_000):  # no more of millions of texts than are needed
-        with blame("query_dataset", args):
-            found = encode(rows[column], tokenizer, args)
-        for i, tokens in enumerate(found):
-            if query := cut_query(tokens, args.query_length, start, end, long):
-                inputs = {"input_ids": begin + query, "context": begin + prefix + query + suffix}
-                queries.append({name: rows[name][i] for name in rows if getattr(args, "reward_fn", None)} | inputs)
-            lost += not query
-        if len(queries) >= need:
-            break
+    found = [x for x in ("text", "query", "prompt", "messages", "article", "content") if x in table.column_names][:1]
+    columns, queries, lost = table.column_names if getattr(args, "reward_fn", None) else [], [], 0
+    start, end, begin = token_id(tokenizer, args.start_text), token_id(tokenizer, args.end_text), bos(tokenizer)
+    prefix, suffix = encode([args.query_prefix, args.query_suffix], tokenizer, args)
+    with blame("query_dataset", args):
+        for rows in table.select_columns(columns or found).iter(10_000):  # no more of millions than are needed
+            for i, tokens in enumerate(encode(rows[found[0]], tokenizer, args) if found else ()):
+                long = args.long_queries or ("drop" if end is None else "keep_start")
+                if query := cut_query(tokens, args.query_length, start, end, long):
+                    inputs = {"input_ids": begin + query, "context": begin + prefix + query + suffix}
+                    queries.append({name: rows[name][i] for name in columns} | inputs)
+                lost += not query
+            if len(queries) >= need:
+                break
+        if len(queries) <= getattr(args, "eval_queries", 0):
+            raise ValueError(
+                f"{len(queries)} queries in {found} of {table.column_names}; more, or a column text, would do"
+            )
     if lost:
-        logger.warning(f"{flag}: left out {lost} rows without text or a query of up to --query_length in {column!r}")
-    if len(queries) <= getattr(args, "eval_queries", 0):
-        raise ValueError(f"{flag}: has {len(queries)} queries in column {column!r}; more would do")
+        logger.warning(f"--query_dataset {args.query_dataset}: left out {lost} rows without text or fitting query")
     return queries[:need]
 
 
@@ -550,8 +549,7 @@ def preference_texts(row: dict[str, Any], tokenizer: Any) -> list[str]:
 
 def read_preferences(table: Any, tokenizer: Any, args: Args) -> list[Label]:
     """Labels of a table of preferences. A coin says which of a pair comes first, so that no constant answer is right.
-    With --truncate_token eos responses end with it, as those of the policy do.
-    """
+    With --truncate_token eos responses end with it, as those of the policy do."""
     labels, coins = [], np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)).tolist()
     end = [tokenizer.eos_token_id] if args.truncate_token == "eos" else []
     rows = iter(encode([text for row in table for text in preference_texts(row, tokenizer)], tokenizer, args))
@@ -592,7 +590,7 @@ def load_labels(tokenizer: Any, args: Args) -> tuple[list[Label], list[Label]]:
     with blame("label_dataset", args):
         if not args.batch_size <= count <= len(table):
             raise ValueError(f"has {len(table)} labels, --num_labels {args.num_labels}, --batch_size {args.batch_size}")
-        held_out = splits.get("test", splits.get("validation", table.select(range(count, len(table)))))
+        held_out = splits.get("test", splits.get("validation", table.select([*range(count, len(table))])))
         return tuple(read_labels(part, tokenizer, args) for part in (table.select(range(count)), held_out))
 
 
@@ -600,8 +598,8 @@ def load_labels(tokenizer: Any, args: Args) -> tuple[list[Label], list[Label]]:
 def open_run(accelerator: Any, args: Args, preset: str, state: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     """The run's folder, locked, and where the run stands: `state`, or that of the newest checkpoint, now loaded."""
     name = f"runs/{Path(__file__).stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    args.output_dir = broadcast_object_list([args.output_dir or name])[0]
-    folder, world = Path(args.output_dir).expanduser(), accelerator.num_processes
+    folder, world = Path(broadcast_object_list([args.output_dir or name])[0]).expanduser(), accelerator.num_processes
+    args.output_dir = str(folder)
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -648,8 +646,7 @@ def save_checkpoint(accelerator: Any, folder: Path, state: dict[str, Any]) -> No
 
 def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tensor]) -> None:
     """A Hugging Face folder, and value_head.safetensors, of the `weights` of `model` and of what is around it, which by
-    themselves may be shards; complete or not there.
-    """
+    themselves may be shards; complete or not there."""
     new, names = folder.with_name(f"{folder.name}.tmp"), {f"lm.{x}" for x, _ in model.named_parameters()}  # ties once
     model.save_pretrained(new, state_dict={x[3:]: weights[x] for x in weights if x in names})
     tokenizer.save_pretrained(new)
@@ -695,7 +692,7 @@ if __name__ == "__main__":
         if os.environ.get("RLHF_DEBUG"):
             raise
         time.sleep(2 * (os.environ.get("RANK", "0") != "0"))  # so that the first process speaks for all
-        text = " ".join(str(error or "stopped by a signal").split())
+        text = " ".join((str(error) or "stopped by a signal").split())
         if isinstance(error, KeyboardInterrupt | FloatingPointError):
             text += f"; the newest checkpoint: {max(Path(run[1].output_dir).glob(CHECKPOINTS), default='none')}"
         sys.stderr.write(f"{Path(__file__).name}: {text}\n")
