@@ -390,7 +390,7 @@ def score(reward: Any, queries: list[Any], responses: list[list[int]], tokenizer
             logits = reward.score(hidden_at(reward, last[:, 1:].flatten(), *inputs))
             scores[rows] = gain * logits.view(len(rows), k).cpu() + bias
         return scores.flatten()
-    asked, names = [query for query in queries for _ in range(k)], inspect.signature(reward).parameters
+    asked, names = [query for query in queries for _ in range(k)], [*inspect.signature(reward).parameters][2:]
     columns = {name: [query[name] for query in asked] for name in names if name in asked[0]}
     texts = (tokenizer.batch_decode(x, skip_special_tokens=True) for x in ([x["input_ids"] for x in asked], responses))
     try:

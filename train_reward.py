@@ -588,10 +588,11 @@ def load_labels(tokenizer: Any, args: Args) -> tuple[list[Label], list[Label]]:
     splits = load_table("label_dataset", args)
     table, count = splits["train"], args.num_labels or len(splits["train"])
     with blame("label_dataset", args):
-        if not args.batch_size <= count <= len(table):
-            raise ValueError(f"has {len(table)} labels, --num_labels {args.num_labels}, --batch_size {args.batch_size}")
         held_out = splits.get("test", splits.get("validation", table.select([*range(count, len(table))])))
-        return tuple(read_labels(part, tokenizer, args) for part in (table.select(range(count)), held_out))
+        labels = read_labels(table.select(range(min(count, len(table)))), tokenizer, args)
+        if len(labels) < args.batch_size or count > len(table):
+            raise ValueError(f"{len(labels)} labels for --num_labels {args.num_labels}, --batch_size {args.batch_size}")
+        return labels, read_labels(held_out, tokenizer, args)
 
 
 # --- the run's folder -------------------------------------------------------------------------------------------------
