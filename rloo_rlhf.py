@@ -77,7 +77,9 @@ class Args:
     token_ids_of: str | None = None  # The model whose token ids stand in columns of them (None: --base_model)
     label_pad: int = 50259  # Token id that pads rows of token ids
     query_length: int = 32  # Longest query, in tokens
-    long_queries: Literal["drop", "keep_start", "keep_end"] | None = None  # None: keep_start with --end_text, else drop
+    long_queries: Literal["drop", "keep_start", "keep_end"] | None = (
+        None  # None: drop, but keep_start before --end_text cuts
+    )
     query_prefix: str = ""  # Text before every query that the policy reads (the reward model does not)
     query_suffix: str = ""  # Text after every query that the policy reads (the reward model does not)
     start_text: str | None = "."  # One token: a query begins after its first occurrence in the text (None: at once)
@@ -251,6 +253,7 @@ def adapt_kl_coef(kl_coef: float, kl: float, target: float, share: float) -> flo
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
     """Rewards (n, K), a row per query, minus the mean of the other K - 1 in their row (Ahmadian et al., equation 8)."""
+    rewards = rewards - rewards[:, :1]  # changes nothing, but that equal rewards give exactly 0
     return rewards - (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
 
 
