@@ -77,9 +77,7 @@ class Args:
     token_ids_of: str | None = None  # The model whose token ids stand in columns of them (None: --base_model)
     label_pad: int = 50259  # Token id that pads rows of token ids
     query_length: int = 32  # Longest query, in tokens
-    long_queries: Literal["drop", "keep_start", "keep_end"] | None = (
-        None  # None: drop, but keep_start before --end_text cuts
-    )
+    long_queries: Literal["drop", "keep_start", "keep_end"] | None = None  # None: drop, or with --end_text keep_start
     query_prefix: str = ""  # Text before every query that the policy reads (the reward model does not)
     query_suffix: str = ""  # Text after every query that the policy reads (the reward model does not)
     start_text: str | None = "."  # One token: a query begins after its first occurrence in the text (None: at once)

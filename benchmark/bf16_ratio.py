@@ -8,8 +8,9 @@ gradient lost to it. Where the old log-probabilities come from decides how much:
     other rows   a forward pass over the same responses in micro-batches of another size
     same rows    the scripts: rollout and update call forward_response with the same rows
 
-and so does the head: in fp32 (the scripts), or under autocast like all other layers (most public code). `error` is the
-mean distance of the training forward's log-probabilities from those of fp32 weights and activations.
+and so does the head: in fp32 (the scripts, which autocast the trunk only), or under autocast like all other layers
+(most public code). `error` is the mean distance of the training forward's log-probabilities from those of fp32 weights
+and activations.
 
     python benchmark/bf16_ratio.py --models tiny gpt2
 
@@ -18,7 +19,6 @@ CPUs that have to emulate it. Exit status 1 if a ratio of the scripts is clipped
 """
 
 import argparse
-import contextlib
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +26,9 @@ from typing import Any
 import common
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
+from ours import load
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import ppo_rlhf
 import rloo_rlhf
@@ -42,26 +41,31 @@ SOURCES = ("sampler", "other rows", "same rows")
 class AutocastHead(torch.nn.Module):
     """The policy with its head under autocast, as model(...).logits has it: logits are rounded to 8 or 11 bits."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, dtype: str) -> None:
         super().__init__()
-        self.lm = lm
+        self.lm, self.dtype = lm, DTYPES[dtype]
 
     def forward(self, at: Tensor | None, *inputs: Any) -> tuple[Tensor]:
-        hidden = rloo_rlhf.last_hidden(self.lm, *inputs)
-        hidden = hidden[:, -1].contiguous() if at is None else hidden.flatten(0, 1).index_select(0, at)
-        return (self.lm.get_output_embeddings()(hidden).float(),)
+        hidden = rloo_rlhf.hidden_at(self.lm, at, *inputs)
+        with torch.autocast(hidden.device.type, self.dtype):
+            return (self.lm.get_output_embeddings()(hidden).float(),)
 
 
-def autocast(device: torch.device, dtype: str) -> Any:
-    """What the scripts' accelerator does for bf16, here for fp16 too, which accelerate refuses on a CPU."""
-    return contextlib.nullcontext() if dtype == "fp32" else torch.autocast(device.type, DTYPES[dtype])
+def autocast_trunk(lm: Any, dtype: str) -> None:
+    """What the scripts' `load` does for bf16, here for fp16 too; fp32 takes it back."""
+    vars(lm.base_model).pop("forward", None)
+    if dtype != "fp32":
+        lm.base_model.forward = torch.autocast(lm.device.type, DTYPES[dtype])(lm.base_model.forward)
 
 
 @torch.no_grad()
 def sampler_logprobs(policy: Any, batch: dict[str, Tensor], copies: int, length: int) -> Tensor:
     """Log-probabilities (B, R) of the responses, as the sampling loop saw them token by token."""
-    responses = batch["responses"].view(-1, length)
-    ids, mask = rloo_rlhf.left_pad([context for context, *_ in batch["trees"]], responses.device)
+    responses, contexts = batch["responses"].view(-1, length), [context for context, *_ in batch["trees"]]
+    width = max(map(len, contexts))
+    ids = torch.tensor([[0] * (width - len(context)) + context for context in contexts], device=responses.device)
+    mask = torch.tensor([[i >= width - len(context) for i in range(width)] for context in contexts])
+    mask = mask.to(responses.device)
     cache, logprobs = DynamicCache(config=policy.lm.config), []
     logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(copies, 0)
     mask = mask.repeat_interleave(copies, 0)
@@ -73,13 +77,6 @@ def sampler_logprobs(policy: Any, batch: dict[str, Tensor], copies: int, length:
             mask = torch.cat([mask, torch.ones_like(token, dtype=torch.bool)], 1)
             logits = policy(None, token, mask, None, cache)[0]
     return torch.cat(logprobs, 1)
-
-
-def tiny_queries(count: int) -> list[list[int]]:
-    """Queries of the embedded default, as the scripts cut them."""
-    args = rloo_rlhf.Args()
-    tokenizer = rloo_rlhf.load(AutoTokenizer, args.base_model, "--base_model", args)
-    return rloo_rlhf.load_queries(tokenizer, args, 1, count)[1]
 
 
 def in_parts(policy: Any, batch: dict[str, Tensor], parts: Any) -> Tensor:
@@ -99,19 +96,13 @@ def spread(new: Tensor, old: Tensor, sequence: bool) -> dict[str, float]:
     return {"ratio_std": ratio.std(correction=0).item(), "ratio_max_error": off.max().item(), "clipped": clipped}
 
 
-def through_update(algorithm: str, lm: Any, batch: dict[str, Tensor], dtype: str, micro: int) -> dict[str, float]:
-    """The scripts' own update after a rollout with the same rows: its first ratio error and clipped share, at lr 0."""
+def through_update(algorithm: str, lm: Any, batch: dict[str, Tensor], micro: int) -> dict[str, float]:
+    """The scripts' own update on their own rollout: its first ratio error and clipped share, at lr 0."""
     script, copies, rows = (ppo_rlhf if algorithm == "ppo" else rloo_rlhf), COPIES[algorithm], len(batch["trees"])
-    size = micro // copies
-    accelerator = common.new_accelerator(dtype, steps=-(-rows // size))
-    policy = (ppo_rlhf.ActorCritic if algorithm == "ppo" else rloo_rlhf.Actor)(lm).to(batch["responses"].device)
+    accelerator = common.new_accelerator(steps=-(-rows // (micro // copies)))
+    policy = (ppo_rlhf.ActorCritic if algorithm == "ppo" else rloo_rlhf.Actor)(lm)
     policy, optimizer = accelerator.prepare(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
-    actor, batch = accelerator.unwrap_model(policy), dict(batch)
-    batch["logprobs"] = torch.empty(batch["responses"].shape, device=batch["responses"].device)
-    batch["values"] = torch.zeros_like(batch["logprobs"])
-    with torch.no_grad(), accelerator.autocast():
-        for part in rloo_rlhf.micro_batches(torch.arange(rows), batch["lengths"], size):
-            batch["logprobs"][part] = script.forward_response(actor, batch, part, TEMPERATURE)[0]
+    batch = batch | {"values": torch.zeros_like(batch["logprobs"])}
     noise = torch.randn(batch["logprobs"].shape, generator=torch.Generator().manual_seed(0))
     noise = noise.to(batch["responses"].device)
     batch |= {"rewards": noise, "advantages": noise.sum(-1)}
@@ -131,54 +122,49 @@ def measure(model: str, lm: Any, algorithm: str, length: int, queries: Any, opti
     episodes = options.episodes if model == "tiny" else options.large_episodes
     rows, micro = episodes // copies, max(copies, episodes // 2)
     lengths = np.random.default_rng(0).integers(8, options.longest + 1, rows)
-    contexts = common.random_contexts(lengths, lm.config.vocab_size, 0) if queries is None else queries[:rows]
-    policies = {"fp32": rloo_rlhf.Actor(lm), "autocast": AutocastHead(lm)}
-    args = SimpleNamespace(temperature=TEMPERATURE, mask_truncated=False, compile=False, truncate_after=0)
-    u = rloo_rlhf.uniforms(1, 1, episodes, length, device)
-    table, sequence = [], algorithm == "rloo"
+    if queries is None:
+        contexts = common.random_contexts(lengths, lm.config.vocab_size, 0)
+        queries = [{"context": context} for context in contexts]
+    args = SimpleNamespace(temperature=TEMPERATURE, mask_truncated=False, truncate_after=0, micro_batch_size=micro)
+    u, everyone = rloo_rlhf.uniforms(1, 1, episodes, length).to(device), torch.arange(rows)
+    table, sequence, actor = [], algorithm == "rloo", rloo_rlhf.Actor(lm)
     for dtype in options.dtypes:
-        with torch.no_grad(), autocast(device, dtype):
-            batch = rloo_rlhf.respond(policies["fp32"], contexts, u, None, args)
-        shape = (rows, copies, length) if copies > 1 else (rows, length)
-        batch |= {name: batch[name].view(shape) for name in ("responses", "kept")}
-        everyone, sizes = torch.arange(rows), (micro // copies, max(1, micro // copies // 2))
-        parts, other = (rloo_rlhf.micro_batches(everyone, batch["lengths"], size) for size in sizes)
+        autocast_trunk(lm, dtype)
+        batch = rloo_rlhf.rollout(actor, actor, queries[:rows], u, everyone.view(1, -1), None, args)
+        shape = batch["responses"].shape
+        parts, other = (rloo_rlhf.micro_batches(everyone, batch["trees"], size) for size in (micro, micro // 2))
+        autocast_trunk(lm, "fp32")
         with torch.no_grad():
-            exact = in_parts(policies["fp32"], batch, parts)
-        for head, policy in policies.items():
-            if dtype == "fp32" and head == "autocast":
-                continue  # no autocast: the same as the other
-            with autocast(device, dtype):
-                new = in_parts(policy, batch, parts)  # with gradients, as in training
-                with torch.no_grad():
-                    old = (
-                        sampler_logprobs(policy, batch, copies, length).view(shape),
-                        in_parts(policy, batch, other),
-                        in_parts(policy, batch, parts),
-                    )
+            exact = in_parts(actor, batch, parts)
+        autocast_trunk(lm, dtype)
+        heads = {"fp32": actor} | ({"autocast": AutocastHead(lm, dtype)} if dtype != "fp32" else {})
+        for head, policy in heads.items():
+            new = in_parts(policy, batch, parts)  # with gradients, as in training
+            with torch.no_grad():
+                old = (
+                    sampler_logprobs(policy, batch, copies, length).view(shape),
+                    in_parts(policy, batch, other),
+                    in_parts(policy, batch, parts),
+                )
             for source, logprobs in zip(SOURCES, old, strict=True):
                 row = {"model": model, "algorithm": algorithm, "length": length, "dtype": dtype, "head": head}
                 row |= {"source": source, "episodes": episodes} | spread(new, logprobs, sequence)
                 row["error"] = (new - exact).abs().mean().item()
                 row["scripts"] = head == "fp32" and source == "same rows"
-                if row["scripts"] and (dtype != "fp16" or device.type == "cuda"):
-                    row |= through_update(algorithm, lm, batch, dtype, micro)
+                if row["scripts"] and dtype != "fp16":
+                    row |= through_update(algorithm, lm, batch, micro)
                 table.append(row)
     return table
 
 
-def make_table(rows: list[dict[str, Any]]) -> Table:
+def show(rows: list[dict[str, Any]], *lines: str) -> None:
     """A line per model, algorithm, length, type and head: largest |ratio - 1| and clipped share for every source."""
-    names, lines = ("model", "algorithm", "length", "dtype", "head"), {}
+    names, table = ("model", "algorithm", "length", "dtype", "head"), {}
     for row in rows:
         cell = f"{row['ratio_max_error']:.1e}  {row['clipped']:.0%}"
-        lines.setdefault(tuple(str(row[name]) for name in names), [f"{row['error']:.0e}"]).append(cell)
-    table = Table(
-        "model", "algorithm", "R", "dtype", "head", "error", *SOURCES, title="largest |ratio - 1|, clipped share"
-    )
-    for words, cells in lines.items():
-        table.add_row(*words, *cells, style="bold" if words[-1] == "fp32" else None)
-    return table
+        table.setdefault(tuple(str(row[name]) for name in names), [f"{row['error']:.0e}"]).append(cell)
+    columns = ["model", "algorithm", "R", "dtype", "head", "error", *SOURCES]
+    common.show(columns, [[*words, *cells] for words, cells in table.items()], *lines)
 
 
 def main() -> None:
@@ -193,19 +179,21 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=32, help="longest query; the shortest has 8 tokens")
     options = parser.parse_args()
     options.tag = options.tag or "-".join(options.models)
-    device, rows = torch.device("cuda" if torch.cuda.is_available() else "cpu"), []
-    ppo_rlhf.fast_math(device)
-    loading = SimpleNamespace(trust_remote_code=False, dtype="fp32")
+    device, rows = common.device(), []
+    args = rloo_rlhf.Args(query_length=options.longest, response_length=max(options.lengths))
+    ppo_rlhf.fast_math(device, "fp32")
     for model in options.models:
         with common.model_folder(model) as folder:
-            lm = ppo_rlhf.load(AutoModelForCausalLM, folder, "--models", loading).to(device)
-        queries = tiny_queries(options.episodes) if model == "tiny" else None
+            lm = load(AutoModelForCausalLM, folder, args, device)
+        queries = None
+        if model == "tiny":
+            queries = rloo_rlhf.load_queries(common.tokenizer(), rloo_rlhf.Args(eval_queries=1), options.episodes)
         for algorithm in options.algorithms:
             for length in options.lengths:
                 rows += measure(model, lm, algorithm, length, queries, options)
     path = common.write("bf16_ratio", options.tag, options, rows)
-    Console(width=120).print(make_table(rows), path.name, sep="\n")
-    limits = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}  # of self_check in the scripts
+    show(rows, "largest |ratio - 1|, clipped share", path.name)
+    limits = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}  # those of the scripts' main
     bad = [row for row in rows if row["scripts"] and (row["clipped"] or row["ratio_max_error"] > limits[row["dtype"]])]
     bad += [row for row in rows if row.get("update_clipfrac") or row.get("update_first_ratio_error", 0) > 2e-2]
     if bad:

@@ -9,12 +9,14 @@ import resource
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import accelerate
 import numpy as np
+import pandas as pd
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
@@ -45,6 +47,7 @@ def machine() -> dict[str, Any]:
 def write(name: str, tag: str, args: argparse.Namespace, rows: list[dict[str, Any]], **more: Any) -> Path:
     """results/<name>-<tag>.json with commit, versions, machine and arguments, so that a figure can be made again."""
     record = {
+        "version": tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"],
         "commit": git("rev-parse", "HEAD"),
         "scripts_changed_since": git("diff", "--name-only", "HEAD", "--", *SCRIPTS).split(),
         "versions": {module.__name__: module.__version__ for module in (torch, transformers, accelerate)},
@@ -57,14 +60,23 @@ def write(name: str, tag: str, args: argparse.Namespace, rows: list[dict[str, An
     return path
 
 
-def new_accelerator(dtype: str = "fp32", steps: int = 1, reset: bool = True) -> accelerate.Accelerator:
-    """An Accelerator as the scripts make it. `reset` ends those made before; without it, all share one precision."""
+def show(columns: Sequence[str], rows: Sequence[Sequence[Any]], *lines: Any) -> None:
+    """Print a table of words and numbers, and lines under it."""
+    table = pd.DataFrame(rows, columns=columns).to_string(index=False)
+    sys.stdout.write("\n".join([table, "", *map(str, lines), ""]))
+
+
+def new_accelerator(steps: int = 1, reset: bool = True) -> accelerate.Accelerator:
+    """An Accelerator as the scripts make it. `reset` ends those made before; without it, all share one state."""
     if reset:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-    precision = {"fp32": "no"}.get(dtype, dtype)
-    cpu = not torch.accelerator.is_available()
-    return accelerate.Accelerator(mixed_precision=precision, gradient_accumulation_steps=steps, cpu=cpu)
+    return accelerate.Accelerator(gradient_accumulation_steps=steps, cpu=not torch.accelerator.is_available())
+
+
+def tokenizer() -> Any:
+    """That of tiny/model, whose tokens are among those of every shape."""
+    return transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
     python benchmark/embedded.py --seeds 1 2 3
 
 The policies only ever saw the reward model. VADER, which labelled the data, scores fresh samples of theirs and of the
-reference policy for the held-out queries. Writes results/embedded-tiny.json and results/embedded-tiny.png.
+reference policy for the held-out queries. Writes results/embedded-<tag>.json and the same as .png.
 """
 
 import argparse
@@ -17,7 +17,8 @@ import common
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from ours import load
+from transformers import AutoModelForCausalLM
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 import rloo_rlhf
@@ -32,27 +33,21 @@ def run(script: str, out: Path, *flags: str) -> None:
 
 def fresh_samples(folder: Path, seed: int) -> tuple[list[str], list[str], float]:
     """Truncated responses of the policy in `folder` and of the reference to all held-out queries, and the mean KL."""
-    args = rloo_rlhf.Args(seed=seed)
-    tokenizer = AutoTokenizer.from_pretrained(common.ROOT / "tiny" / "model")
-    _, queries = rloo_rlhf.load_queries(tokenizer, args, 1, 512)
-    end = rloo_rlhf.token_id(tokenizer, args.truncate_token, "--truncate_token")
+    args, tokenizer = rloo_rlhf.Args(seed=seed, query_dataset="tiny/queries/test.jsonl"), common.tokenizer()
+    queries = rloo_rlhf.load_queries(tokenizer, args, 512)
+    end = rloo_rlhf.token_id(tokenizer, args.truncate_token)
     policy, ref = (
-        rloo_rlhf.Actor(rloo_rlhf.load(AutoModelForCausalLM, str(path), "--base_model", args)).eval()
+        rloo_rlhf.Actor(load(AutoModelForCausalLM, str(path), args, torch.device("cpu")))
         for path in (folder, common.ROOT / "tiny" / "model")
     )
-    u = rloo_rlhf.uniforms(seed, 10**6, len(queries), args.response_length, "cpu")
-    texts, rows = [], torch.arange(len(queries))
-    for model in (policy, ref):
-        batch = rloo_rlhf.respond(model, queries, u, end, args)
-        texts.append(tokenizer.batch_decode(batch["truncated"]))
-        if model is policy:
-            with torch.no_grad():
-                pair = [rloo_rlhf.forward_response(m, batch, rows, args.temperature)[0] for m in (policy, ref)]
-            kl = (pair[0] - pair[1]).sum(1).mean().item()
-    return texts[0], texts[1], kl
+    u = rloo_rlhf.uniforms(seed, 10**6, len(queries), args.response_length)
+    rows = torch.arange(len(queries)).view(1, -1)
+    batches = [rloo_rlhf.rollout(model, ref, queries, u, rows, end, args) for model in (policy, ref)]
+    kl = (batches[0]["logprobs"] - batches[0]["ref_logprobs"]).sum(1).mean().item()
+    return *(tokenizer.batch_decode(batch["truncated"]) for batch in batches), kl
 
 
-def plot(curves: dict[str, list[list[dict[str, float]]]]) -> None:
+def plot(curves: dict[str, list[list[dict[str, float]]]], path: Path) -> None:
     """Mean over seeds, and a band from the lowest to the highest, of three metrics."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     panels = ("objective/scores", "objective/kl", "objective/kl_coef")
@@ -66,11 +61,12 @@ def plot(curves: dict[str, list[list[dict[str, float]]]]) -> None:
         axes.locator_params(axis="x", nbins=5)
         axes.grid(alpha=0.3)
     figure.axes[0].legend()
-    figure.savefig(common.RESULTS / "embedded-tiny.png", dpi=130)
+    figure.savefig(path, dpi=130)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tag", default="tiny", help="name of the record")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--folder", default="runs/embedded", help="where the runs go; finished ones are used again")
     args = parser.parse_args()
@@ -101,8 +97,7 @@ def main() -> None:
             )
             curves[name].append(metrics)
             sys.stdout.write(json.dumps(rows[-1]) + "\n")
-        common.write("embedded", "tiny", args, rows)
-        plot(curves)
+        plot(curves, common.write("embedded", args.tag, args, rows).with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ import common
 import numpy as np
 import torch
 from ours import Frozen, Ours
-from rich.console import Console
-from rich.table import Table
 
 VARIANTS = {
     "ppo": {"algorithm": "ppo"},
@@ -31,13 +29,9 @@ VARIANTS = {
 
 def make(name: str, folder: str, options: argparse.Namespace, device: torch.device) -> Ours:
     """A variant, with this benchmark's sizes."""
-    names = ("batch_size", "micro_batch_size", "response_length", "num_epochs", "dtype", "gradient_checkpointing")
-    variant = Ours(folder=folder, device=device, **VARIANTS[name], **{name: getattr(options, name) for name in names})
-    if options.gradient_checkpointing:
-        variant.policy.train()
-        for lm in [variant.actor.lm] + ([variant.actor.value_lm] if hasattr(variant.actor, "value_lm") else []):
-            lm.gradient_checkpointing_enable()
-    return variant
+    names = ("batch_size", "micro_batch_size", "response_length", "num_epochs", "dtype")
+    sizes = {name: getattr(options, name) for name in names} | {"query_length": options.longest}
+    return Ours(folder=folder, device=device, **VARIANTS[name], **sizes)
 
 
 def make_contexts(variant: Ours, options: argparse.Namespace, vocabulary: int) -> list[list[int]]:
@@ -93,7 +87,6 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=64, help="longest query")
     parser.add_argument("--response_length", type=int, default=24)
     parser.add_argument("--num_epochs", type=int, default=4)
-    parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--repeats", type=int, default=5, help="timed updates of each variant; 0: memory only")
     parser.add_argument("--speed_only", action="store_true")
     parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)  # variant and folder, for memory
@@ -114,7 +107,7 @@ def main() -> None:
             row["memory_ratio"] = row["peak_bytes"] / rows[0]["peak_bytes"]
         if options.repeats:
             row["speed_ratio"] = row["episodes_per_second"] / rows[0]["episodes_per_second"]
-    table = Table("variant", "peak MB", "ratio", "episodes/s", "ratio", "sample", "score", "optimise")
+    columns, table = ["variant", "peak MB", "ratio", "episodes/s", "ratio", "sample", "score", "optimise"], []
     for row in rows:
         cells = [row["variant"]] + ["", ""] * (not used)
         if used:
@@ -122,9 +115,9 @@ def main() -> None:
         if options.repeats:
             cells += [f"{row['episodes_per_second']:.2f}", f"{row['speed_ratio']:.2f}"]
             cells += [f"{row['seconds'][phase]:.2f} s" for phase in ("sample", "score", "optimise")]
-        table.add_row(*cells)
+        table.append(cells + [""] * (len(columns) - len(cells)))
     path = common.write("memory_speed", options.tag, options, rows)
-    Console(width=120).print(table, path.name, sep="\n")
+    common.show(columns, table, path.name)
 
 
 if __name__ == "__main__":

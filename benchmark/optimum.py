@@ -22,10 +22,9 @@ import common
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
+from ours import load
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import ppo_rlhf
 import rloo_rlhf
@@ -62,8 +61,7 @@ def make_rewards(seed: int) -> Tensor:
 def enumerate_logprobs(policy: Any) -> Tensor:
     """log pi of all responses, (8, 8, 8), in double precision, through the function that training uses."""
     responses = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * LENGTH)
-    trees = ppo_rlhf.grow([CONTEXT] * len(responses), responses[:, :-1].tolist())
-    batch = {"trees": trees, "responses": responses}
+    batch = {"trees": [[CONTEXT, fed] for fed in responses[:, :-1].tolist()], "responses": responses}
     logprobs = ppo_rlhf.forward_response(policy, batch, torch.arange(len(responses)), 1.0)[0]
     return logprobs.double().sum(1).view(SHAPE)
 
@@ -80,23 +78,14 @@ def optimum(ref_logprobs: Tensor, rewards: Tensor, beta: float) -> float:
 
 def rollout(script: Any, policy: Any, ref: Any, rewards: Tensor, u: Tensor, args: Any) -> dict[str, Tensor]:
     """A batch with rewards and advantages, as the scripts' main makes it; the reward of a response is looked up."""
-    copies = getattr(args, "rloo_k", 1)
-    rows = len(u) // copies
-    with torch.no_grad():
-        batch = script.respond(policy, [CONTEXT] * rows, u, None, args)
-        scores = rewards[tuple(batch["responses"].unbind(1))]
-        if script is rloo_rlhf:
-            batch |= {name: batch[name].view(rows, copies, -1) for name in ("responses", "kept")}
-        batch["logprobs"], _, *values = script.forward_response(policy, batch, torch.arange(rows), args.temperature)
-        batch["ref_logprobs"] = script.forward_response(ref, batch, torch.arange(rows), args.temperature)[0]
-    log_ratio = batch["logprobs"] - batch["ref_logprobs"]
+    rows = len(u) // getattr(args, "rloo_k", 1)
+    queries = [{"context": CONTEXT}] * rows
+    batch = script.rollout(policy, ref, queries, u, torch.arange(rows).view(1, -1), None, args)
+    scores, log_ratio = rewards[batch["responses"].unbind(-1)], batch["logprobs"] - batch["ref_logprobs"]
     if script is rloo_rlhf:
-        batch["rewards"] = scores.view(rows, copies) - args.kl_coef * log_ratio.sum(2)
+        batch["rewards"] = scores - args.kl_coef * log_ratio.sum(2)
         return batch | {"advantages": script.rloo_advantages(batch["rewards"])}
-    return batch | {
-        "values": values[0],
-        "rewards": script.token_rewards(scores, log_ratio, batch["kept"], args.kl_coef),
-    }
+    return batch | {"rewards": script.token_rewards(scores, log_ratio, batch["kept"], args.kl_coef)}
 
 
 def train(algorithm: str, seed: int, updates: int = UPDATES, points: int = 25, **changes: Any) -> dict[str, Any]:
@@ -105,9 +94,9 @@ def train(algorithm: str, seed: int, updates: int = UPDATES, points: int = 25, *
     args = script.Args(seed=seed, **SETTINGS | OWN[algorithm] | changes)
     rows = args.batch_size // getattr(args, "rloo_k", 1)
     steps = math.ceil(args.batch_size / args.num_minibatches / args.micro_batch_size)
-    accelerator = common.new_accelerator(steps=steps)
+    accelerator = common.new_accelerator(steps)
     policy_class = script.ActorCritic if script is ppo_rlhf else script.Actor
-    policy, ref = policy_class(make_lm(seed)), policy_class(script.freeze(make_lm(seed), args.dtype))
+    policy, ref = policy_class(make_lm(seed)), policy_class(make_lm(seed).requires_grad_(False))
     optimizer = script.AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     update_policy = script.ppo_update if script is ppo_rlhf else script.rloo_update
@@ -119,7 +108,7 @@ def train(algorithm: str, seed: int, updates: int = UPDATES, points: int = 25, *
             curve.append((update * args.batch_size, now))
         if update < updates:
             start = time.perf_counter()
-            u = script.uniforms(seed, update + 1, args.batch_size, LENGTH, "cpu")
+            u = script.uniforms(seed, update + 1, args.batch_size, LENGTH)
             batch = rollout(script, policy, ref, rewards, u, args)
             shuffles = [shuffle.permutation(rows) for _ in range(args.num_epochs)]
             epochs = torch.from_numpy(np.stack(shuffles)).view(args.num_epochs, args.num_minibatches, -1)
@@ -155,14 +144,15 @@ def enumerable(options: argparse.Namespace) -> None:
     rows = []
     for seed in range(1, options.seeds + 1):
         rows += [train(algorithm, seed, options.updates, kl_coef=options.beta or BETA) for algorithm in SCRIPTS]
-    table = Table("algorithm", "seed", "J(ref)", "J", "J*", "gap", "seconds")
+    table = []
     for row in rows:
         numbers = [f"{row[name]:.3f}" for name in ("j_ref", "j", "j_star")]
-        table.add_row(row["algorithm"], str(row["seed"]), *numbers, f"{row['gap']:.2%}", f"{row['seconds']:.1f}")
+        table.append([row["algorithm"], row["seed"], *numbers, f"{row['gap']:.2%}", f"{row['seconds']:.1f}"])
     settings = {"settings": SETTINGS, "own": OWN, "updates": options.updates}
     path = common.write("optimum", options.tag, options, rows, **settings)
-    plot(rows, path.with_name("optimum.png"))
-    Console().print(table, f"worst gap {max(row['gap'] for row in rows):.2%}; {path.name}", sep="\n")
+    plot(rows, path.with_name(f"{path.stem.removesuffix('-enumerated')}.png"))
+    columns = ["algorithm", "seed", "J(ref)", "J", "J*", "gap", "seconds"]
+    common.show(columns, table, f"worst gap {max(row['gap'] for row in rows):.2%}; {path.name}")
 
 
 def log_mean_exp(rewards: Tensor, beta: float) -> Tensor:
@@ -195,24 +185,17 @@ def draw(policy: Any, ref: Any, reward: Any, queries: Any, tokenizer: Any, copie
 
     What counts is how each token was drawn, so that KL covers all of a response, as in the scripts' rewards.
     """
-    end, rewards, log_ratios = ppo_rlhf.token_id(tokenizer, args.truncate_token, "--truncate_token"), [], []
-    numbers = ppo_rlhf.uniforms(args.seed, 1, len(queries) * copies, args.response_length, "cpu").split(8 * copies)
+    end, rewards, log_ratios = ppo_rlhf.token_id(tokenizer, args.truncate_token), [], []
+    numbers = ppo_rlhf.uniforms(args.seed, 1, len(queries) * copies, args.response_length).split(8 * copies)
     for i, u in enumerate(numbers):
         part = queries[8 * i : 8 * i + 8]
-        with torch.no_grad():
-            batch = rloo_rlhf.respond(policy, part, u, end, args)
-            scores = ppo_rlhf.score(
-                reward, [query for query in part for _ in range(copies)], batch["truncated"], tokenizer, args
-            )
-            scores = ppo_rlhf.penalize(scores, batch["found"], args.penalty_reward_value, args.penalty_mode)
-            log_ratio = torch.zeros(len(part), copies)
-            if policy is not ref:
-                batch |= {name: batch[name].view(len(part), copies, -1) for name in ("responses", "kept")}
-                mine, theirs = (
-                    rloo_rlhf.forward_response(model, batch, torch.arange(len(part)), args.temperature)[0]
-                    for model in (policy, ref)
-                )
-                log_ratio = ((mine - theirs) * batch["kept"]).sum(-1)
+        minibatches = [torch.arange(len(part))] if policy is not ref else []  # no passes: all ratios are 1
+        batch = rloo_rlhf.rollout(policy, ref, part, u, minibatches, end, args)
+        scores = ppo_rlhf.score(reward, part, batch["truncated"], tokenizer, args)
+        scores = ppo_rlhf.penalize(scores, batch["found"], args.penalty_reward_value, args.penalty_mode)
+        log_ratio = torch.zeros(len(part), copies)
+        if policy is not ref:
+            log_ratio = ((batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]).sum(-1)
         rewards.append(scores.view(len(part), copies))
         log_ratios.append(log_ratio)
     return [torch.cat(rewards), torch.cat(log_ratios)]
@@ -221,16 +204,13 @@ def draw(policy: Any, ref: Any, reward: Any, queries: Any, tokenizer: Any, copie
 def estimated(options: argparse.Namespace) -> None:
     """J* of the scripts' default task and a reward; with --policy also its J on the same queries."""
     args = ppo_rlhf.Args(reward_model=options.reward_model, reward_fn=options.reward_fn)
-    beta = options.beta or args.kl_coef
-    ppo_rlhf.fast_math(torch.device("cpu"))
-    tokenizer = ppo_rlhf.load(AutoTokenizer, args.base_model, "--base_model", args)
-    _, queries = ppo_rlhf.load_queries(tokenizer, args, 1, options.queries)
-    reward = ppo_rlhf.load_reward(args, "tiny", tokenizer, torch.device("cpu"))
+    args.query_dataset, beta = "tiny/queries/test.jsonl", options.beta or args.kl_coef
+    tokenizer, device, longest = common.tokenizer(), torch.device("cpu"), args.query_length + args.response_length
+    ppo_rlhf.fast_math(device, args.dtype)
+    queries = ppo_rlhf.load_queries(tokenizer, args, options.queries)
+    reward = ppo_rlhf.load_reward(args, "tiny", tokenizer, longest, device)
     folders = [args.base_model] + ([options.policy] if options.policy else [])
-    ref, *others = (
-        rloo_rlhf.Actor(ppo_rlhf.freeze(ppo_rlhf.load(AutoModelForCausalLM, name, "--policy", args), "fp32"))
-        for name in folders
-    )
+    ref, *others = (rloo_rlhf.Actor(load(AutoModelForCausalLM, name, args, device)) for name in folders)
     row = estimate_optimum(draw(ref, ref, reward, queries, tokenizer, options.samples, args)[0].double(), beta)
     for policy in others:
         rewards, kl = draw(policy, ref, reward, queries, tokenizer, options.policy_samples, args)
@@ -240,13 +220,11 @@ def estimated(options: argparse.Namespace) -> None:
         row |= {"reward_policy": rewards.mean().item(), "kl_policy": kl.mean().item()}
         row["gap"] = (row["j_star"] - row["j_policy"]) / (row["j_star"] - row["reference_reward"])
     path = common.write("optimum", options.tag, options, [row])
-    table = Table("figure", "value")
-    for name, value in row.items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    table = [[name, f"{value:.4g}" if isinstance(value, float) else str(value)] for name, value in row.items()]
     warning = (
         "few samples carry the mean: J* is a lower bound, take a larger --samples or --beta" if row["biased"] else ""
     )
-    Console().print(table, warning, path.name, sep="\n")
+    common.show(["figure", "value"], table, warning, path.name)
 
 
 def main() -> None:

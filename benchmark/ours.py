@@ -36,37 +36,40 @@ class Clock:
         self.seconds[phase] += time.perf_counter() - start
 
 
+def load(auto_class: Any, folder: str, args: Any, device: torch.device, **kwargs: Any) -> Any:
+    """A model as the scripts have it, for texts as long as `args` say."""
+    args.base_model = folder
+    longest = args.query_length + args.response_length
+    return ppo_rlhf.load(auto_class, "base_model", args, common.tokenizer(), longest, device, **kwargs)
+
+
 class TwoTrunks(nn.Module):
     """Policy and value function with a model each, the usual alternative to ppo_rlhf.ActorCritic."""
 
     def __init__(self, lm: Any, value_lm: Any) -> None:
         super().__init__()
         self.lm, self.value_lm = lm, value_lm
-        self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1)
+        self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1, device=lm.device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, at: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor]:
         """Logits (n, V) and values (n,) at n cells; no values at the last ones, as sampling needs none."""
-        logits, hidden = ppo_rlhf.logits_at(self.lm, at, *inputs)
+        hidden = ppo_rlhf.hidden_at(self.lm, at, *inputs)
+        logits = self.lm.get_output_embeddings()(hidden)
         if at is None:
-            return logits, hidden.new_zeros(len(logits))
-        hidden = ppo_rlhf.last_hidden(self.value_lm, *inputs).flatten(0, 1).index_select(0, at)
-        with torch.autocast(hidden.device.type, enabled=False):
-            return logits, self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
+            return logits, hidden.new_zeros(len(hidden))
+        return logits, self.value_head(ppo_rlhf.hidden_at(self.value_lm, at, *inputs)).sum(-1)
 
 
 class Frozen:
-    """Reference and reward model, which contenders share. Without a tokenizer, the reward model reads tokens."""
+    """Reference and reward model, which contenders share."""
 
     def __init__(self, folder: str, args: Any, device: torch.device) -> None:
-        lm = ppo_rlhf.load(AutoModelForCausalLM, folder, "--model", args)
-        self.ref = rloo_rlhf.Actor(ppo_rlhf.freeze(lm, args.dtype)).to(device)
+        self.ref = rloo_rlhf.Actor(load(AutoModelForCausalLM, folder, args, device).requires_grad_(False))
         torch.manual_seed(1)
-        classifier = ppo_rlhf.load(AutoModelForSequenceClassification, folder, "--model", args, num_labels=1)
-        # each script's `score` asks for a RewardModel of its own
-        model = ppo_rlhf.freeze(classifier, args.dtype)
-        self.rewards = {script: script.RewardModel(model).to(device) for script in (ppo_rlhf, rloo_rlhf)}
+        self.reward = load(AutoModelForSequenceClassification, folder, args, device, num_labels=1)
+        self.reward.requires_grad_(False)
 
 
 class Ours:
@@ -79,15 +82,14 @@ class Ours:
         self.args = self.script.Args(kl_target=None, **args)
         self.copies = getattr(self.args, "rloo_k", 1)
         self.rows = self.args.batch_size // self.copies
-        self.micro = math.ceil(self.args.micro_batch_size / self.copies)
-        self.steps = math.ceil(self.rows / self.args.num_minibatches / self.micro)
-        lm = self.script.load(AutoModelForCausalLM, folder, "--model", self.args)
+        micro = max(1, self.args.micro_batch_size // self.copies)
+        self.steps = math.ceil(self.rows / self.args.num_minibatches / micro)
+        lm = load(AutoModelForCausalLM, folder, self.args, device)
         if value_trunk:
-            policy = TwoTrunks(lm, self.script.load(AutoModelForCausalLM, folder, "--model", self.args).base_model)
+            policy = TwoTrunks(lm, load(AutoModelForCausalLM, folder, self.args, device).base_model)
         else:
             policy = (self.script.ActorCritic if algorithm == "ppo" else self.script.Actor)(lm)
-        policy = policy.to(device)
-        self.accelerator = common.new_accelerator(self.args.dtype, self.steps, reset=False)
+        self.accelerator = common.new_accelerator(self.steps, reset=False)
         optimizer = self.script.AdamTF(policy.parameters(), lr=self.args.lr, eps=self.args.adam_eps)
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.actor, self.device = self.accelerator.unwrap_model(self.policy), device
@@ -98,15 +100,16 @@ class Ours:
         script, args, clock = self.script, self.args, Clock()
         self.accelerator.gradient_accumulation_steps = self.steps  # accelerators of one process share this number
         script.fast_math(self.device, args.dtype)
+        asked = [{"context": context, "input_ids": context} for context in contexts]
         with clock("total"):
             self.updates += 1
-            u = script.uniforms(1, self.updates, args.batch_size, args.response_length, self.device)
+            u = script.uniforms(1, self.updates, args.batch_size, args.response_length).to(self.device)
             shuffles = [self.shuffle.permutation(self.rows) for _ in range(args.num_epochs)]
             epochs = torch.from_numpy(np.stack(shuffles)).view(args.num_epochs, args.num_minibatches, -1)
-            with clock("sample"), torch.no_grad(), self.accelerator.autocast():
-                batch = script.respond(self.actor, contexts, u, END, args)
-            with clock("score"):
-                scores = self.look(batch, contexts, epochs, frozen)
+            with clock("score"), timed_sampling(script, clock):
+                batch = script.rollout(self.actor, frozen.ref, asked, u, epochs[0], END, args)
+                scores = script.score(frozen.reward, asked, batch["truncated"], None, args).to(self.device)
+            clock.seconds["score"] -= clock.seconds["sample"]
             scores = script.penalize(scores, batch["found"], args.penalty_reward_value, args.penalty_mode)
             log_ratio = (batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]
             if script is ppo_rlhf:
@@ -121,15 +124,18 @@ class Ours:
         self.batch, self.scored = batch, sum(map(len, batch["truncated"]))
         return clock
 
-    def look(self, batch: dict[str, Any], contexts: list[list[int]], epochs: Tensor, frozen: Frozen) -> Tensor:
-        """Log-probabilities of policy and reference (and values) into the batch; scores of the reward model."""
-        script, args = self.script, self.args
-        if script is rloo_rlhf:
-            shape = (self.rows, self.copies, -1)
-            batch |= {name: batch[name].view(shape) for name in ("responses", "kept")}
-        parts = [
-            part for minibatch in epochs[0] for part in script.micro_batches(minibatch, batch["lengths"], self.micro)
-        ]
-        script.look(self.accelerator, self.policy, frozen.ref, batch, parts, args.temperature)
-        with self.accelerator.autocast():
-            return script.score(frozen.rewards[script], contexts, batch["truncated"], None, args).to(self.device)
+
+@contextlib.contextmanager
+def timed_sampling(script: Any, clock: Clock) -> Iterator[None]:
+    """The time that `rollout` spends in `sample` goes to a phase of its own."""
+    sample = script.sample
+
+    def timed(*args: Any) -> Tensor:
+        with clock("sample"):
+            return sample(*args)
+
+    script.sample = timed
+    try:
+        yield
+    finally:
+        script.sample = sample

@@ -20,7 +20,7 @@ PAD = 0  # any token: the attention mask hides it
 
 
 def load_plain(auto_class: Any, folder: str, **kwargs: Any) -> Any:
-    """A model as from_pretrained gives it (default attention), without dropout."""
+    """A model as from_pretrained gives it, without dropout."""
     model = auto_class.from_pretrained(folder, dtype=torch.float32, **kwargs)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -67,10 +67,10 @@ class TensorFlowAdam:
 class PlainFrozen:
     """Reference and reward model, which the plain contenders share."""
 
-    def __init__(self, folder: str, device: torch.device) -> None:
-        self.ref = load_plain(AutoModelForCausalLM, folder).to(device).eval().requires_grad_(False)
+    def __init__(self, folder: str, device: torch.device, **kwargs: Any) -> None:
+        self.ref = load_plain(AutoModelForCausalLM, folder, **kwargs).to(device).eval().requires_grad_(False)
         torch.manual_seed(1)  # the head that the scripts' contenders have
-        self.reward = load_plain(AutoModelForSequenceClassification, folder, num_labels=1).to(device)
+        self.reward = load_plain(AutoModelForSequenceClassification, folder, num_labels=1, **kwargs).to(device)
         self.reward.eval().requires_grad_(False)
 
 
@@ -82,7 +82,7 @@ def whiten(x: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 class Plain:
-    """A policy and its optimizer; `update` does one update on given contexts."""
+    """A policy and its optimizer; `update` does one update on given contexts. `fast`: with the scripts' product."""
 
     def __init__(
         self, algorithm: str, folder: str, device: torch.device, query_length: int, args: Any, fast: bool
@@ -90,7 +90,8 @@ class Plain:
         self.algorithm, self.args, self.device, self.query_length = algorithm, args, device, query_length
         self.copies = args.rloo_k if algorithm == "rloo" else 1
         self.precision = "medium" if fast else "highest"
-        self.lm = load_plain(AutoModelForCausalLM, folder).to(device)
+        self.attention = {"attn_implementation": "eager"} if fast and device.type == "cpu" else {}
+        self.lm = load_plain(AutoModelForCausalLM, folder, **self.attention).to(device)
         self.model = PolicyAndValue(self.lm).to(device) if algorithm == "ppo" else self.lm
         self.optimizer = TensorFlowAdam(self.model.parameters(), args.lr, args.adam_eps)
         self.shuffle = np.random.RandomState(1)

@@ -1,77 +1,167 @@
-"""Write the generated parts of README.md: each detail's line and test, and tables of measured results.
+"""Write the generated parts of README.md (each detail's line and test, the size of the diff) and of benchmark/README.md.
 
-python benchmark/readme_tables.py            # rewrite README.md between its markers
-python benchmark/readme_tables.py --check    # exit 1 if that would change it (a test does this)
+python benchmark/readme_tables.py            # rewrite both between their markers
+python benchmark/readme_tables.py --check    # exit 1 if that would change them (a test does this)
+
+DETAILS is also what `pytest tests/test_readme.py --faults` works with: it puts every row's fault into its line, in a
+copy of the project, and then the row's test has to fail.
 """
 
 import argparse
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 WORK = ("shape", "queries", "query_length", "response_length", "batch_size", "dtype")  # of a record of throughput.py
 PPO, RLOO, REWARD, ADAM = "ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py", "tf_adam.py"
+TWIN, TWINS = "twin::a_run_equals_its_twin[ppo]", "twin::a_run_equals_its_twin[ppo, eos, two processes]"
+TWIN_RLOO, TWIN_REWARD = "twin::a_run_equals_its_twin[rloo]", "twin::a_run_equals_its_twin[best of three]"
+TWINS_REWARD = "twin::a_run_equals_its_twin[preferences, eos, two processes]"
+STEPS = "golden::ppo_steps_equal_the_original"
 
-# (what is done, script, text of the line that does it, test file, test)
-DETAILS = [
-    ("TensorFlow's Adam: eps outside the bias correction", ADAM, 'group["eps"] /= ', "tf_adam", "trajectory_and_moments_equal_tensorflow"),
-    ("one optimizer for the whole run, eps 1e-5, no weight decay, no gradient clipping", PPO, '"tf": AdamTF', "golden", "ppo_steps_equal_the_original"),
-    ("learning rate falls linearly, in ceil(episodes / batch) updates", PPO, 'group["lr"] = args.lr *', "end_to_end", "first_update_starts_from_the_reference_and_schedules_follow"),
-    ("padding is a mask; token 0 stands under it, no embedding is resized", PPO, "Padding is token 0 under a False mask", "models", "left_padding_changes_no_logprob_entropy_or_value"),
-    ("positions count real tokens only (exclusive cumulative sum of the mask)", PPO, "positions = (mask.cumsum(1) - 1)", "ppo_math", "positions_are_the_exclusive_count_of_real_tokens"),
-    ("padding changes no log-probability, value or reward", PPO, "def forward_response", "models", "left_padding_changes_no_logprob_entropy_or_value"),
-    ("queries: begin after the first `.`, end with the last, by token id", PPO, "def cut_query", "golden", "query_cut_equals_the_original"),
-    ("prefix and suffix for the policy, the raw query for the reward model", PPO, "prefix + query + suffix", "golden", "logprobs_values_and_entropies_equal_the_original"),
-    ("responses of a fixed length: no top-k, no top-p, no stop at EOS", PPO, "cdf = (logits / temperature)", "sampler", "sequences_have_their_exact_probabilities_with_and_without_padding"),
-    ("log-probabilities are divided by the temperature as well; values are not", PPO, "block.div_(temperature)", "golden", "logprobs_values_and_entropies_equal_the_original"),
-    ("no dropout, in training neither", PPO, "module.p = 0.0", "models", "dropout_is_off_in_training_mode_although_the_config_has_it"),
-    ("logits at response positions only", PPO, ".index_select(0, at)", "golden", "logits_and_reference_logprobs_equal_the_original"),
-    ("the score is that of the response truncated at the first `.` from index 16", PPO, "def truncate", "golden", "truncation_equals_the_original"),
-    ("without a `.` there, -1 replaces the score", PPO, "def penalize", "golden", "penalty_equals_the_original"),
-    ("the reward is read at the last real token", PPO, "Rewards (n,) in fp32 of the texts whose last tokens", "models", "reward_is_gain_times_the_plain_classifiers_logit_plus_bias"),
-    ("reward = gain * head + bias, both trained", PPO, "self.gain = nn.Parameter", "golden", "reward_training_equals_the_original"),
-    ("KL is paid at every token, truncated or not; the score comes at the last", PPO, "def token_rewards", "ppo_math", "token_rewards_are_the_kl_penalty_plus_the_score_at_the_last_kept_token"),
-    ("rewards are whitened without shifting their mean", PPO, "whiten(rewards, mask, shift_mean=False)", "golden", "ppo_steps_equal_the_original"),
-    ("whitening: biased variance, eps 1e-8", PPO, "torch.rsqrt(variance + 1e-8)", "ppo_math", "whiten_gives_the_table_of_the_n_implementation_details"),
-    ("generalised advantage estimation, bootstrapping 0 at the end", PPO, "def gae", "ppo_math", "gae_ends_at_the_last_kept_token"),
-    ("advantages are whitened per minibatch and rank, inside the epochs", PPO, "whiten(advantages, mask), returns", "golden", "ppo_steps_equal_the_original"),
-    ("value head on the policy's trunk, starting at zero", PPO, "x * 0 for name", "end_to_end", "first_update_starts_from_the_reference_and_schedules_follow"),
-    ("clipped value loss around the old values, factor 0.5", PPO, "values_clipped = old_values", "ppo_math", "loss_gradients_and_metrics_equal_a_plain_loop"),
-    ("clipped policy loss", PPO, "policy_loss, policy_loss_clipped = ", "ppo_math", "clipped_tokens_have_exactly_no_gradient"),
-    ("the mean is over all tokens, however gradients accumulate", PPO, "accelerator.backward(loss * scale)", "ppo_math", "gradient_accumulation_equals_the_large_batch"),
-    ("shuffles: RandomState(seed + 100003 rank), a new permutation each epoch", PPO, "100_003 * rank", "golden", "ppo_steps_equal_the_original"),
-    ("the KL coefficient adapts to the global KL, after the update, by the global batch", PPO, "def adapt_kl_coef", "golden", "ppo_steps_equal_the_original"),
-    ("statistics are means over minibatches, epochs and ranks; var_explained after that", PPO, 'metrics["ppo/val/var_explained"]', "golden", "ppo_steps_equal_the_original"),
-    ("reward head ~ N(0, 1 / sqrt(d + 1))", REWARD, "nn.init.normal_", "golden", "reward_training_equals_the_original"),
-    ("cross entropy over the N responses, mean over the batch", REWARD, "nn.functional.cross_entropy", "golden", "reward_training_equals_the_original"),
-    ("one epoch in rank 0's order, strided over ranks, linear decay by labels seen", REWARD, "[rank::world]", "golden", "reward_training_equals_the_original"),
-    ("gain and bias set before and after, on untruncated samples of the reference", REWARD, "def normalize", "golden", "reward_normalisation_equals_the_original"),
-]  # fmt: skip
+
+class Detail(NamedTuple):
+    """What is done; the script; a text that stands in one of its lines, which does it; a fault to put there; the test."""
+
+    what: str
+    script: str
+    text: str
+    fault: str
+    test: str
+
+    @property
+    def path(self) -> str:
+        """The test's file."""
+        return f"tests/test_{self.test.partition('::')[0]}.py"
+
+    @property
+    def name(self) -> str:
+        """The test's name, without its parameter."""
+        return "test_" + self.test.partition("::")[2].partition("[")[0]
+
+    @property
+    def node(self) -> str:
+        """The test as pytest has it."""
+        return f"{self.path}::test_{self.test.partition('::')[2]}"
+
+
+# fmt: off
+DETAILS = [Detail(*row) for row in (
+    ("TensorFlow's Adam: eps outside the bias correction", ADAM, 'group["eps"] /= (1 - group["betas"][1] ** group["t"]) ** 0.5', 'group["eps"] /= 1', "tf_adam::trajectory_and_moments_equal_tensorflow"),
+    ("it is the optimizer, with no weight decay and no clipping of gradients", PPO, '"tf": AdamTF, "torch"', '"tf": torch.optim.AdamW, "torch"', TWIN),
+    ("ceil(episodes / batch) updates", PPO, "math.ceil(args.total_episodes / args.batch_size)", "args.total_episodes // args.batch_size", TWIN),
+    ("the learning rate falls linearly from update to update", PPO, "args.lr * (1 - update / num_updates)", "args.lr * (1 - update / (num_updates + 1))", TWIN),
+    ("queries begin after the first `.`, by token id", PPO, "tokens = tokens[tokens.index(start) + 1 :]", "tokens = tokens[tokens.index(start) :]", "golden::query_cut_equals_the_original"),
+    ("and end with the last `.`, which stays", PPO, "tokens[: len(tokens) - tokens[::-1].index(end)]", "tokens[: tokens.index(end) + 1]", "golden::query_cut_equals_the_original"),
+    ("prefix and suffix are for the policy, the raw query for the reward model", PPO, '{"input_ids": begin + query,', '{"input_ids": begin + query + suffix,', TWIN),
+    ("padding is a mask, token 0 stands under it, no embedding is resized", PPO, "[[False] * (width - len(x))", "[[True] * (width - len(x))", "sampler::sequences_have_their_exact_probabilities_with_and_without_padding"),
+    ("positions count real tokens only", PPO, "positions = (mask.cumsum(1) - 1)", "positions = mask.cumsum(1)", "sampler::sequences_have_their_exact_probabilities_with_and_without_padding"),
+    ("responses of a fixed length: no top-k, no top-p, no stop at EOS", PPO, "cdf = (logits / temperature).softmax(-1)", "cdf = logits.softmax(-1)", "sampler::sequences_have_their_exact_probabilities_with_and_without_padding"),
+    ("sampling is a function of (seed, update, row)", PPO, "default_rng([seed, 1, update])", "default_rng([seed, 2, update])", TWIN),
+    ("log-probabilities are divided by the temperature as well; values are not", PPO, "torch.log_softmax(block.div_(temperature), -1, out=block)", "torch.log_softmax(block, -1, out=block)", "golden::logprobs_values_and_entropies_equal_the_original"),
+    ("a token is predicted by the state before it, the first by the query's last", PPO, "at[:, :, 0] = last[:, :1]", "at[:, :, 0] = last[:, 1:]", "golden::logits_and_reference_logprobs_equal_the_original"),
+    ("no dropout, in training neither", PPO, '{key: 0.0 for key, x in vars(part).items() if "drop" in key', '{key: x for key, x in vars(part).items() if "drop" in key', "models::dropout_is_off_in_training_mode_although_the_config_has_it"),
+    ("logits are fp32 in bf16 runs too, as only the trunk is autocast", PPO, "model.base_model.forward = torch.autocast(device.type, torch.bfloat16)(model.base_model.forward)", "model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)", "models::under_bf16_the_trunk_is_autocast_and_the_heads_are_fp32"),
+    ("old log-probabilities come from the very passes of the update: the first ratio is 1", PPO, "for group in micro_batches(minibatch, trees, args.micro_batch_size):", "for group in micro_batches(minibatch, trees, 1):", "ppo_math::first_ratio_is_exactly_one"),
+    ("the score is that of the response truncated at the first `.` from index 16", PPO, "& (index >= after)", "& (index > after)", "golden::truncation_and_penalty_equal_the_original"),
+    ("without a `.` there, -1 replaces the score", PPO, "else torch.full_like(scores, value))", "else scores)", "golden::truncation_and_penalty_equal_the_original"),
+    ("the reward is read at the last real token", PPO, "reward.score(hidden_at(reward, last[:, 1:].flatten(), *inputs))", "reward.score(hidden_at(reward, first[:, 1:].flatten(), *inputs))", "golden::reward_scores_equal_the_original"),
+    ("reward = gain * logit + bias", PPO, "scores[rows] = gain * logits.view(len(rows), k).cpu() + bias", "scores[rows] = gain * (logits.view(len(rows), k).cpu() + bias)", TWIN),
+    ("KL is paid for every token, truncated or not", PPO, "kept, rows = stays if args.mask_truncated else torch.ones_like(stays)", "kept, rows = stays", TWIN),
+    ("the score comes with the last token", PPO, "(mask.flip(1).cumsum(1).flip(1) == 1)", "(mask.cumsum(1) == 1)", "ppo_math::token_rewards_are_the_kl_penalty_plus_the_score_at_the_last_kept_token"),
+    ("rewards are whitened without shifting their mean", PPO, "whiten(rewards, mask, shift_mean=False)", "whiten(rewards, mask)", STEPS),
+    ("whitening: biased variance", PPO, "return mean, ((x - mean) ** 2 * mask).sum() / mask.sum()", "return mean, ((x - mean) ** 2 * mask).sum() / (mask.sum() - 1)", "ppo_math::whiten_gives_the_table_of_the_n_implementation_details"),
+    ("whitening: eps 1e-8", PPO, "torch.rsqrt(variance + 1e-8)", "torch.rsqrt(variance)", "ppo_math::whiten_gives_the_table_of_the_n_implementation_details"),
+    ("generalised advantage estimation, with 0 after the end", PPO, "advantage = next_value = torch.zeros_like(values[:, 0])", "advantage = next_value = values[:, -1]", "ppo_math::gae_discounts_future_errors_by_gamma_times_lambda"),
+    ("advantages are whitened per minibatch and rank, inside the epochs", PPO, "= whiten(advantages, mask), returns", "= advantages, returns", STEPS),
+    ("value head on the policy's trunk, starting at zero", PPO, "self.value_head.weight.data.zero_(), ", "", TWIN),
+    ("clipped value loss around the old values, factor 0.5", PPO, "0.5 * torch.maximum(value_loss, value_loss_clipped)", "0.5 * value_loss", STEPS),
+    ("clipped policy loss", PPO, "torch.maximum(policy_loss, policy_loss_clipped)", "policy_loss", "ppo_math::loss_gradients_and_metrics_equal_a_plain_loop"),
+    ("the mean is over all tokens of all ranks, however gradients accumulate", PPO, "* accelerator.num_processes / accelerator.reduce(mask.sum())", "/ mask.sum()", TWINS),
+    ("shuffles: RandomState(seed + 100003 rank), a new permutation each epoch", PPO, "np.random.RandomState(args.seed + 100_003 * rank)", "np.random.RandomState(args.seed)", TWINS),
+    ("the KL coefficient adapts to the KL of all ranks, after the update, by the global batch", PPO, "args.kl_target, args.batch_size / args.kl_horizon)", "args.kl_target, n / args.kl_horizon)", TWINS),
+    ("its error is clipped to 0.2", PPO, "min(max(kl / target - 1, -0.2), 0.2)", "(kl / target - 1)", "ppo_math::kl_coefficient_moves_by_the_clipped_error_times_the_share_of_the_horizon"),
+    ("statistics are means over minibatches, epochs and ranks; var_explained after that", PPO, '1 - metrics["ppo/val/error"] / (metrics["ppo/returns/var"] + 1e-8)', '1 - metrics["ppo/val/error"]', TWIN),
+    ("RLOO: the baseline is the mean of the other K - 1 responses to the query", RLOO, "/ (rewards.shape[1] - 1)", "/ rewards.shape[1]", "rloo::leave_one_out_advantage_of_the_worked_example_whose_rows_are_queries"),
+    ("RLOO: the KL of the whole response is in its reward", RLOO, "scores.view(n, -1) - kl_coef * log_ratio.sum(2)", "scores.view(n, -1)", TWIN_RLOO),
+    ("RLOO: the ratio is that of the whole response, unless --token_level", RLOO, "    if not token_level:", "    if token_level:", TWIN_RLOO),
+    ("RLOO: K responses share their query's cells and do not see each other", RLOO, "sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))", "sees = branch.unsqueeze(1) <= branch.unsqueeze(2)", TWIN_RLOO),
+    ("reward head ~ N(0, 1 / sqrt(d + 1))", REWARD, "std=1 / math.sqrt(model.score.in_features + 1)", "std=0.02", TWIN_REWARD),
+    ("cross entropy over the N responses, mean over the batch", REWARD, "loss * accelerator.gradient_accumulation_steps / len(labels)", "loss / len(labels)", "golden::reward_training_equals_the_original"),
+    ("gain and bias are trained as well", REWARD, "self.bias = nn.Parameter(torch.zeros(1, device=lm.device))", "self.bias = nn.Parameter(torch.zeros(1, device=lm.device), False)", "golden::reward_training_equals_the_original"),
+    ("one epoch in rank 0's order, strided over ranks", REWARD, "[rank::world]", "[::world]", TWINS_REWARD),
+    ("linear decay by labels seen", REWARD, "args.lr * (1 - start / len(labels))", "args.lr * (1 - update / num_updates)", TWIN_REWARD),
+    ("gain and bias are set before and after, from untruncated samples of the reference", REWARD, "raw.std(correction=0)", "raw.std()", "golden::reward_normalisation_equals_the_original"),
+)]
+# fmt: on
+# The records that make the tables: others in results/ are left alone
+RECORDS = {
+    "embedded": ["embedded-tiny"],
+    "ratio": ["bf16_ratio-tiny", "bf16_ratio-gpt2", "bf16_ratio-gpt2-53"],
+    "optimum": ["optimum-enumerated"],
+    "estimated": ["optimum-estimated-ppo", "optimum-estimated-rloo"],
+    "memory": ["memory_speed-tiny-fp32", "memory_speed-gpt2-fp32-speed", "memory_speed-gpt2-fp32-memory"],
+    "speed": [
+        "throughput-gpt2-book-bf16",
+        "throughput-gpt2-book-fp32",
+        "throughput-gpt2-full-bf16",
+        "throughput-gpt2-full-bf16-memory",
+        "throughput-gpt2-full-fp32",
+        "throughput-gpt2-full-fp32-memory",
+        "throughput-tiny-tiny-bf16",
+        "throughput-tiny-tiny-fp32",
+        "throughput-gpt2-full-bf16-trl",
+        "throughput-gpt2-full-fp32-trl",
+    ],
+    "scaling": ["scaling-cpu-fp32"],
+}
+RECORDS["bars"] = RECORDS["speed"]
+
+
+def records(table: str) -> list[dict[str, Any]]:
+    """The records of a table."""
+    return [json.loads((RESULTS / f"{name}.json").read_text()) for name in RECORDS[table]]
+
+
+def origin(table: str) -> str:
+    """Which version of the scripts made the records of a table, and where; records without a version are of 0.2.0."""
+    groups: dict[str, list[str]] = {}
+    for name, record in zip(RECORDS[table], records(table), strict=True):
+        machine = record["machine"]
+        where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+        changed = " with changes" if record["scripts_changed_since"] else ""
+        version = f"{record.get('version', '0.2.0')} at {record['commit'][:7]}{changed}"
+        groups.setdefault(f"{version} ({where})", []).append(f"[{name}](results/{name}.json)")
+    return "Measured: " + "; ".join(f"{where}: {', '.join(links)}" for where, links in groups.items()) + "."
 
 
 def details_table() -> str:
-    """Every detail with the line that has it and the test that holds it. Fails if either is not there."""
+    """Every detail with the line that has it and the test that holds it. Fails if either is not there, or twice."""
     rows = ["| detail | line | test |", "| --- | --- | --- |"]
-    for what, script, text, test_file, test in DETAILS:
-        lines = (ROOT / script).read_text().splitlines()
-        number = next((i for i, line in enumerate(lines, 1) if text in line), None)
-        test_path = f"tests/test_{test_file}.py"
-        if number is None or f"def test_{test}(" not in (ROOT / test_path).read_text():
-            raise SystemExit(f"{script}: {text!r} or {test_path}: test_{test} is not there")
-        rows.append(f"| {what} | [{script}:{number}]({script}#L{number}) | [{test}]({test_path}) |")
+    for detail in DETAILS:
+        lines = (ROOT / detail.script).read_text().splitlines()
+        numbers = [i for i, line in enumerate(lines, 1) if detail.text in line]
+        if len(numbers) != 1:
+            raise SystemExit(f"{detail.script}: {detail.text!r} is in lines {numbers}")
+        if f"def {detail.name}(" not in (ROOT / detail.path).read_text():
+            raise SystemExit(f"{detail.path}: {detail.name} is not there")
+        where, number = detail.script, numbers[0]
+        test = detail.name.removeprefix("test_")
+        rows.append(f"| {detail.what} | [{where}:{number}]({where}#L{number}) | [{test}]({detail.path}) |")
     return "\n".join(rows)
 
 
 def embedded_table() -> str:
     """The embedded default, from results/embedded-tiny.json."""
-    rows = json.loads((RESULTS / "embedded-tiny.json").read_text())["rows"]
+    (record,) = records("embedded")
     table = ["| | seed | VADER, reference | VADER, policy | KL | distinct samples | reward model's accuracy |"]
     table.append("| --- | --- | --- | --- | --- | --- | --- |")
-    for row in rows:
+    for row in record["rows"]:
         table.append(
             f"| {row['algorithm']} | {row['seed']} | {row['vader_before']:.2f} | {row['vader_after']:.2f} | "
             f"{row['kl']:.1f} | {row['distinct']:.1%} | {row['accuracy']:.2f} |"
@@ -88,8 +178,8 @@ def ratio_table() -> str:
     }
     table = ["| model, response | old log-probabilities from | logits | largest error of the first ratio | clipped |"]
     table.append("| --- | --- | --- | --- | --- |")
-    for tag in ("tiny", "gpt2", "gpt2-53"):
-        for row in json.loads((RESULTS / f"bf16_ratio-{tag}.json").read_text())["rows"]:
+    for record in records("ratio"):
+        for row in record["rows"]:
             if (
                 row["algorithm"] == "rloo"
                 and row["dtype"] == "bf16"
@@ -106,7 +196,7 @@ def ratio_table() -> str:
 def optimum_table() -> str:
     """How near both come to the exact optimum, from results/optimum-enumerated.json."""
     table = ["| | seed | J, reference | J, trained | J*, exact | gap |", "| --- | --- | --- | --- | --- | --- |"]
-    for row in json.loads((RESULTS / "optimum-enumerated.json").read_text())["rows"]:
+    for row in records("optimum")[0]["rows"]:
         values = " | ".join(f"{row[name]:.4f}" for name in ("j_ref", "j", "j_star"))
         table.append(f"| {row['algorithm'].upper()} | {row['seed']} | {values} | {row['gap']:.2%} |")
     return "\n".join(table)
@@ -121,8 +211,7 @@ def memory_table() -> str:
         "rloo-4": "RLOO, K = 4",
     }
     rows: dict[tuple[str, str], dict[str, float]] = {}
-    for path in sorted(RESULTS.glob("memory_speed-*.json"), reverse=True):
-        record = json.loads(path.read_text())
+    for record in records("memory"):
         shape = f"{record['args']['shape']}, {record['args']['dtype']}, {record['args']['batch_size']}"
         for row in record["rows"]:
             rows.setdefault((shape, row["variant"]), {}).update(row)
@@ -139,8 +228,8 @@ def estimated_table() -> str:
         "| | beta | J, reference | J, trained | J*, estimated from below | KL |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name in ("ppo", "rloo"):
-        row = json.loads((RESULTS / f"optimum-estimated-{name}.json").read_text())["rows"][0]
+    for name, record in zip(("ppo", "rloo"), records("estimated"), strict=True):
+        row = record["rows"][0]
         table.append(
             f"| {name.upper()} | {row['beta']} | {row['reference_reward']:.2f} | {row['j_policy']:.2f} +- "
             f"{row['j_policy_standard_error']:.2f} | {row['j_star']:.2f} +- {row['standard_error']:.2f} | {row['kl_policy']:.1f} |"
@@ -156,18 +245,11 @@ def work(args: dict[str, Any]) -> str:
     return f"{args['shape']}, {queries} + {args['response_length']}, {args['batch_size']}, {args['dtype']}"
 
 
-def throughput_records() -> list[dict[str, Any]]:
-    """results/throughput-*.json in which the plain version is as it comes."""
-    paths = sorted(RESULTS.glob("throughput-*.json"), key=lambda path: ("trl" in path.name, path.name))
-    records = [json.loads(path.read_text()) for path in paths]
-    return [record for record in records if record["args"]["plain_matmul"] == "default"]
-
-
 def speed_table() -> str:
     """Updates against plain PyTorch, as ratios of one run, from results/throughput-*.json."""
     table = ["| tokens, episodes, dtype | algorithm | sample | score | optimise | whole update | episodes per second |"]
     table.append("| --- | --- | --- | --- | --- | --- | --- |")
-    for record in throughput_records():
+    for record in records("speed"):
         for algorithm, ratios in record.get("ratios", {}).items():  # a record of memory has none
             ours = next(row for row in record["rows"] if row["contender"] == f"ours-{algorithm}")
             values = " | ".join(f"{ratios[phase]:.1f}" for phase in ("sample", "score", "optimise", "total"))
@@ -179,14 +261,14 @@ def speed_table() -> str:
 def bars() -> dict[tuple[Any, ...], dict[str, float]]:
     """What the records of throughput.py know of each work and algorithm; equal work comes together."""
     found: dict[tuple[Any, ...], dict[str, float]] = {}
-    for record in throughput_records():
+    for record in records("speed"):
         args, rows = record["args"], {row["contender"]: row for row in record["rows"]}
         for algorithm in ("ppo", "rloo"):
             ours = rows.get(f"ours-{algorithm}")
             if not ours:
                 continue
             values = found.setdefault((*(args[name] for name in WORK), algorithm), {})
-            for other in ("plain", "plain-fp32", "trl"):
+            for other in ("plain", "plain-fp32", "plain-fast", "trl", "trl-fast"):
                 row = rows.get(f"{other}-{algorithm}", {})
                 if "seconds" in row:
                     values[f"speed {other}"] = row["seconds"]["total"] / ours["seconds"]["total"]
@@ -204,11 +286,13 @@ def bars() -> dict[tuple[Any, ...], dict[str, float]]:
 def bars_table() -> str:
     """Ours against plain PyTorch in fp32 and in the same dtype, our PPO, TRL and the floor, and its memory."""
     columns = {
+        "floor": "share of the floor",
         "speed plain-fp32": "than plain, fp32",
         "speed plain": "plain, same dtype",
+        "speed plain-fast": "plain, fast",
         "speed trl": "TRL",
+        "speed trl-fast": "TRL, fast",
         "speed ppo": "our PPO",
-        "floor": "share of the floor",
         "memory plain": "peak memory, of plain",
         "memory trl": "of TRL",
     }
@@ -225,8 +309,7 @@ def scaling_table() -> str:
     table = ["| device, dtype | what grows | | PPO | RLOO |", "| --- | --- | --- | --- | --- |"]
     names = {"batch_size": "episodes", "query_length": "query tokens", "response_length": "response tokens"}
     names |= {"rloo_k": "K", "model": "layers x width", "processes": "processes"}
-    for path in sorted(RESULTS.glob("scaling-*.json")):
-        record = json.loads(path.read_text())
+    for record in records("scaling"):
         what = f"{'GPU' if record['machine']['gpu'] else 'CPU'}, {record['args']['dtype']}"
         for name in dict.fromkeys(row["sweep"] for row in record["rows"]):
             rows = [row for row in record["rows"] if row["sweep"] == name]
@@ -240,35 +323,49 @@ def scaling_table() -> str:
 
 
 BLOCKS = {
-    "estimated": estimated_table,
-    "details": details_table,
-    "embedded": embedded_table,
-    "ratio": ratio_table,
-    "optimum": optimum_table,
-    "memory": memory_table,
-    "speed": speed_table,
-    "bars": bars_table,
+    "README.md": {"details": details_table},
+    "benchmark/README.md": {
+        "embedded": embedded_table,
+        "ratio": ratio_table,
+        "optimum": optimum_table,
+        "estimated": estimated_table,
+        "memory": memory_table,
+        "speed": speed_table,
+        "bars": bars_table,
+        "scaling": scaling_table,
+    },
 }
-if any(RESULTS.glob("scaling-*.json")):
-    BLOCKS["scaling"] = scaling_table
+
+
+def changed_lines() -> int:
+    """Lines that differ between the scripts of PPO and RLOO, as `diff` has it."""
+    done = subprocess.run(["diff", PPO, RLOO], cwd=ROOT, capture_output=True, text=True, check=False)
+    return sum(line[:1] in ("<", ">") for line in done.stdout.splitlines())
+
+
+def write(path: Path, blocks: dict[str, Any], check: bool) -> None:
+    """Put the tables between the markers of a file, or only say that they are not there."""
+    old = text = path.read_text()
+    for name, make in blocks.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        if not re.search(pattern, text, re.S):
+            raise SystemExit(f"{path} has no markers for {name}")
+        block = make() + (f"\n\n{origin(name)}" if name in RECORDS else "")
+        text = re.sub(pattern, lambda match, block=block: match[1] + block + "\n" + match[2], text, flags=re.S)
+    text = re.sub(r"\d+(?= changed lines)", str(changed_lines()), text)
+    if check and text != old:
+        raise SystemExit(f"{path} is out of date: python benchmark/readme_tables.py")
+    if not check:
+        path.write_text(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether README.md is up to date")
-    check, path = parser.parse_args().check, ROOT / "README.md"
-    old = text = path.read_text()
-    for name, make in BLOCKS.items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        if not re.search(pattern, text, re.S):
-            raise SystemExit(f"README.md has no markers for {name}")
-        block = make()
-        text = re.sub(pattern, lambda match, block=block: match[1] + block + "\n" + match[2], text, flags=re.S)
-    if check and text != old:
-        raise SystemExit("README.md is out of date: python benchmark/readme_tables.py")
-    if not check:
-        path.write_text(text)
-        sys.stdout.write("README.md is up to date\n")
+    parser.add_argument("--check", action="store_true", help="only say whether the files are up to date")
+    check = parser.parse_args().check
+    for name, blocks in BLOCKS.items():
+        write(ROOT / name, blocks, check)
+    sys.stdout.write("up to date\n")
 
 
 if __name__ == "__main__":

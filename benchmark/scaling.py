@@ -27,8 +27,6 @@ import common
 import matplotlib
 import torch
 from ours import Frozen, Ours
-from rich.console import Console
-from rich.table import Table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -233,13 +231,13 @@ def main() -> None:
     rows = []
     for name in options.sweeps:
         rows += sweep_processes(options) if name == "processes" else sweep(name, options)
-    table = Table("sweep", "", "algorithm", "seconds", "ratio", "sample", "score", "optimise")
+    table = []
     for row in rows:
         cells = [f"{row['ratio'][phase]:.2f}" for phase in ("total", "sample", "score", "optimise")]
-        table.add_row(row["sweep"], str(row["value"]), row["algorithm"], f"{row['seconds']['total']:.3f}", *cells)
+        table.append([row["sweep"], row["value"], row["algorithm"], f"{row['seconds']['total']:.3f}", *cells])
     path = common.write("scaling", options.tag, options, rows)
     draw(rows, path.with_suffix(".png"))
-    Console(width=120).print(table, path.name, sep="\n")
+    common.show(["sweep", "", "algorithm", "seconds", "ratio", "sample", "score", "optimise"], table, path.name)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ product for these weights and numbers of rows, measured in the same run: each re
 already yields its log-probability), reference and reward model, three times that per epoch of training, logits at
 response tokens only, attention, and in RLOO a query once for its K responses.
 
-Contenders that are not in by default: `plain-fp32-...`, the plain version in fp32 whatever --dtype says, and `trl-...`,
-TRL's trainers (trl_peer.py). With --memory, every contender makes two updates alone: peak memory instead of seconds,
-defined as in memory_speed.py.
+Contenders that are not in by default: `plain-fp32-...`, the plain version in fp32 whatever --dtype says; `trl-...`,
+TRL's trainers (trl_peer.py); `plain-fast-...` and `trl-fast-...`, the same with the scripts' matrix product ("medium",
+and eager attention on a CPU): two lines, which gain much on one CPU and nothing on another. With --memory, every
+contender makes two updates alone: peak memory instead of seconds, defined as in memory_speed.py.
 
     python benchmark/throughput.py --queries tiny --query_length 32 --batch_size 128      # the embedded default
     python benchmark/throughput.py --shape gpt2 --batch_size 16 --rounds 3 --repeats 1
@@ -37,12 +38,10 @@ from typing import Any
 import common
 import numpy as np
 import torch
-from ours import Frozen, Ours
+from ours import Frozen, Ours, load
 from plain import Plain, PlainFrozen
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 from trl_peer import FOLDER, Peer
 
@@ -50,7 +49,7 @@ import ppo_rlhf
 import rloo_rlhf
 
 PHASES = ("sample", "score", "optimise", "other", "total")
-ALGORITHMS, OTHERS = ("ppo", "rloo"), ("plain", "plain-fp32", "trl")
+ALGORITHMS, OTHERS = ("ppo", "rloo"), ("plain", "plain-fp32", "plain-fast", "trl", "trl-fast")
 CONTENDERS = {f"{impl}-{algorithm}": (impl, algorithm) for algorithm in ALGORITHMS for impl in ("ours", *OTHERS)}
 DEFAULT = [name for name, (impl, _) in CONTENDERS.items() if impl in ("ours", "plain")]
 
@@ -66,9 +65,8 @@ class Setting:
         self.vocabulary = AutoConfig.from_pretrained(folder).vocab_size
         rng, longest, count = np.random.default_rng(0), options.query_length, options.batch_size
         if options.queries == "tiny":
-            args = ppo_rlhf.Args()
-            tokenizer = ppo_rlhf.load(AutoTokenizer, args.base_model, "--base_model", args)
-            self.lengths = np.array([*map(len, ppo_rlhf.load_queries(tokenizer, args, count, 1)[0])])[:count]
+            queries = ppo_rlhf.load_queries(common.tokenizer(), ppo_rlhf.Args(), count)
+            self.lengths = np.array([len(query["context"]) for query in queries])
         else:
             book = rng.geometric(1 / 16, count).clip(1, longest)
             self.lengths = book if options.queries == "book" else np.full(count, longest)
@@ -90,7 +88,7 @@ class Setting:
         if name.startswith("trl"):
             args = self.args(name)
             contexts, trl_dir = self.contexts(getattr(args, "rloo_k", 1)), Path(self.options.trl_dir or FOLDER)
-            return Peer(CONTENDERS[name][1], self.folder, contexts, args, trl_dir)
+            return Peer(CONTENDERS[name][1], self.folder, contexts, args, trl_dir, "fast" in name)
         worker = common.Worker(name, [*sys.argv, "--worker", name, self.folder])
         worker.ask({})  # it is ready when it has made an update
         return worker
@@ -107,9 +105,9 @@ class Contender:
             self.run = Ours(self.algorithm, folder, device, **sizes)
             self.module, self.frozen = self.run.actor, Frozen(folder, args, device)
         else:
-            fast = setting.options.plain_matmul == "fast"
-            self.run = Plain(self.algorithm, folder, device, args.query_length, args, fast)
-            self.module, self.frozen = self.run.model, PlainFrozen(folder, device)  # fp32 weights in any dtype
+            self.run = Plain(self.algorithm, folder, device, args.query_length, args, impl == "plain-fast")
+            self.module = self.run.model
+            self.frozen = PlainFrozen(folder, device, **self.run.attention)  # fp32 weights in any dtype
         self.lm = getattr(self.module, "lm", self.module)
         self.contexts = setting.contexts(getattr(args, "rloo_k", 1))
 
@@ -229,15 +227,15 @@ def memory(name: str, setting: Setting) -> dict[str, int]:
 def measure_memory(options: argparse.Namespace, folder: str) -> None:
     """Peak memory of every contender, each in a process of its own."""
     peaks = {name: common.in_child("--peak", name, folder) for name in options.contenders}
-    rows, table = [], Table("contender", "peak MB", "of plain")
+    rows, table = [], []
     for name, row in peaks.items():
         row, plain = {"contender": name} | row, peaks.get(f"plain-{CONTENDERS[name][1]}")
         if plain:
             row["memory_ratio"] = row["peak_bytes"] / plain["peak_bytes"]
         rows.append(row)
-        table.add_row(name, f"{row['peak_bytes'] / 1e6:.0f}", f"{row['memory_ratio']:.2f}" if plain else "")
+        table.append([name, f"{row['peak_bytes'] / 1e6:.0f}", f"{row['memory_ratio']:.2f}" if plain else ""])
     path = common.write("throughput", options.tag, options, rows)
-    Console(width=140).print(table, path.name, sep="\n")
+    common.show(["contender", "peak MB", "of plain"], table, path.name)
 
 
 def measure_speed(options: argparse.Namespace, folder: str) -> None:
@@ -249,7 +247,7 @@ def measure_speed(options: argparse.Namespace, folder: str) -> None:
             apart[algorithm] = common.in_child("--check", algorithm, folder)
             if options.dtype == "fp32" and not apart[algorithm] < 0.01:
                 raise SystemExit(f"{algorithm}: the steps of ours and plain are {apart[algorithm]:.2g} apart")
-    lm = ppo_rlhf.load(AutoModelForCausalLM, folder, "--shape", ppo_rlhf.Args()).to(common.device())
+    lm = load(AutoModelForCausalLM, folder, setting.args(names[0]), common.device())
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     floors: dict[str, dict[str, Any]] = {}
     for _ in range(options.rounds):
@@ -266,7 +264,7 @@ def measure_speed(options: argparse.Namespace, folder: str) -> None:
             again = floor(algorithm, setting, lm, next(filter(None, either))["scored"])
             least = floors.setdefault(algorithm, again)
             floors[algorithm] = min(least, again, key=lambda measured: measured["seconds"]["total"])
-    rows, table = [], Table("contender", "episodes/s", *(f"{phase} s" for phase in PHASES), "floor s", "of the floor")
+    rows, table = [], []
     for name in names:
         least = floors[CONTENDERS[name][1]]
         seconds = {phase: statistics.median(run[phase] for run in runs[name]) for phase in PHASES}
@@ -275,7 +273,7 @@ def measure_speed(options: argparse.Namespace, folder: str) -> None:
         row |= {"fraction_of_floor": {phase: least["seconds"][phase] / seconds[phase] for phase in least["seconds"]}}
         rows.append(row)
         cells = [f"{seconds[phase]:.3f}" for phase in PHASES] + [f"{least['seconds']['total']:.3f}"]
-        table.add_row(name, f"{row['episodes_per_second']:.2f}", *cells, f"{row['fraction_of_floor']['total']:.0%}")
+        table.append([name, f"{row['episodes_per_second']:.2f}", *cells, f"{row['fraction_of_floor']['total']:.0%}"])
     medians = {row["contender"]: row["seconds"] for row in rows}
     ratios: dict[str, dict[str, dict[str, float]]] = {impl: {} for impl in OTHERS}
     for name, ours in medians.items():
@@ -284,10 +282,11 @@ def measure_speed(options: argparse.Namespace, folder: str) -> None:
             if seconds := medians.get(f"{other}-{algorithm}"):
                 ratio = ratios[other][algorithm] = {phase: seconds[phase] / ours[phase] for phase in PHASES}
                 cells = [f"{ratio[phase]:.2f}x" for phase in PHASES]
-                table.add_row(f"{other} / ours, {algorithm}", f"{1 / ratio['total']:.2f}x", *cells)
+                table.append([f"{other} / ours, {algorithm}", f"{1 / ratio['total']:.2f}x", *cells, "", ""])
     more = {"ratios": ratios.pop("plain"), "other_ratios": ratios, "steps_apart": apart}
     path = common.write("throughput", options.tag, options, rows, **more)
-    Console(width=140).print(table, path.name, sep="\n")
+    columns = ["contender", "episodes/s", *(f"{phase} s" for phase in PHASES), "floor s", "of the floor"]
+    common.show(columns, table, path.name)
 
 
 def main() -> None:
@@ -307,8 +306,6 @@ def main() -> None:
     parser.add_argument("--rloo_k", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="times that all processes are started")
     parser.add_argument("--repeats", type=int, default=2, help="timed updates of each in a round")
-    parser.add_argument("--plain_matmul", default="default", choices=["default", "fast"],
-                        help="plain code leaves PyTorch's matrix product as it is, or sets the scripts'")  # fmt: skip
     parser.add_argument("--memory", action="store_true", help="peak memory instead of seconds")
     parser.add_argument("--trl_dir", default=None, help="where TRL's releases are installed (default: benchmark/.trl)")
     for part in PARTS:  # a contender or an algorithm, and the model's folder: what this file starts itself for

@@ -73,7 +73,9 @@ def install(algorithm: str, folder: Path) -> Path:
 class Peer(common.Worker):
     """A worker process, seen from outside: `update` is one update."""
 
-    def __init__(self, algorithm: str, folder: str, contexts: list[list[int]], args: Any, trl_dir: Path) -> None:
+    def __init__(
+        self, algorithm: str, folder: str, contexts: list[list[int]], args: Any, trl_dir: Path, fast: bool
+    ) -> None:
         environment = {"TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
         if torch.cuda.device_count() > 1:  # the Trainer would take them all
             environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -81,7 +83,8 @@ class Peer(common.Worker):
             environment["ACCELERATE_MIXED_PRECISION"] = "bf16"
         super().__init__(f"trl-{algorithm}", [__file__, algorithm, str(install(algorithm, trl_dir))], environment)
         names = (*SIZES, "temperature", "kl_coef", "lr", "adam_eps", "cliprange") + ("rloo_k",) * (algorithm == "rloo")
-        self.ask({"folder": folder, "contexts": contexts} | {name: getattr(args, name) for name in names})
+        given = {"folder": folder, "contexts": contexts, "fast": fast}
+        self.ask(given | {name: getattr(args, name) for name in names})
 
     def update(self) -> dict[str, Any]:
         """`seconds` of one update, by phase, and `memory`, its peak so far."""
@@ -216,20 +219,22 @@ def common_settings(given: dict[str, Any], output_dir: str) -> dict[str, Any]:
     }
 
 
-def load(auto_class: Any, folder: str, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
+def load(auto_class: Any, given: dict[str, Any], dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     """A model with the weights that the other contenders have."""
     torch.manual_seed(1)
-    return auto_class.from_pretrained(folder, dtype=dtype, **kwargs)
+    if given["fast"] and common.device().type == "cpu":
+        kwargs |= {"attn_implementation": "eager"}
+    return auto_class.from_pretrained(given["folder"], dtype=dtype, **kwargs)
 
 
 def make_ppo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
     """A PPOTrainer. Its padding is a token that no model has and that it never feeds to one."""
     trl = importlib.import_module("trl.experimental.ppo")
-    folder, rows = given["folder"], rows_per_pass(given)
+    rows = rows_per_pass(given)
     frozen = torch.bfloat16 if given["dtype"] == "bf16" else torch.float32
-    policy = load(AutoModelForCausalLM, folder)
+    policy = load(AutoModelForCausalLM, given)
     value, reward = (
-        load(AutoModelForSequenceClassification, folder, dtype, num_labels=1) for dtype in (torch.float32, frozen)
+        load(AutoModelForSequenceClassification, given, dtype, num_labels=1) for dtype in (torch.float32, frozen)
     )
     args = trl.PPOConfig(
         **common_settings(given, output_dir),
@@ -248,7 +253,7 @@ def make_ppo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
         args=args,
         processing_class=word_tokenizer(policy.config.vocab_size, "[PAD]"),
         model=policy,
-        ref_model=load(AutoModelForCausalLM, folder, frozen),
+        ref_model=load(AutoModelForCausalLM, given, frozen),
         reward_model=reward,
         value_model=value,
         train_dataset=Dataset.from_dict({"input_ids": given["contexts"]}),
@@ -263,8 +268,8 @@ def make_ppo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
 def make_rloo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
     """An RLOOTrainer. Its padding and end of text is token 0, which no query has and `generate` may not sample."""
     trl = importlib.import_module("trl")
-    policy = load(AutoModelForCausalLM, given["folder"])
-    reward = load(AutoModelForSequenceClassification, given["folder"], num_labels=1)
+    policy = load(AutoModelForCausalLM, given)
+    reward = load(AutoModelForSequenceClassification, given, num_labels=1)
     tokenizer = word_tokenizer(policy.config.vocab_size, "t0")
     passes = given["batch_size"] // given["num_minibatches"] // rows_per_pass(given)
     args = trl.RLOOConfig(
@@ -307,6 +312,7 @@ def main() -> None:
     baseline = common.baseline(common.device())
     with common.private_stdout() as answers, tempfile.TemporaryDirectory() as output_dir:
         given = json.loads(sys.stdin.readline())
+        torch.set_float32_matmul_precision("medium" if given["fast"] else "highest")
         turns = Turns(given, sys.stdin, answers, baseline)
         make = {"ppo": make_ppo, "rloo": make_rloo}[words.algorithm]
         trainer = make(given, output_dir, turns)

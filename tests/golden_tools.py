@@ -9,12 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from tiny_models import load
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 import ppo_rlhf
+import train_reward
 
 HERE = Path(__file__).resolve().parent / "golden"
+NAMES = {"wpe": "transformer.wpe.weight", "wte": "transformer.wte.weight", "ln_f/g": "transformer.ln_f.weight"}
+NAMES |= {"ln_f/b": "transformer.ln_f.bias", "heads/value/w": "value_head.weight", "heads/reward/w": "score.weight"}
+NAMES |= {"reward_norm/gain": "gain"}
+TASK = {"policy": {"temperature": 0.7}, "truncate_token": 13, "truncate_after": 4, "penalty_reward_value": -1}
+HPARAMS = {"task": TASK, "run": {"seed": 1}}  # of recordings without a json
 
 
 def folder_of(file: Path, name: str) -> Path:
@@ -25,27 +32,14 @@ def folder_of(file: Path, name: str) -> Path:
 def script_args(hparams: dict[str, Any]) -> SimpleNamespace:
     """The Args of ppo_rlhf.py that hyper-parameters of the original amount to."""
     ppo, rewards, task = hparams["ppo"], hparams["rewards"], hparams["task"]
-    adaptive = rewards.get("adaptive_kl")
-    return SimpleNamespace(
-        **{
-            name: ppo[name]
-            for name in ("lr", "vf_coef", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards")
-        },
-        **{name: ppo[name] for name in ("batch_size", "total_episodes")},
-        num_minibatches=ppo["nminibatches"],
-        num_epochs=ppo["noptepochs"],
-        micro_batch_size=ppo["batch_size"],
-        temperature=task["policy"]["temperature"],
-        truncate_token=task["truncate_token"],
-        truncate_after=task["truncate_after"],
-        penalty_reward_value=task["penalty_reward_value"],
-        kl_coef=rewards["kl_coef"],
-        kl_target=adaptive and adaptive["target"],
-        kl_horizon=adaptive and adaptive["horizon"],
-        seed=hparams["run"]["seed"],
-        mask_truncated=False,
-        compile=False,
-    )
+    same = ("lr", "vf_coef", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards", "batch_size")
+    args = {name: ppo[name] for name in (*same, "total_episodes")} | {"micro_batch_size": ppo["batch_size"]}
+    args |= {name: task[name] for name in ("truncate_token", "truncate_after", "penalty_reward_value")}
+    args |= {"num_minibatches": ppo["nminibatches"], "num_epochs": ppo["noptepochs"], "mask_truncated": False}
+    args |= {"temperature": task["policy"]["temperature"], "seed": hparams["run"]["seed"]}
+    adaptive = rewards.get("adaptive_kl") or dict.fromkeys(("target", "horizon"))
+    args |= {"kl_target": adaptive["target"], "kl_horizon": adaptive["horizon"]}
+    return SimpleNamespace(kl_coef=rewards["kl_coef"], **args)
 
 
 def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
@@ -54,8 +48,7 @@ def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
 
 
 def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
-    args = SimpleNamespace(trust_remote_code=False)
-    policy = ppo_rlhf.ActorCritic(ppo_rlhf.load(AutoModelForCausalLM, str(folder), "--base_model", args))
+    policy = ppo_rlhf.ActorCritic(load(folder))
     if (folder / "heads.safetensors").exists():
         heads = load_file(folder / "heads.safetensors")
         if "reward_gain" not in heads:
@@ -63,53 +56,45 @@ def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
     return policy
 
 
-def load_reward(folder: Path) -> ppo_rlhf.RewardModel:
-    """The recorded reward model. Its head has a bias b: gain * (w h + b) + bias = gain * w h + (gain b + bias)."""
-    args = SimpleNamespace(trust_remote_code=False)
+def load_reward(folder: Path) -> train_reward.RewardModel:
+    """The recorded reward model, `lm` of which is the classifier that ppo_rlhf.py loads.
+
+    Its head has a bias b: gain * (w h + b) + bias = gain * w h + (gain b + bias).
+    """
     heads = load_file(folder / "heads.safetensors")
-    model = ppo_rlhf.load(AutoModelForSequenceClassification, str(folder), "--base_model", args, num_labels=1)
-    model.score.weight.data.copy_(heads["scalar_head.weight"])
-    reward = ppo_rlhf.RewardModel(model)
+    reward = train_reward.RewardModel(load(folder, AutoModelForSequenceClassification, num_labels=1))
+    reward.lm.score.weight.data.copy_(heads["scalar_head.weight"])
     reward.gain.data.copy_(heads["reward_gain"])
     reward.bias.data.copy_(heads["reward_gain"] * heads["scalar_head.bias"][0] + heads["reward_bias"])
+    reward.lm.config.reward_gain, reward.lm.config.reward_bias = reward.gain.item(), reward.bias.item()
     return reward
 
 
 def weights_from_tf(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, Tensor]:
     """TensorFlow's arrays below `prefix`, by the names of ActorCritic or RewardModel (without their heads' biases)."""
-    names = {}
+    found = {}
     for key, array in arrays.items():
+        name = key.removeprefix(prefix).removeprefix("model/")
         if not key.startswith(prefix) or "/heads/" in key and key.endswith("/b"):
             continue
-        name = key[len(prefix) :].removeprefix("model/")
-        if name in ("wpe", "wte", "ln_f/g", "ln_f/b"):
-            name = (
-                "transformer."
-                + {"wpe": "wpe.weight", "wte": "wte.weight", "ln_f/g": "ln_f.weight", "ln_f/b": "ln_f.bias"}[name]
-            )
-        elif name.startswith("h") and name[1].isdigit():
+        if re.match(r"h\d", name):
             layer, *module, leaf = name.split("/")
             name = f"transformer.h.{layer[1:]}.{'.'.join(module)}.{'weight' if leaf in 'gw' else 'bias'}"
-        else:
-            name = {
-                "heads/value/w": "value_head.weight",
-                "heads/reward/w": "score.weight",
-                "reward_norm/gain": "gain",
-            }.get(name, "")
-        if name:
+        if name := name if name.startswith("transformer") else NAMES.get(name):
             value = torch.from_numpy(np.asarray(array))
-            names[name] = value.squeeze(0) if value.dim() == 3 else value
-    return names
+            found[name] = value.squeeze(0) if value.dim() == 3 else value
+    return found
 
 
 def named_weights(module: torch.nn.Module) -> dict[str, Tensor]:
     """Parameters of an ActorCritic or RewardModel by the names of weights_from_tf."""
-    return {name.removeprefix("lm.").removeprefix("model."): value for name, value in module.named_parameters()}
+    return {name.removeprefix("lm."): value for name, value in module.named_parameters()}
 
 
 def load_golden(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays of a file and the record (json) that belongs to it."""
     with np.load(file) as arrays:
         data = {key: arrays[key] for key in arrays.files}
     names = (file.stem, re.sub(r"_?(rank|r)\d+$", "", file.stem))  # of several ranks, one record may stand for all
     record = next((path for name in names if (path := file.with_name(f"{name}.json")).exists()), None)
-    return data, json.loads(record.read_text()) if record else {}
+    return data, json.loads(record.read_text()) if record else {"hparams": HPARAMS}

@@ -1,5 +1,7 @@
 """Replays of arrays recorded from OpenAI's lm-human-preferences (TensorFlow, fp32) through the scripts' functions."""
 
+import contextlib
+import copy
 import itertools
 import json
 import math
@@ -7,21 +9,16 @@ import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from golden_tools import (
-    folder_of,
-    load_actor,
-    load_golden,
-    load_reward,
-    named_weights,
-    rows_of,
-    script_args,
-    weights_from_tf,
-)
+from golden_tools import folder_of, load_actor, load_golden, load_reward, named_weights, rows_of, script_args
+from golden_tools import weights_from_tf as from_tf
+from tiny_models import make_batch, make_queries
+from torch import Tensor
 from transformers import GPT2Tokenizer
 
 import ppo_rlhf
@@ -31,23 +28,18 @@ from tf_adam import AdamTF
 LOGPROB_ATOL, WEIGHT_ATOL, RELATIVE_MOVE = 2e-5, 2e-6, 1e-4
 
 
-def tensors(arrays: dict[str, np.ndarray], prefix: str, *names: str) -> list[torch.Tensor]:
-    return [torch.from_numpy(np.asarray(arrays[prefix + name])) for name in names]
+def off(ours: Tensor, expected: np.ndarray) -> float:
+    return np.abs(ours.detach().numpy() - expected).max()
 
 
-def make_batch(queries: np.ndarray, responses: np.ndarray, vocabulary: int) -> dict[str, torch.Tensor]:
-    """What `respond` returns, for recorded responses. Padding inside a query goes, as the original masks it."""
-    contexts = rows_of(queries, vocabulary)
-    trees = ppo_rlhf.grow(contexts, responses[:, :-1].tolist())
-    responses = torch.from_numpy(responses).long()
-    every = torch.ones_like(responses, dtype=torch.bool)
-    lengths = torch.tensor([len(row) for row in contexts])
-    return {"trees": trees, "lengths": lengths, "responses": responses, "kept": every}
+def forward(policy: Any, batch: dict[str, Any], temperature: float) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        return ppo_rlhf.forward_response(policy, batch, torch.arange(len(batch["trees"])), temperature)
 
 
 def assert_moved_alike(module: torch.nn.Module, before: dict, arrays: dict, prefix: str) -> None:
     """Weights equal to WEIGHT_ATOL, and the whole move equal to RELATIVE_MOVE (relative L2)."""
-    after, expected = named_weights(module), weights_from_tf(arrays, prefix)
+    after, expected = named_weights(module), from_tf(arrays, prefix)
     assert set(before) >= set(expected) and len(expected) >= len(before) - 2
     error = moved = 0.0
     for name, target in expected.items():
@@ -59,73 +51,72 @@ def assert_moved_alike(module: torch.nn.Module, before: dict, arrays: dict, pref
     assert math.sqrt(error / moved) < RELATIVE_MOVE
 
 
+def assert_gradients(module: torch.nn.Module, arrays: dict, prefix: str) -> None:
+    """Gradients equal to 1e-4 of their norm; then they are set to zero."""
+    weights, expected = named_weights(module), from_tf(arrays, prefix)
+    for name, target in expected.items():
+        assert (weights[name].grad.reshape(target.shape) - target).norm() < 1e-4 * target.norm() + 1e-6, name
+    module.zero_grad()
+
+
 @pytest.mark.parametrize("variant", ["", "t1/", "affix/", "leftpad_patched/"])
 def test_logprobs_values_and_entropies_equal_the_original(golden_02: Path, variant: str) -> None:
-    arrays, _ = load_golden(golden_02)
+    arrays, record = load_golden(golden_02)
     policy = load_actor(folder_of(golden_02, "hf_policy"))
-    vocabulary = policy.lm.config.vocab_size
-    batch = make_batch(arrays["queries"], arrays["responses"], vocabulary)
+    contexts = rows_of(arrays["queries"], policy.lm.config.vocab_size)
     if variant == "affix/":
         prefix, suffix = arrays["affix/prefix_tokens"].tolist(), arrays["affix/suffix_tokens"].tolist()
-        rows = [prefix + row + suffix for row in rows_of(arrays["queries"], vocabulary)]
-        width = max(map(len, rows))
-        batch = make_batch(
-            np.array([row + [vocabulary] * (width - len(row)) for row in rows]), arrays["responses"], vocabulary
-        )
-    temperature = {"t1/": 1.0, "affix/": 0.5}.get(variant, 0.7)  # as recorded
-    with torch.no_grad():
-        logprobs, entropies, values = ppo_rlhf.forward_response(
-            policy, batch, torch.arange(len(batch["trees"])), temperature
-        )
-    for name, ours, atol in (
-        ("logprobs", logprobs, LOGPROB_ATOL),
-        ("entropies", entropies, LOGPROB_ATOL),
-        ("values", values, 5e-6),
-    ):
-        assert np.abs(ours.numpy() - arrays[variant + name]).max() < atol, name
+        contexts = [prefix + row + suffix for row in contexts]
+    recorded = {"t1/": 1.0, "affix/": 0.5}
+    temperature = recorded.get(variant, record["hparams"]["task"]["policy"]["temperature"])
+    logprobs, entropies, values = forward(policy, make_batch(contexts, arrays["responses"]), temperature)
+    assert off(logprobs, arrays[f"{variant}logprobs"]) < LOGPROB_ATOL
+    assert off(entropies, arrays[f"{variant}entropies"]) < LOGPROB_ATOL
+    assert off(values, arrays[f"{variant}values"]) < 5e-6
 
 
 def test_logits_and_reference_logprobs_equal_the_original(golden_02: Path) -> None:
-    arrays, _ = load_golden(golden_02)
+    """The logits are those of padded rows, as the sampler has them."""
+    arrays, record = load_golden(golden_02)
     policy, ref = (load_actor(folder_of(golden_02, name)) for name in ("hf_policy", "hf_ref"))
-    batch = make_batch(arrays["queries"], arrays["responses"], policy.lm.config.vocab_size)
-    length = batch["responses"].shape[1]
+    contexts, length = rows_of(arrays["queries"], policy.lm.config.vocab_size), arrays["responses"].shape[1]
+    rows = [context + response.tolist() for context, response in zip(contexts, arrays["responses"], strict=True)]
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.arange(width) >= torch.tensor([[width - len(row)] for row in rows])
+    at = torch.arange(len(ids) * width).view(len(ids), width)[:, -length - 1 : -1]
     with torch.no_grad():
-        ids, mask = ppo_rlhf.left_pad([context + response for context, response in batch["trees"]], "cpu")
-        at = (torch.arange(1, len(ids) + 1) * ids.shape[1]).unsqueeze(1) - torch.arange(length, 0, -1)
         logits = policy(at.flatten(), ids, mask)[0].view(len(ids), length, -1)
-        ref_logprobs, _, _ = ppo_rlhf.forward_response(ref, batch, torch.arange(len(batch["trees"])), 0.7)
-    assert np.abs(logits.numpy() - arrays["lm_logits"][:, -length - 1 : -1]).max() < 2e-5
-    assert np.abs(ref_logprobs.numpy() - arrays["ref_logprobs"]).max() < LOGPROB_ATOL
+    assert off(logits, arrays["lm_logits"][:, -length - 1 : -1]) < 2e-5
+    temperature = record["hparams"]["task"]["policy"]["temperature"]
+    ref_logprobs = forward(ref, make_batch(contexts, arrays["responses"]), temperature)[0]
+    assert off(ref_logprobs, arrays["ref_logprobs"]) < LOGPROB_ATOL
 
 
 @pytest.mark.parametrize("variant", ["", "_padded"])
 def test_reward_scores_equal_the_original(golden_03a: Path, variant: str) -> None:
     arrays, _ = load_golden(golden_03a)
-    reward = load_reward(folder_of(golden_03a, "hf_reward"))
-    vocabulary = reward.model.config.vocab_size
-    queries, responses = (rows_of(arrays[name], vocabulary) for name in ("queries", "responses" + variant))
-    scores = ppo_rlhf.score(reward, queries, responses, None, SimpleNamespace(micro_batch_size=4))
-    assert np.abs(scores.numpy() - arrays["scores" + variant]).max() < 5e-6
+    classifier = load_reward(folder_of(golden_03a, "hf_reward")).lm
+    queries, responses = (rows_of(arrays[x], classifier.config.vocab_size) for x in ("queries", "responses" + variant))
+    scores = ppo_rlhf.score(classifier, make_queries(queries), responses, None, SimpleNamespace(micro_batch_size=4))
+    assert off(scores, arrays["scores" + variant]) < 5e-6
 
 
-def test_truncation_equals_the_original(golden_05: Path) -> None:
-    arrays, _ = load_golden(golden_05)
+def test_truncation_and_penalty_equal_the_original(golden_05: Path) -> None:
+    arrays, record = load_golden(golden_05)
+    task = record["hparams"]["task"]
     responses, pad = torch.from_numpy(arrays["responses"]).long(), int(arrays["postprocessed"].max())
     for key in arrays:
-        if not (match := re.fullmatch(r"(?:after(\d+)/)?postprocessed", key)):
-            continue
-        kept, found = ppo_rlhf.truncate(responses, 13, int(match[1] or 4))
-        assert (torch.where(kept, responses, pad).numpy() == arrays[key]).all(), key
-        assert (found.numpy() == arrays[key.replace("postprocessed", "filter_valid")]).all(), key
-    kept, found = ppo_rlhf.truncate(responses, None, 4)
+        if match := re.fullmatch(r"(?:after(\d+)/)?postprocessed", key):
+            after = int(match[1] or task["truncate_after"])
+            kept, found = ppo_rlhf.truncate(responses, task["truncate_token"], after)
+            assert (torch.where(kept, responses, pad).numpy() == arrays[key]).all(), key
+            assert (found.numpy() == arrays[key.replace("postprocessed", "filter_valid")]).all(), key
+    kept, found = ppo_rlhf.truncate(responses, None, task["truncate_after"])
     assert kept.all() and (found.numpy() == arrays["none/filter_valid"]).all()
-
-
-def test_penalty_equals_the_original(golden_05: Path) -> None:
-    arrays, _ = load_golden(golden_05)
-    _, found = ppo_rlhf.truncate(torch.from_numpy(arrays["responses"]).long(), 13, 4)
-    scores = ppo_rlhf.penalize(torch.from_numpy(arrays["unpenalized_scores"]), found, -1.0, "replace")
+    found = ppo_rlhf.truncate(responses, task["truncate_token"], task["truncate_after"])[1]
+    scores = torch.from_numpy(arrays["unpenalized_scores"])
+    scores = ppo_rlhf.penalize(scores, found, task["penalty_reward_value"], "replace")
     assert np.array_equal(scores.numpy(), arrays["scores"])
 
 
@@ -178,17 +169,37 @@ class AllRanks:
     """An accelerator of one process that plays all ranks in turn: gradients of all of them, then one optimizer step."""
 
     def __init__(self, world: int) -> None:
-        self.real, self.num_processes, self.gradient_accumulation_steps = Accelerator(cpu=True), world, 1
-        self.sync_gradients = False  # no gradient is whole before the last rank
+        self.num_processes, self.gradient_accumulation_steps = world, 1
+        self.sync_gradients, self.accumulate = False, contextlib.nullcontext  # none is whole before the last rank
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce(self, x: Tensor) -> Tensor:
         return x * self.num_processes  # every rank has as many tokens
 
-    def accumulate(self, _: torch.nn.Module) -> object:
-        return self.real.accumulate()
-
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         (loss / self.num_processes).backward()  # as DistributedDataParallel averages
+
+
+def update_all_ranks(policy, optimizer, batches, epochs, args) -> None:
+    """ppo_update for several ranks in one process: minibatch by minibatch, with a step only after the last rank."""
+    accelerator, wait = AllRanks(len(batches)), SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
+    for i, j in itertools.product(range(args.num_epochs), range(args.num_minibatches)):
+        for rank, batch in enumerate(batches):
+            last = optimizer if rank == len(batches) - 1 else wait
+            ppo_rlhf.ppo_update(accelerator, policy, last, batch, epochs[rank][i : i + 1, j : j + 1], args)
+
+
+def update_one_rank(policy, optimizer, batch, epochs, args, arrays, step: str) -> None:
+    """ppo_update, with the statistics of every minibatch and their means."""
+    accelerator, count = Accelerator(cpu=True), args.num_epochs * args.num_minibatches
+    records = ppo_rlhf.ppo_update(accelerator, policy, optimizer, batch, epochs, args)
+    size, parts = len(records) // count, {f"{step}/stats/ppo/": records}
+    parts |= {f"{step}/mb{i}/stats/": records[i * size : (i + 1) * size] for i in range(count)}
+    for prefix, part in parts.items():
+        metrics = ppo_rlhf.reduce_means(accelerator, part)
+        recorded = {name: arrays[key] for name in metrics if (key := prefix + name.removeprefix("ppo/")) in arrays}
+        assert len(recorded) > 10 or not any(key.startswith(prefix) for key in arrays)
+        for name, x in recorded.items():
+            assert metrics[name] == pytest.approx(float(x), rel=2e-4, abs=2e-6), prefix + name
 
 
 def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
@@ -206,22 +217,19 @@ def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
     shuffles = [np.random.RandomState(args.seed + 100_003 * rank) for rank in range(len(ranks))]
     steps = sorted({key.split("/")[0] for key in first if re.match(r"s\d+/rollout", key)})
     for step in steps:
-        before = {name: value.detach().clone() for name, value in named_weights(policy).items()}
+        before, batches, epochs, kls = copy.deepcopy(named_weights(policy)), [], [], []
         assert float(first[f"{step}/kl_coef_used"]) == pytest.approx(kl_coef, rel=1e-6)
-        batches, epochs, kls = [], [], []
         for arrays, shuffle in zip(ranks, shuffles, strict=True):
-            batch = make_batch(
-                arrays[f"{step}/rollout/queries"], arrays[f"{step}/rollout/responses"], policy.lm.config.vocab_size
-            )
-            names = ("logprobs", "values", "ref_logprobs", "scores")
-            batch |= dict(zip(names, tensors(arrays, f"{step}/rollout/", *names), strict=True))
-            rows = len(batch["trees"])
+            contexts = rows_of(arrays[f"{step}/rollout/queries"], policy.lm.config.vocab_size)
+            batch = make_batch(contexts, arrays[f"{step}/rollout/responses"])
+            for name in ("logprobs", "values", "ref_logprobs", "scores"):
+                batch[name] = torch.from_numpy(arrays[f"{step}/rollout/{name}"])
             if f"{step}/rollout/postprocessed_responses" in arrays:  # a real rollout: everything can be made again
-                replay_rollout(golden_04, policy, ref, batch, arrays, step, args)
+                replay_rollout(golden_04, policy, ref, contexts, batch, arrays, step, args)
             log_ratio = batch["logprobs"] - batch["ref_logprobs"]
             batch["rewards"] = ppo_rlhf.token_rewards(batch["scores"], log_ratio, batch["kept"], kl_coef)
-            assert np.abs(batch["rewards"].numpy() - arrays[f"{step}/rollout/rewards"]).max() < 1e-5
-            perms = np.stack([shuffle.permutation(rows) for _ in range(args.num_epochs)])
+            assert off(batch["rewards"], arrays[f"{step}/rollout/rewards"]) < 1e-5
+            perms = np.stack([shuffle.permutation(len(contexts)) for _ in range(args.num_epochs)])
             assert np.array_equal(perms, arrays[f"{step}/perms"])
             epochs.append(torch.from_numpy(perms).reshape(args.num_epochs, args.num_minibatches, -1))
             batches.append(batch)
@@ -229,11 +237,7 @@ def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
         check_first_minibatch(policy, batches, epochs, ranks, step, args)
         optimizer.param_groups[0]["lr"] = args.lr * (1 - steps.index(step) / num_updates)
         if len(ranks) == 1:
-            accelerator = Accelerator(cpu=True)
-            records = ppo_rlhf.ppo_update(accelerator, policy, optimizer, batches[0], epochs[0], args)
-            metrics = ppo_rlhf.reduce_means(accelerator, records)
-            for name in set(metrics) & {key.removeprefix(f"{step}/stats/") for key in first}:
-                assert metrics[name] == pytest.approx(float(first[f"{step}/stats/{name}"]), rel=2e-4, abs=2e-6), name
+            update_one_rank(policy, optimizer, batches[0], epochs[0], args, first, step)
         else:
             update_all_ranks(policy, optimizer, batches, epochs, args)
         assert_moved_alike(policy, before, first, f"{step}/weights_after/policy/")
@@ -243,45 +247,17 @@ def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
         assert float(first[f"{step}/kl_coef_after"]) == pytest.approx(kl_coef, rel=1e-6)
 
 
-def update_all_ranks(policy, optimizer, batches, epochs, args) -> None:
-    """ppo_update for several ranks in one process: minibatch by minibatch, with a step only after the last rank."""
-
-    class Step:
-        def __init__(self, real: torch.optim.Optimizer | None) -> None:
-            self.real = real
-
-        def step(self) -> None:
-            if self.real:
-                self.real.step()
-
-        def zero_grad(self) -> None:
-            if self.real:
-                self.real.zero_grad()
-
-    accelerator = AllRanks(len(batches))
-    for i in range(args.num_epochs):
-        for j in range(args.num_minibatches):
-            for rank, batch in enumerate(batches):
-                last = Step(optimizer if rank == len(batches) - 1 else None)
-                ppo_rlhf.ppo_update(accelerator, policy, last, batch, epochs[rank][i : i + 1, j : j + 1], args)
-
-
-def replay_rollout(file: Path, policy, ref, batch, arrays, step: str, args) -> None:
+def replay_rollout(file: Path, policy, ref, contexts, batch, arrays, step: str, args) -> None:
     """Log-probabilities, values, truncation and penalised reward-model scores of recorded responses."""
-    every = torch.arange(len(batch["trees"]))
-    with torch.no_grad():
-        logprobs, _, values = ppo_rlhf.forward_response(policy, batch, every, args.temperature)
-        ref_logprobs, _, _ = ppo_rlhf.forward_response(ref, batch, every, args.temperature)
+    logprobs, _, values = forward(policy, batch, args.temperature)
     assert (logprobs - batch["logprobs"]).abs().max() < LOGPROB_ATOL
-    assert (ref_logprobs - batch["ref_logprobs"]).abs().max() < LOGPROB_ATOL
+    assert (forward(ref, batch, args.temperature)[0] - batch["ref_logprobs"]).abs().max() < LOGPROB_ATOL
     assert (values - batch["values"]).abs().max() < 1e-5
-    vocabulary = policy.lm.config.vocab_size
     stays, found = ppo_rlhf.truncate(batch["responses"], args.truncate_token, args.truncate_after)
     truncated = [row[:n] for row, n in zip(batch["responses"].tolist(), stays.sum(1).tolist(), strict=True)]
-    assert truncated == rows_of(arrays[f"{step}/rollout/postprocessed_responses"], vocabulary)
-    reward = load_reward(folder_of(file, "hf_reward"))
-    queries = rows_of(arrays[f"{step}/rollout/queries"], vocabulary)
-    scores = ppo_rlhf.score(reward, queries, truncated, None, args)
+    assert truncated == rows_of(arrays[f"{step}/rollout/postprocessed_responses"], policy.lm.config.vocab_size)
+    classifier = load_reward(folder_of(file, "hf_reward")).lm
+    scores = ppo_rlhf.score(classifier, make_queries(contexts), truncated, None, args)
     scores = ppo_rlhf.penalize(scores, found, args.penalty_reward_value, "replace")
     assert (scores - batch["scores"]).abs().max() < 1e-5
 
@@ -299,54 +275,38 @@ def check_first_minibatch(policy, batches, epochs, ranks, step: str, args) -> No
         advantages, returns = ppo_rlhf.gae(batch["values"][rows], rewards, mask, args.gamma, args.lam)
         logprobs, entropies, values = ppo_rlhf.forward_response(policy, batch, rows, args.temperature)
         pairs = {"rewards_used": rewards, "advantages_raw": advantages, "returns": returns, "vpred": values}
-        advantages = ppo_rlhf.whiten(advantages, mask)
-        pairs |= {"advantages": advantages, "new_logprobs": logprobs, "entropies": entropies}
+        pairs |= {"advantages": ppo_rlhf.whiten(advantages, mask), "new_logprobs": logprobs, "entropies": entropies}
         for name, ours in pairs.items():
-            assert np.abs(ours.detach().numpy() - arrays[f"{step}/first_mb/{name}"]).max() < LOGPROB_ATOL, name
-        old = batch["logprobs"][rows], batch["values"][rows], advantages, returns, mask
+            assert off(ours, arrays[f"{step}/first_mb/{name}"]) < LOGPROB_ATOL, name
+        old = batch["logprobs"][rows], batch["values"][rows], pairs["advantages"], returns, mask
         loss, _ = ppo_rlhf.ppo_loss(logprobs, values, *old, args.cliprange, args.cliprange_value, args.vf_coef)
         loss = loss / mask.sum()
         assert loss.item() == pytest.approx(float(arrays[f"{step}/first_mb/loss"]), abs=1e-5)
         (loss / len(ranks)).backward()
-    gradients, weights = weights_from_tf(ranks[0], f"{step}/first_mb/grad/policy/"), named_weights(policy)
-    for name, target in gradients.items():
-        gradient = weights[name].grad.reshape(target.shape)
-        assert (gradient - target).norm() < 1e-4 * target.norm() + 1e-6, name
-    policy.zero_grad()
-
-
-def recorded_labels(arrays: dict[str, np.ndarray], vocabulary: int) -> list[train_reward.Label]:
-    names = sorted(name for name in arrays if name.startswith("labels/sample"))
-    queries, *samples = (rows_of(arrays[name], vocabulary) for name in ("labels/query", *names))
-    return list(zip(queries, map(list, zip(*samples, strict=True)), arrays["labels/best"].tolist(), strict=True))
+    assert_gradients(policy, ranks[0], f"{step}/first_mb/grad/policy/")
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 3])
 def test_reward_training_equals_the_original(golden_03b: Path, micro_batch_size: int) -> None:
     """Scores, loss and gradients of the first batch; shuffle, learning rate, loss and weights of every step."""
-    arrays, _ = load_golden(golden_03b)
+    arrays, record = load_golden(golden_03b)
     reward = load_reward(folder_of(golden_03b, "hf_reward"))
-    labels = recorded_labels(arrays, reward.model.config.vocab_size)
+    names = ["labels/query", *sorted(name for name in arrays if name.startswith("labels/sample"))]
+    queries, *samples = (rows_of(arrays[name], reward.lm.config.vocab_size) for name in names)
+    labels = list(zip(queries, map(list, zip(*samples, strict=True)), arrays["labels/best"].tolist(), strict=True))
     steps = sorted({key.split("/")[0] for key in arrays if key.startswith("step")})
-    size = len(arrays["step0/indices"])
-    order = np.random.RandomState(1).permutation(len(labels))
+    size, start = len(arrays["step0/indices"]), float(arrays["step0/lr"])
+    order = np.random.RandomState(record["hparams"]["run"]["seed"]).permutation(len(labels))
     assert np.array_equal(order, arrays["perm"])
-    start = float(arrays["step0/lr"])
-    first = [labels[i] for i in arrays["step0/indices"]]
-    rewards, best = train_reward.label_rewards(reward, [labels[i] for i in range(size)], "cpu")
     if "grad_batch/scores" in arrays:
-        assert np.abs(rewards.detach().numpy() - arrays["grad_batch/scores"]).max() < 1e-5
+        rewards, best = train_reward.label_rewards(reward, labels[:size], "cpu")
+        assert off(rewards, arrays["grad_batch/scores"]) < 1e-5
         loss = torch.nn.functional.cross_entropy(rewards, best)
         assert loss.item() == pytest.approx(float(arrays["grad_batch/loss"]), abs=2e-6)
         loss.backward()
-        weights = named_weights(reward)
-        for name, target in weights_from_tf(arrays, "grad_batch/grad/reward_model/").items():
-            gradient = weights[name].grad.reshape(target.shape)
-            assert (gradient - target).norm() < 1e-4 * target.norm() + 1e-6, name
-        reward.zero_grad()
-    before = {name: value.detach().clone() for name, value in named_weights(reward).items()}
-    args = SimpleNamespace(micro_batch_size=micro_batch_size)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=math.ceil(len(first) / micro_batch_size))
+        assert_gradients(reward, arrays, "grad_batch/grad/reward_model/")
+    before, args = copy.deepcopy(named_weights(reward)), SimpleNamespace(micro_batch_size=micro_batch_size)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=math.ceil(size / micro_batch_size))
     model, optimizer = accelerator.prepare(reward, AdamTF(reward.parameters(), lr=start, eps=1e-5))
     for i, step in enumerate(steps):
         rows = order[i * size : (i + 1) * size]
@@ -364,6 +324,7 @@ def test_reward_normalisation_equals_the_original(golden_07: Path) -> None:
     for mean, std, target_mean, target_std, gain, bias in arrays["set_reward_norm_cases"]:
         ours = train_reward.gain_and_bias(mean, std, target_mean, target_std)
         assert np.allclose(ours, (gain, bias), rtol=1e-5, atol=1e-6)
-    rewards = torch.from_numpy(arrays["stats_rewards"]).flatten()  # of three ranks
-    assert rewards.mean().item() == pytest.approx(float(arrays["stats_mean"]), rel=1e-6)
-    assert rewards.std(correction=0).item() == pytest.approx(float(arrays["stats_std"]), rel=1e-6)
+    rewards, gain, bias = torch.from_numpy(arrays["stats_rewards"]).flatten(), torch.ones(1), torch.zeros(1)
+    found = train_reward.normalize(rewards, gain, bias)  # of three ranks
+    assert found == pytest.approx({name: float(arrays[f"stats_{name}"]) for name in ("mean", "std")}, rel=1e-6)
+    assert (gain * rewards + bias).mean().abs() < 1e-5

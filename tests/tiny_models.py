@@ -6,24 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    FalconConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 import ppo_rlhf
 
 VOCABULARY, EOS = 50, 0
-ARGS = SimpleNamespace(trust_remote_code=False, dtype="fp32", micro_batch_size=64, temperature=0.7)
-
 COMMON = {"vocab_size": VOCABULARY, "initializer_range": 0.25, "bos_token_id": EOS, "eos_token_id": EOS}
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "attention_dropout": 0.1}
@@ -31,11 +21,11 @@ NEOX = LLAMA | {"hidden_dropout": 0.1, "classifier_dropout": 0.1}
 FALCON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_dropout": 0.1}
 FALCON |= {"attention_dropout": 0.1, "alibi": False, "max_position_embeddings": 64}
 CONFIGS = {
-    "gpt2": (GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),  # its dropout is 0.1 by default
-    "gpt_neox": (GPTNeoXConfig, NEOX),
-    "llama": (LlamaConfig, LLAMA),
-    "qwen3": (Qwen3Config, LLAMA | {"head_dim": 8}),
-    "falcon": (FalconConfig, FALCON),
+    "gpt2": (transformers.GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),  # dropout 0.1
+    "gpt_neox": (transformers.GPTNeoXConfig, NEOX),
+    "llama": (transformers.LlamaConfig, LLAMA),
+    "qwen3": (transformers.Qwen3Config, LLAMA | {"head_dim": 8}),
+    "falcon": (transformers.FalconConfig, FALCON),
 }
 
 
@@ -74,9 +64,15 @@ def save_classifier(folder: Path, name: str, **changes: Any) -> Path:
     return save_model(folder, name, AutoModelForSequenceClassification, num_labels=1, **changes)
 
 
-def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
+def load(folder: Path, auto_class: Any = AutoModelForCausalLM, dtype: str = "fp32", **kwargs: Any) -> Any:
+    """A model as the scripts load it, for rows of up to 24 tokens of any of its embeddings."""
+    args, tokenizer = SimpleNamespace(base_model=str(folder), dtype=dtype), SimpleNamespace(get_vocab=lambda: {"": 0})
+    return ppo_rlhf.load(auto_class, "base_model", args, tokenizer, 24, torch.device("cpu"), **kwargs)
+
+
+def load_actor(folder: Path, dtype: str = "fp32") -> ppo_rlhf.ActorCritic:
     """The policy as ppo_rlhf.py loads it, with a random value head instead of one of zeros."""
-    actor = ppo_rlhf.ActorCritic(ppo_rlhf.load(AutoModelForCausalLM, str(folder), "--base_model", ARGS))
+    actor = ppo_rlhf.ActorCritic(load(folder, dtype=dtype))
     generator = torch.Generator().manual_seed(7)
     for parameter in actor.value_head.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
@@ -96,12 +92,20 @@ def make_actor(name: str, attn_implementation: str = "eager", **changes: Any) ->
     return actor
 
 
-def make_batch(contexts: list[list[int]], responses: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """What `respond` returns, for given responses of one length, all of whose tokens count."""
-    tokens = torch.tensor(responses)
-    trees = ppo_rlhf.grow(contexts, tokens.flatten(0, -2)[:, :-1].tolist())
-    batch = {"trees": trees, "lengths": torch.tensor([len(context) for context in contexts]), "responses": tokens}
-    return batch | {"kept": torch.ones_like(tokens, dtype=torch.bool)}
+def make_queries(contexts: list[list[int]]) -> list[dict[str, list[int]]]:
+    """What `load_queries` returns, without prefixes and suffixes."""
+    return [{"input_ids": context, "context": context} for context in contexts]
+
+
+def make_batch(contexts: list[list[int]], responses: Any, kept: Tensor | None = None) -> dict[str, Any]:
+    """What a rollout has before its passes, for given responses (n, R) or (n, K, R), of which `kept` (all) counts."""
+    tokens = torch.as_tensor(responses).long()
+    kept = torch.ones_like(tokens, dtype=torch.bool) if kept is None else kept
+    counts = kept.flatten(0, -2).sum(1).tolist()
+    fed = [row[: n - 1] for row, n in zip(tokens.flatten(0, -2).tolist(), counts, strict=True)]
+    k = len(fed) // len(contexts)
+    trees = [[context, *fed[i * k : i * k + k]] for i, context in enumerate(contexts)]
+    return {"trees": trees, "responses": tokens, "kept": kept}
 
 
 def random_rows(lengths: Sequence[int], seed: int, vocabulary: int = VOCABULARY) -> list[list[int]]:
