@@ -548,9 +548,8 @@ def fast_math(device: torch.device, dtype: str) -> None:
 
 def find(name: str) -> str:
     """The path of what is there, here or beside this script, or of hf://datasets/owner/name/file; or else a hub id."""
-    if name.startswith("hf://datasets/"):
-        owner, repository, file = name.removeprefix("hf://datasets/").split("/", 2)
-        return hf_hub_download(f"{owner}/{repository}", file, repo_type="dataset")
+    if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
+        return hf_hub_download(*match.groups(), repo_type="dataset")
     path = next((x for x in (Path(name).expanduser(), Path(__file__).parent / name) if x.exists()), None)
     if path is None and re.search(r"^[./~]|\.(jsonl?|csv|parquet|txt|gz)$", name, re.IGNORECASE):
         raise FileNotFoundError(f"{name}: there is no such file or folder")
@@ -641,10 +640,9 @@ def token_id(tokenizer: Any, text: str | None) -> int | None:
     return ids[0] if ids else None
 
 
-def cut_query(tokens: Sequence[int], length: int, start: Any, end: Any, long: str = "keep_start") -> list[int]:
+def cut_query(tokens: list[int], length: int, start: Any, end: Any, long: str = "keep_start") -> list[int]:
     """The query in these tokens, or [] (lm_human_preferences/lm_tasks.py): what comes after the first `start`, unless
     that is the last token, truncated to `length` (or as `long` says), then cut back to the last `end`, which stays."""
-    tokens = list(tokens)
     if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
         tokens = tokens[tokens.index(start) + 1 :] if start in tokens else []
     if len(tokens) > length:
@@ -790,7 +788,10 @@ def show(folder: Path, x: str, names: list[str], before: list[Any], after: list[
     samples = pd.DataFrame(before).join(pd.DataFrame(after).drop(columns="query").add_suffix("_after"))
     samples.to_json(folder / "samples.tmp", orient="records", lines=True)
     (folder / "samples.tmp").rename(folder / "samples.jsonl")  # the last file: the run is finished
-    tqdm.write(samples.head().T.to_string(max_colwidth=50))
+    for row in samples.head(4).to_dict("records"):
+        tqdm.write(
+            "{query}\n  before {score:6.2f} {response}\n  after  {score_after:6.2f} {response_after}".format(**row)
+        )
     tqdm.write(f"mean score {samples.score.mean():.2f} before, {samples.score_after.mean():.2f} after, see {folder}")
 
 

@@ -33,6 +33,7 @@ from typing import Any, Literal
 
 import datasets
 import numpy as np
+import pandas as pd
 import torch
 import tyro
 from accelerate import Accelerator
@@ -183,11 +184,12 @@ def main(preset: str, args: Args) -> None:
         model.config.reward_gain, model.config.reward_bias = gain.item(), bias.item()
         save_model(folder / "reward_model", model, tokenizer, weights)
         (folder / "results.json").write_text(json.dumps(statistics, indent=2))
-        names, lines = ("query", "responses", "best", "rewards"), []
-        for (query, *label), values in zip(held_out, rewards.tolist(), strict=True):
-            row = tokenizer.decode(query), tokenizer.batch_decode(label[0]), label[1], values
-            lines.append(json.dumps(dict(zip(names, row, strict=True))) + "\n")
-        (folder / "samples.tmp").write_text("".join(lines))
+        accelerator.log({"test/accuracy": statistics.get("test/accuracy", math.nan)})
+        texts = [
+            (tokenizer.decode(query), tokenizer.batch_decode(responses), best) for query, responses, best in held_out
+        ]
+        rows = pd.DataFrame(texts, columns=["query", "responses", "best"]).assign(rewards=rewards.tolist())
+        rows.to_json(folder / "samples.tmp", orient="records", lines=True)
         (folder / "samples.tmp").rename(folder / "samples.jsonl")  # the last file: the run is finished
         tqdm.write(f"{folder}: {statistics}")
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # first the model, or gloo can wait for ever
@@ -377,9 +379,8 @@ def fast_math(device: torch.device, dtype: str) -> None:
 
 def find(name: str) -> str:
     """The path of what is there, here or beside this script, or of hf://datasets/owner/name/file; or else a hub id."""
-    if name.startswith("hf://datasets/"):
-        owner, repository, file = name.removeprefix("hf://datasets/").split("/", 2)
-        return hf_hub_download(f"{owner}/{repository}", file, repo_type="dataset")
+    if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
+        return hf_hub_download(*match.groups(), repo_type="dataset")
     path = next((x for x in (Path(name).expanduser(), Path(__file__).parent / name) if x.exists()), None)
     if path is None and re.search(r"^[./~]|\.(jsonl?|csv|parquet|txt|gz)$", name, re.IGNORECASE):
         raise FileNotFoundError(f"{name}: there is no such file or folder")
@@ -452,10 +453,9 @@ def token_id(tokenizer: Any, text: str | None) -> int | None:
     return ids[0] if ids else None
 
 
-def cut_query(tokens: Sequence[int], length: int, start: Any, end: Any, long: str = "keep_start") -> list[int]:
+def cut_query(tokens: list[int], length: int, start: Any, end: Any, long: str = "keep_start") -> list[int]:
     """The query in these tokens, or [] (lm_human_preferences/lm_tasks.py): what comes after the first `start`, unless
     that is the last token, truncated to `length` (or as `long` says), then cut back to the last `end`, which stays."""
-    tokens = list(tokens)
     if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
         tokens = tokens[tokens.index(start) + 1 :] if start in tokens else []
     if len(tokens) > length:

@@ -1,0 +1,157 @@
+"""Every preset's command line runs from the files that it names, offline; its values are those of OpenAI's table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hub_tools
+import huggingface_hub.constants
+import pytest
+from hub_tools import GPT2, LABELS, PAD, PYTHIA
+from run_tools import read_lines, run_script
+from transformers import AutoTokenizer
+
+import ppo_rlhf
+import rloo_rlhf
+import train_reward
+
+SMALL = {  # the reward model comes first: the others take it
+    "train_reward.py": "--batch_size 4 --num_labels 4 --normalization_samples 2",
+    "ppo_rlhf.py": "--batch_size 2 --total_episodes 2 --eval_queries 1",
+    "rloo_rlhf.py": "--batch_size 4 --total_episodes 4 --eval_queries 1",
+}
+# OpenAI's launch.py. The queries of its label files are cut to start and end text. RLOO's tldr is TRL's example
+BOOK = {"query_length": 64, "response_length": 24, "query_prefix": "", "query_suffix": "", "temperature": 0.7}
+POST = {
+    "query_length": 500,
+    "response_length": 75,
+    "query_prefix": "",
+    "query_suffix": "\n\nTL;DR:",
+    "temperature": 0.7,
+}
+BOOK, POST = BOOK | {"truncate_token": ".", "long_queries": None}, POST | {"truncate_token": "\n"}
+POST |= {"long_queries": "keep_start"}
+NEWS = POST | {"query_prefix": "Article:\n\n", "temperature": 0.5}
+TASKS = {"sentiment": BOOK, "descriptiveness": BOOK, "cnndm": NEWS, "tldr": POST}
+ALL = {"base_model": "gpt2", "start_text": None, "end_text": None, "adam": "tf", "adam_eps": 1e-5, "label_pad": PAD}
+RL = {"total_episodes": 1_000_000, "num_epochs": 4, "num_minibatches": 1, "cliprange": 0.2, "penalty_mode": "replace"}
+RL |= {"penalty_reward_value": -1.0, "mask_truncated": False}
+PPO = {"vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95}
+BOOK_RL = RL | {
+    "lr": 1e-5,
+    "batch_size": 512,
+    "truncate_after": 16,
+    "kl_coef": 0.15,
+    "kl_target": 6.0,
+    "kl_horizon": 1e4,
+}
+POST_RL = RL | {"lr": 2e-6, "batch_size": 32, "truncate_after": 55, "kl_coef": 0.03, "kl_target": None}
+BOOK_LABELS = {"num_labels": 4_992, "batch_size": 32, "lr": 5e-5, "normalization_samples": 512}  # for 256 it takes 512
+POST_LABELS = {"num_labels": 46_000, "batch_size": 16, "lr": 2.5e-5, "normalization_samples": 512}
+TRL = {"rloo_k": 2, "kl_coef": 0.03, "kl_target": None, "lr": 3e-6, "num_epochs": 2, "response_length": 53}
+TRL |= {"truncate_token": "eos", "truncate_after": 0, "penalty_reward_value": -1.0, "penalty_mode": "add"}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hub_tools.fill(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What HF_HOME does to a process that starts with it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+
+
+def labels_of(cache: Path, task: str) -> list[dict[str, Any]]:
+    """The rows of a label file, without padding."""
+    (file,) = cache.glob(f"{LABELS}/snapshots/*/{task}/*.json")
+    rows = json.loads(file.read_text()) if task != "tldr" else read_lines(file)
+    return [{x: y if x == "best" else [token for token in y if token != PAD] for x, y in row.items()} for row in rows]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_values_are_those_of_openais_launch_file(task: str) -> None:
+    is_book = TASKS[task] is BOOK
+    file = f"hf://datasets/vwxyzjn/lm-human-preferences/{task}/offline_{'5k' if is_book else '60k'}.json"
+    shared = ALL | TASKS[task] | {"query_dataset": file, "token_ids_of": "gpt2"}
+    rl = shared | (BOOK_RL if is_book else POST_RL | {"kl_coef": 0.01 if task == "cnndm" else 0.03})
+    rewards = shared | (BOOK_LABELS if is_book else POST_LABELS) | {"label_dataset": file}
+    for script, expected in (
+        (train_reward, rewards),
+        (ppo_rlhf, rl | PPO | {"whiten_rewards": is_book}),
+        (rloo_rlhf, rl if task != "tldr" else TRL),
+    ):
+        args = vars(script.PRESETS[task])
+        assert {name: args[name] for name in expected} == expected
+        assert list(script.PRESETS) == ["tiny", *TASKS]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_command_line_runs_offline(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    for script, small in SMALL.items():
+        run_script(script, [task, *small.split()], tmp_path, monkeypatch)
+        (folder,) = tmp_path.glob(f"runs/{script[:-3]}-{task}-*")
+        assert len(read_lines(folder / "metrics.jsonl")) == 1
+        assert (folder / ("reward_model" if script == "train_reward.py" else "policy") / "config.json").exists()
+        args = json.loads((folder / "args.json").read_text())["args"]
+        own = "cleanrl/" if (script, task) == ("rloo_rlhf.py", "tldr") else f"runs/train_reward-{task}-"
+        assert own in args.get("reward_model", own)
+    assert "left out" not in capfd.readouterr().err  # no query, no label
+
+
+@pytest.mark.parametrize(
+    ("task", "name"), [("sentiment", None), ("sentiment", "gpt2"), ("cnndm", "gpt2"), ("tldr", "gpt2")]
+)
+def test_queries_and_labels_are_those_of_the_label_file(task: str, name: str | None, cache: Path) -> None:
+    """Token for token, also for another model (a folder) with the same vocabulary."""
+    rows, words = labels_of(cache, task), {word: i for i, word in enumerate(hub_tools.byte_words())}
+    words |= {" ": 220, "\n": 198}
+    prefix, suffix = ([words[x] for x in TASKS[task][name]] for name in ("query_prefix", "query_suffix"))
+    given = {"base_model": name or str(cache / GPT2 / "snapshots" / "abc"), "num_labels": 8, "batch_size": 4}
+    args = train_reward.Args(**vars(train_reward.PRESETS[task]) | given)
+    tokenizer = train_reward.fetch(AutoTokenizer, "base_model", args)
+    assert (words["."], tokenizer("\n").input_ids) == (13, [198])
+    queries = train_reward.load_queries(tokenizer, args, 100)
+    assert sorted(x["input_ids"] for x in queries) == sorted(row["query"] for row in rows)
+    assert all(x["context"] == prefix + x["input_ids"] + suffix for x in queries)
+    expected = [(row["query"], [row[f"sample{i}"] for i in range(4)], row["best"]) for row in rows]
+    assert train_reward.load_labels(tokenizer, args) == (expected[:8], expected[8:])
+
+
+def test_another_models_tokenizer_gets_queries_as_text(cache: Path) -> None:
+    texts = ["".join(f" w{token}" for token in row["query"]) for row in labels_of(cache, "sentiment")]
+    ids = {ord(word): i + 1 for i, word in enumerate(hub_tools.byte_words())} | {32: 221}  # token 0 ends a text
+    given = {"base_model": rloo_rlhf.PRESETS["tldr"].base_model, "query_length": 500, "eval_queries": 2}
+    args = ppo_rlhf.Args(**vars(ppo_rlhf.PRESETS["sentiment"]) | given)
+    queries = ppo_rlhf.load_queries(ppo_rlhf.fetch(AutoTokenizer, "base_model", args), args, 100)
+    assert sorted(x["input_ids"] for x in queries) == sorted([ids[byte] for byte in text.encode()] for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("file", "command", "says"),
+    [
+        (f"{LABELS}/snapshots/*/sentiment/*", "train_reward.py sentiment", "sentiment/offline_5k.json"),
+        (f"{LABELS}/snapshots/*/cnndm/*", "ppo_rlhf.py cnndm", "cnndm/offline_60k.json"),
+        (f"{hub_tools.TRL}/snapshots/*/data/*", "rloo_rlhf.py tldr", "train-00000-of-00001.parquet"),
+        (f"{PYTHIA.format('reward')}/snapshots/*/model.safetensors", "rloo_rlhf.py tldr", "model.safetensors"),
+        (f"{GPT2}/snapshots/*/model.safetensors", "train_reward.py sentiment", "model.safetensors"),
+        (f"{GPT2}/snapshots/*/tokenizer.json", "ppo_rlhf.py tldr", "--base_model gpt2"),
+        (f"{GPT2}/refs/main", "train_reward.py tldr", "--base_model gpt2"),
+    ],
+)
+def test_a_missing_file_is_named_in_one_line(
+    file: str, command: str, says: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    (path,), (script, task) = cache.glob(file), command.split()
+    path.rename(away := path.with_name("away"))
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run_script(script, [task, *SMALL[script].split()], tmp_path, monkeypatch)
+    finally:
+        away.rename(path)
+    *_, line = capfd.readouterr().err.splitlines()
+    assert caught.value.code == 2 and line.startswith(f"{script}: --") and says in line
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,35 @@
+"""Reward functions to start from: `--reward_fn module:function` takes the place of a reward model.
+
+    python ppo_rlhf.py --reward_fn tiny.rewards:happy
+    python ppo_rlhf.py --reward_fn tiny.rewards:classifier
+
+A function gets two lists of texts, queries and responses (cut after the truncate token), and returns as many numbers.
+A third parameter, say `answer`, gets the column of that name of --query_dataset. Each process calls it with its share.
+"""
+
+import functools
+from typing import Any
+
+MODEL, LABEL = "lvwerra/distilbert-imdb", "POSITIVE"  # any text classifier, on the hub or in a folder
+
+
+def happy(queries: list[str], responses: list[str]) -> list[float]:
+    """How many happy words a response has."""
+    words = ("happy", "glad", "proud", "cheer", "love", "laugh", "smile", "wonderful", "delight")
+    return [sum(response.lower().count(word) for word in words) for response in responses]
+
+
+def classifier(queries: list[str], responses: list[str]) -> list[float]:
+    """A classifier's logit of LABEL for query and response, whatever its architecture and tokenizer."""
+    texts = [query + response for query, response in zip(queries, responses, strict=True)]
+    return [{x["label"]: x["score"] for x in scores}[LABEL] for scores in load()(texts, batch_size=32, truncation=True)]
+
+
+@functools.cache
+def load() -> Any:
+    """The classifier, on this process's device."""
+    from accelerate import PartialState
+    from transformers import pipeline
+
+    options = {"device": PartialState().device, "top_k": None, "function_to_apply": "none"}
+    return pipeline("text-classification", model=MODEL, **options)
