@@ -392,14 +392,17 @@ def blame(flag: str, args: Any, why: str = "") -> Iterator[None]:
         yield
     except Exception as error:
         cause = error if isinstance(error, ValueError) else error.__cause__ or error
-        reason = why or str(cause) or type(cause).__name__
+        reason = why or str(cause) or f"{type(cause).__name__} (empty?)"
         raise ValueError(f"--{flag} {getattr(args, flag)}: {' '.join(reason.split())[:300]}") from error
 
 
 def fetch(auto_class: Any, flag: str, args: Any, **kwargs: Any) -> Any:
     """auto_class.from_pretrained of the folder or hub id that the flag names."""
     with blame(flag, args):
-        return auto_class.from_pretrained(find(getattr(args, flag)), trust_remote_code=False, **kwargs)
+        made = auto_class.from_pretrained(find(getattr(args, flag)), trust_remote_code=False, **kwargs)
+        if auto_class is AutoTokenizer and len(made) < 2:  # transformers makes one up
+            raise ValueError("has no tokenizer")
+        return made
 
 
 @torch.no_grad()

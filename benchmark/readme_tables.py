@@ -93,7 +93,7 @@ DETAILS = [Detail(*row) for row in (
     ("RLOO: K responses share their query's cells and do not see each other", RLOO, "sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))", "sees = branch.unsqueeze(1) <= branch.unsqueeze(2)", TWIN_RLOO),
     ("reward head ~ N(0, 1 / sqrt(d + 1))", REWARD, "std=1 / math.sqrt(model.score.in_features + 1)", "std=0.02", TWIN_REWARD),
     ("cross entropy over the N responses, mean over the batch", REWARD, "loss * accelerator.gradient_accumulation_steps / len(labels)", "loss / len(labels)", "golden::reward_training_equals_the_original"),
-    ("gain and bias are trained as well", REWARD, "self.bias = nn.Parameter(torch.zeros(1, device=lm.device))", "self.bias = nn.Parameter(torch.zeros(1, device=lm.device), False)", "golden::reward_training_equals_the_original"),
+    ("gain and bias are trained as well", REWARD, "self.gain = nn.Parameter(torch.ones(1, device=lm.device))", "self.gain = nn.Parameter(torch.ones(1, device=lm.device), False)", "golden::reward_training_equals_the_original"),
     ("one epoch in rank 0's order, strided over ranks", REWARD, "[rank::world]", "[::world]", TWINS_REWARD),
     ("linear decay by labels seen", REWARD, "args.lr * (1 - start / len(labels))", "args.lr * (1 - update / num_updates)", TWIN_REWARD),
     ("gain and bias are set before and after, from untruncated samples of the reference", REWARD, "raw.std(correction=0)", "raw.std()", "golden::reward_normalisation_equals_the_original"),

@@ -49,18 +49,13 @@ def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
 
 def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
     policy = ppo_rlhf.ActorCritic(load(folder))
-    if (folder / "heads.safetensors").exists():
-        heads = load_file(folder / "heads.safetensors")
-        if "reward_gain" not in heads:
-            policy.value_head.load_state_dict({name.split(".")[1]: value for name, value in heads.items()})
+    if (file := folder / "heads.safetensors").exists():
+        policy.value_head.load_state_dict({name.split(".")[1]: x for name, x in load_file(file).items()})
     return policy
 
 
 def load_reward(folder: Path) -> train_reward.RewardModel:
-    """The recorded reward model, `lm` of which is the classifier that ppo_rlhf.py loads.
-
-    Its head has a bias b: gain * (w h + b) + bias = gain * w h + (gain b + bias).
-    """
+    """The recorded reward model. Its head has a bias b: gain * (w h + b) + bias = gain * w h + (gain b + bias)."""
     heads = load_file(folder / "heads.safetensors")
     reward = train_reward.RewardModel(load(folder, AutoModelForSequenceClassification, num_labels=1))
     reward.lm.score.weight.data.copy_(heads["scalar_head.weight"])

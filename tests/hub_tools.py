@@ -1,6 +1,4 @@
-"""A cache folder as the hub's client keeps it, with a stand-in for every file that a preset names: random models with
-the true vocabularies, and tables in the true format.
-"""
+"""A hub cache with a stand-in for every file that a preset names: random models of the true vocabularies, tables."""
 
 import json
 import random
@@ -25,10 +23,7 @@ def byte_words() -> list[str]:
 
 
 def make_tokenizer(eos_first: bool, **special: str) -> Any:
-    """A byte-level tokenizer of GPT-2's size; its tokens from 256 on, " w256" and so on, are there to be decoded.
-
-    The end of a text is the last token, as in GPT-2, or the first, as in GPT-NeoX.
-    """
+    """A byte-level tokenizer of GPT-2's size, of bytes and " w256", " w257", ..; EOS is last or, as in NeoX, first."""
     words = [EOS] * eos_first + byte_words() + [f"\u0120w{i}" for i in range(256, 50_256)] + [EOS] * (not eos_first)
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -43,14 +38,11 @@ def snapshot(cache: Path, name: str) -> Path:
     return folder
 
 
-def make_labels(rng: random.Random, count: int, length: int, response: int) -> list[dict[str, Any]]:
-    """Labels as OpenAI's: queries of up to `length` tokens, here whole words, padded, four samples and the best."""
-    labels = []
-    for _ in range(count):
-        query = [rng.randrange(256, 50_256) for _ in range(rng.randrange(length // 4, length + 1))]
-        samples = {f"sample{i}": [rng.randrange(50_257) for _ in range(response)] for i in range(4)}
-        labels.append({"query": query + [PAD] * (length - len(query))} | samples | {"best": rng.randrange(4)})
-    return labels
+def make_label(rng: random.Random, length: int, response: int) -> dict[str, Any]:
+    """A label as OpenAI's: a query of up to `length` tokens, here whole words, padded, four samples and the best."""
+    query = rng.sample(range(256, 50_256), rng.randrange(length // 4, length + 1))
+    samples = {f"sample{i}": rng.sample(range(50_257), response) for i in range(4)}
+    return {"query": query + [PAD] * (length - len(query)), "best": rng.randrange(4)} | samples
 
 
 def fill(cache: Path) -> Path:
@@ -68,7 +60,7 @@ def fill(cache: Path) -> Path:
     for name, length, response in (("5k", 64, 24), ("60k", 500, 75)):
         for task in ("sentiment", "descriptiveness") if name == "5k" else ("cnndm", "tldr"):
             (folder / task).mkdir()
-            labels = make_labels(rng, 12, length, response)
+            labels = [make_label(rng, length, response) for _ in range(12)]
             lines = "\n".join(map(json.dumps, labels)) if task == "tldr" else json.dumps(labels)  # either is json
             (folder / task / f"offline_{name}.json").write_text(lines)
     (folder := snapshot(cache, TRL) / "data").mkdir()

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import ppo_rlhf
 import rloo_rlhf
 
-ATOL = 2e-5
-COMMON = COMMON | {"pad_token_id": 0}
+ATOL, COMMON = 2e-5, COMMON | {"pad_token_id": 0}
 SMALL = COMMON | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
 GEMMA = LLAMA | {"head_dim": 8, "query_pre_attn_scalar": 8}
@@ -42,10 +41,8 @@ REFUSED = {
 }
 
 
-def save(folder: Path, config: Any, auto_class: Any = AutoModelForCausalLM, **changes: Any) -> Path:
-    (config := copy.deepcopy(config)).update(changes)
-    model = auto_class.from_config(config)
-    tiny_models.randomize(model)
+def save(folder: Path, config: Any, auto_class: Any = AutoModelForCausalLM) -> Path:
+    tiny_models.randomize(model := auto_class.from_config(config))
     model.save_pretrained(folder)
     tiny_models.save_tokenizer(folder)
     return folder
@@ -90,11 +87,10 @@ def test_rollouts_are_those_of_plain_passes_and_every_tensor_is_trained(
         if script is ppo_rlhf:
             head = nn.Linear(start.config.hidden_size, 1)
             head.load_state_dict(load_file("ppo_rlhf/policy/value_head.safetensors"))
-        assert len(batches) == 4  # evaluation, two updates, evaluation
-        for i, batch in enumerate(batches):
+        # evaluation, two updates, evaluation
+        for batch, names in zip(batches, 2 * [["logprobs", "ref_logprobs"]] + 2 * [["ref_logprobs"]], strict=True):
             (expected,) = plain(start, batch)
-            assert (batch["ref_logprobs"] - expected).abs().max() < ATOL
-            assert i > 1 or (batch["logprobs"] - expected).abs().max() < ATOL
+            assert all((batch[x] - expected).abs().max() < ATOL for x in names)
         logprobs, *values = plain(trained, batch, head)
         assert (batch["logprobs"] - logprobs).abs().max() < ATOL < (logprobs - expected).abs().max()
         for x in values:
@@ -106,7 +102,8 @@ def test_rollouts_are_those_of_plain_passes_and_every_tensor_is_trained(
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_rewards_are_those_of_plain_passes(name: str, tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", RIGHT[name], AutoModelForSequenceClassification, num_labels=1)
+    (config := copy.deepcopy(RIGHT[name])).update({"num_labels": 1})
+    folder = save(tmp_path / "model", config, AutoModelForSequenceClassification)
     queries, responses = random_rows((4, 1, 7), seed=1), [row + [9] for row in random_rows((3, 0, 5, 2, 6, 1), seed=2)]
     model, args = tiny_models.load(folder, AutoModelForSequenceClassification), ppo_rlhf.Args(micro_batch_size=4)
     scores = ppo_rlhf.score(model, [{"input_ids": query} for query in queries], responses, None, args)

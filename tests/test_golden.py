@@ -9,7 +9,6 @@ import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from golden_tools import folder_of, load_actor, load_golden, load_reward, named_weights, rows_of, script_args
 from golden_tools import weights_from_tf as from_tf
-from tiny_models import make_batch, make_queries
+from tiny_models import forward, make_batch, make_queries
 from torch import Tensor
 from transformers import GPT2Tokenizer
 
@@ -30,11 +29,6 @@ LOGPROB_ATOL, WEIGHT_ATOL, RELATIVE_MOVE = 2e-5, 2e-6, 1e-4
 
 def off(ours: Tensor, expected: np.ndarray) -> float:
     return np.abs(ours.detach().numpy() - expected).max()
-
-
-def forward(policy: Any, batch: dict[str, Any], temperature: float) -> tuple[Tensor, ...]:
-    with torch.no_grad():
-        return ppo_rlhf.forward_response(policy, batch, torch.arange(len(batch["trees"])), temperature)
 
 
 def assert_moved_alike(module: torch.nn.Module, before: dict, arrays: dict, prefix: str) -> None:
@@ -156,12 +150,8 @@ def test_the_tokenizer_equals_the_original(golden_09: Path) -> None:
 
 def rank_files(file: Path, rows: int, batch_size: int) -> list[Path]:
     """The recorded files of all ranks of one run: one, or those whose names differ in the rank's digit only."""
-    world = batch_size // rows
-    if world == 1:
-        return [file]
-    pattern = re.sub(r"(rank|_r)\d+", r"\1*", file.stem)
-    files = sorted(file.parent.glob(f"{pattern}.npz"))
-    assert len(files) == world, f"{file.name}: {rows} rows of {batch_size}, but {len(files)} files match {pattern}"
+    files = sorted(file.parent.glob(re.sub(r"(rank|_r)\d+", r"\1*", file.name))) if rows < batch_size else [file]
+    assert len(files) == batch_size // rows, f"{file.name}: {rows} rows of {batch_size}, but there is {files}"
     return files
 
 

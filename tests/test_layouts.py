@@ -1,5 +1,6 @@
 """One answer for every layout: processes share a batch, and the update is that of one process that accumulates."""
 
+import math
 import multiprocessing
 import os
 import socket
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny_models import make_actor, make_batch, make_config, random_rows
+from tiny_models import forward, make_actor, make_batch, make_config, random_rows
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
@@ -19,6 +20,7 @@ import train_reward
 
 LENGTH, NAMES = 6, ("ppo", "rloo", "rloo of tokens", "reward")
 ARGS = {"temperature": 0.7, "whiten_rewards": True, "gamma": 0.99, "lam": 0.9, "vf_coef": 0.1, "cliprange": 0.2}
+ARGS |= {"cliprange_value": 0.2}
 
 
 def make_model(name: str) -> Any:
@@ -42,36 +44,53 @@ def make_rollout(name: str, rank: int, model: Any) -> dict[str, Any]:
     responses = torch.tensor(random_rows([LENGTH] * n * k, 20 + rank)).view(shape)
     kept = (torch.arange(LENGTH) < torch.tensor([2, LENGTH]).repeat(n * k // 2).unsqueeze(1)).view(shape)
     batch = make_batch(contexts, responses, kept)
-    with torch.no_grad():
-        logprobs = ppo_rlhf.forward_response(model, batch, torch.arange(n), 0.7)[0]
-    batch["logprobs"] = logprobs + 0.2 * torch.randn(shape, generator=generator)
+    batch["logprobs"] = forward(model, batch)[0] + 0.1 * torch.randn(shape, generator=generator)
     batch["advantages"] = rloo_rlhf.rloo_advantages(torch.randn(n, k, generator=generator))
     pattern = torch.randn(2, 2, LENGTH, generator=torch.Generator().manual_seed(5))
     batch["values"], batch["rewards"] = pattern.repeat(1, n // 2, 1)
     return batch
 
 
-def update(name: str, ranks: list[int], model: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Weights and metrics after the script's update of the rows of these ranks, in two micro-batches a step."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    policy, optimizer = accelerator.prepare(model, ppo_rlhf.AdamTF(model.parameters(), lr=1e-3, eps=1e-5))
-    args = SimpleNamespace(**ARGS, cliprange_value=0.2, token_level=name == "rloo of tokens")
+def update(name: str, ranks: list[int], model: Any, size: int = 0) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Weights and metrics after the script's update of the rows of these ranks, in micro-batches of `size` (half)."""
+    accelerator, args = Accelerator(cpu=True), SimpleNamespace(**ARGS, token_level=name == "rloo of tokens")
+    policy, optimizer = accelerator.prepare(model, ppo_rlhf.AdamTF(model.parameters(), lr=3e-4, eps=1e-5))
     if name == "reward":
         rows = random_rows([1 + i % 7 for i in range(48)], 2)
         labels = [(rows[4 * i], rows[4 * i + 1 : 4 * i + 4], i % 3) for i in range(12)][ranks[0] :: 3 - len(ranks)]
-        args.micro_batch_size = len(labels) // 2
-        records = train_reward.reward_update(accelerator, policy, optimizer, labels, args)
+        script, given, count = train_reward.reward_update, [labels], len(labels)
     else:
         batches = [make_rollout(name, rank, model) for rank in ranks]
         batch = {key: torch.cat([x[key] for x in batches]) for key in batches[0] if key != "trees"}
         batch["trees"] = [tree for x in batches for tree in x["trees"]]
-        starts = [sum(len(x["trees"]) for x in batches[:i]) for i in range(len(batches))]
-        parts = [start + torch.arange(len(x["trees"])).view(2, -1) for start, x in zip(starts, batches, strict=True)]
-        epochs = torch.cat(parts, 1).repeat(2, 1, 1)  # two epochs of two minibatches
-        args.micro_batch_size = epochs.shape[2] // 2 * (1 if name == "ppo" else 3)
+        halves = [torch.arange(len(x["trees"])).view(2, -1) for x in batches]  # minibatches
+        epochs = torch.cat([half + i * len(batches[0]["trees"]) for i, half in enumerate(halves)], 1).repeat(2, 1, 1)
         script = ppo_rlhf.ppo_update if name == "ppo" else rloo_rlhf.rloo_update
-        records = script(accelerator, policy, optimizer, batch, epochs, args)
+        given, count = [batch, epochs], epochs.shape[2]
+    size = size or count // 2
+    args.micro_batch_size = size * (3 if "rloo" in name else 1)
+    accelerator.gradient_accumulation_steps = math.ceil(count / size)
+    records = script(accelerator, policy, optimizer, *given, args)
     return {key: x.detach() for key, x in model.named_parameters()}, ppo_rlhf.reduce_means(accelerator, records)
+
+
+def assert_same(name: str, made: Any, expected: Any) -> None:
+    """Weights to 2e-6 and 1e-4 of their move; metrics, but for that of the first micro-batch, which is another one."""
+    error = moved = 0.0
+    for key, start in make_model(name).named_parameters():
+        assert (made[0][key] - expected[0][key]).abs().max() < 2e-6, key
+        error += ((made[0][key] - expected[0][key]) ** 2).sum().item()
+        moved += ((expected[0][key] - start) ** 2).sum().item()
+    assert moved > 1e-6 and (error / moved) ** 0.5 < 1e-4
+    for key in set(expected[1]) - {"first_ratio_error"}:
+        assert made[1][key] == pytest.approx(expected[1][key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_accumulation_equals_the_large_batch(name: str, size: int) -> None:
+    """Minibatches of 6 rows, 4 queries or 12 labels, with masks of two lengths; the last part may be smaller."""
+    assert_same(name, update(name, [0, 1], make_model(name), size), update(name, [0, 1], make_model(name), 12))
 
 
 def work(rank: int, port: int, file: str) -> None:
@@ -100,15 +119,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_update_on_two_processes_is_that_of_one_with_accumulation(name: str, two_ranks: list[Any]) -> None:
-    (weights, metrics), (others, other_metrics) = (rank[name] for rank in two_ranks)
-    expected, expected_metrics = update(name, [0, 1], make_model(name))
-    error = moved = 0.0
-    for key, start in make_model(name).named_parameters():
-        assert torch.equal(weights[key], others[key]), key
-        assert (weights[key] - expected[key]).abs().max() < 2e-6, key
-        error += ((weights[key] - expected[key]) ** 2).sum().item()
-        moved += ((expected[key] - start) ** 2).sum().item()
-    assert moved > 1e-6 and (error / moved) ** 0.5 < 1e-4
-    assert metrics == other_metrics
-    for key in set(metrics) - {"first_ratio_error"}:  # of the first micro-batch, which is another one
-        assert metrics[key] == pytest.approx(expected_metrics[key], rel=1e-4, abs=1e-6), key
+    first, second = (rank[name] for rank in two_ranks)
+    assert all(torch.equal(x, second[0][key]) for key, x in first[0].items()) and first[1] == second[1]
+    assert_same(name, first, update(name, [0, 1], make_model(name)))

@@ -2,29 +2,22 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tiny_models as tiny
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import EOS, load, load_actor, make_batch, make_queries, random_rows
+from tiny_models import EOS, forward, load, load_actor, make_batch, make_queries, random_rows
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MistralConfig
 from transformers.activations import NewGELUActivation
 
 import ppo_rlhf
-import train_reward
 
 ATOL = 2e-5  # fp32 sums in another order, of logits and values of magnitude 5
 LENGTH, GAIN, BIAS = 6, 1.75, -0.5
 CONTEXTS = [[7], *random_rows((9, 4, 6), seed=1), [4, EOS, EOS, 5, EOS]]  # the eos is also the pad: a real token
 ARGS = SimpleNamespace(micro_batch_size=4)
-
-
-@pytest.fixture(scope="module", params=tiny.CONFIGS)
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.fixture(params=["eager", "sdpa"])
@@ -33,22 +26,14 @@ def attention(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=tiny.CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal LM of an architecture, and in `judge` a classifier."""
     torch.manual_seed(0)
-    return tiny.save_model(tmp_path_factory.mktemp("models") / name, name, pad_token_id=EOS)
-
-
-@pytest.fixture(scope="module")
-def reward_folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(1)
+    made = tiny.save_model(tmp_path_factory.mktemp("models") / request.param, request.param, pad_token_id=EOS)
     gains = {"reward_gain": GAIN, "reward_bias": BIAS, "pad_token_id": EOS}
-    return tiny.save_classifier(tmp_path_factory.mktemp("rewards") / name, name, **gains)
-
-
-def forward(policy: Any, batch: dict[str, Any]) -> tuple[Tensor, ...]:
-    with torch.no_grad():
-        return ppo_rlhf.forward_response(policy, batch, torch.arange(len(batch["trees"])), 0.7)
+    tiny.save_classifier(made / "judge", request.param, **gains)
+    return made
 
 
 def plain_forward(actor: ppo_rlhf.ActorCritic, context: list[int], response: list[int]) -> tuple[Tensor, ...]:
@@ -97,18 +82,10 @@ def test_pack_lays_out_the_example_of_its_docstring() -> None:
     assert seen[1][:3] == [[0], [0, 1], [0, 2]]
 
 
-def test_micro_batches_hold_every_row_once_and_rows_of_a_length_together() -> None:
-    trees = [[[1] * n, [2] * n, [3]] for n in (5, 1, 4, 2, 3, 6)]
-    parts = [ppo_rlhf.micro_batches(torch.tensor([5, 0, 3, 1, 2]), trees, size) for size in (4, 1)]  # in branches
-    assert [[part.tolist() for part in made] for made in parts] == [[[1, 3], [2, 0], [5]], [[1], [3], [2], [0], [5]]]
-
-
 @pytest.mark.parametrize("k", [1, 4])
-def test_reward_is_gain_times_the_plain_logit_plus_bias_whatever_stands_beside(
-    reward_folder: Path, attention: str, k: int
-) -> None:
+def test_reward_is_gain_times_logit_plus_bias_whatever_stands_beside(folder: Path, attention: str, k: int) -> None:
     """Of responses of other lengths, to one query or to others, and with eos, which is the pad, at the end."""
-    reward = load(reward_folder, AutoModelForSequenceClassification)
+    reward = load(folder / "judge", AutoModelForSequenceClassification)
     reward.set_attn_implementation(attention)
     responses, kept = (x.view(-1, LENGTH) for x in ragged_responses(k))
     rows = [row[:n] for row, n in zip(responses.tolist(), kept.sum(1).tolist(), strict=True)]
@@ -121,46 +98,28 @@ def test_reward_is_gain_times_the_plain_logit_plus_bias_whatever_stands_beside(
     unlike = ppo_rlhf.score(reward, make_queries([[5, 6]]), [[3, 7], [3, 7, EOS], [3, 7, EOS, EOS]], None, ARGS)
     assert ((unlike - unlike.unsqueeze(1)).abs() + torch.eye(3)).min() > 1e-3  # each eos is a token
     if attention == "eager":  # transformers' own classifier, for texts that end with another token
-        plain = AutoModelForSequenceClassification.from_pretrained(reward_folder).eval()
+        plain = AutoModelForSequenceClassification.from_pretrained(folder / "judge").eval()
         ours = ppo_rlhf.score(reward, make_queries([[5, 6]]), [[3, EOS, 7]], None, ARGS)
         with torch.no_grad():
             assert (ours - GAIN * plain(torch.tensor([[5, 6, 3, EOS, 7]])).logits[0, 0] - BIAS).abs() < ATOL
 
 
-def test_training_reads_rewards_as_scoring_does(reward_folder: Path) -> None:
-    """RewardModel, with gain and bias as parameters, on labels of several responses of different lengths."""
-    classifier = load(reward_folder, AutoModelForSequenceClassification)
-    model = train_reward.RewardModel(classifier)
-    model.gain.data.fill_(GAIN), model.bias.data.fill_(BIAS)
-    rows = random_rows((3, 1, 5, 2, 2, 6), seed=3)
-    labels = [(CONTEXTS[0], rows[:3], 1), (CONTEXTS[1], rows[3:], 2)]
-    rewards, best = train_reward.label_rewards(model, labels, "cpu")
-    expected = ppo_rlhf.score(classifier, make_queries(CONTEXTS[:2]), rows, None, ARGS)
-    assert (rewards.flatten() - expected).abs().max() < ATOL and best.tolist() == [1, 2]
-    rewards = torch.tensor([[1.0, 2.0], [3.0, 3.0], [2.0, 1.0]])
-    assert train_reward.hits(rewards, torch.tensor([1, 0, 1])).tolist() == [True, True, False]
-
-
-def test_dropout_is_off_in_training_mode_although_the_config_has_it(folder: Path, reward_folder: Path) -> None:
+def test_dropout_is_off_in_training_mode_although_the_config_has_it(folder: Path) -> None:
     rows = torch.tensor(random_rows((12,) * 4, seed=5))
-    for auto_class, where in ((AutoModelForCausalLM, folder), (AutoModelForSequenceClassification, reward_folder)):
+    for auto_class, where in ((AutoModelForCausalLM, folder), (AutoModelForSequenceClassification, folder / "judge")):
         plain = auto_class.from_pretrained(where, attn_implementation="eager").train()
         model = load(where, auto_class).train()
         with torch.no_grad():
             assert not torch.equal(plain(rows)[0], plain(rows)[0])  # there is dropout to turn off
-            first, second = model(rows)[0], model(rows)[0]
-            assert torch.equal(first, second) and torch.equal(first, model.eval()(rows)[0])
-            assert (first - plain.eval()(rows)[0]).abs().max() < ATOL
+            assert torch.equal(model(rows)[0], model(rows)[0])
+            assert (model(rows)[0] - plain.eval()(rows)[0]).abs().max() < ATOL
 
 
 def test_the_row_of_a_pad_that_is_also_the_eos_learns(folder: Path) -> None:
-    actor = load_actor(folder)
-    embedding = actor.lm.get_input_embeddings().weight
-    batch = make_batch([[3, EOS, 5]], [[7, 8]])
-    logprobs, *_ = ppo_rlhf.forward_response(actor, batch, torch.arange(1), 0.7)
-    hidden = ppo_rlhf.hidden_at(actor.lm, None, torch.tensor([[3, EOS, 5]]), torch.ones(1, 3, dtype=torch.bool))
-    for x in (logprobs.sum(), hidden.sum()):
-        assert torch.autograd.grad(x, embedding, retain_graph=True)[0][EOS].abs().max() > 0
+    lm = load(folder)
+    hidden = ppo_rlhf.hidden_at(lm, None, torch.tensor([[3, EOS, 5]]), torch.ones(1, 3, dtype=torch.bool))
+    gradient = torch.autograd.grad(hidden[:, 0].sum(), lm.get_input_embeddings().weight)[0]
+    assert gradient[[3, EOS, 5]].abs().amax(1).min() > 1e-4
 
 
 def test_the_fused_gelu_is_the_same_function_and_is_used(tmp_path: Path) -> None:
@@ -185,13 +144,6 @@ def test_under_bf16_the_trunk_is_autocast_and_the_heads_are_fp32(folder: Path) -
     assert 1e-4 < error < 0.1 * logits.std()  # bf16 it was
 
 
-def spoil(folder: Path, drop: str) -> Path:
-    """The saved model without the weights that have `drop` in their name."""
-    weights = {key: x for key, x in load_file(folder / "model.safetensors").items() if drop not in key}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 def test_missing_heads_and_layers_are_refused(tmp_path: Path) -> None:
     """transformers would only warn, and make up random weights."""
     judge, one = AutoModelForSequenceClassification, {"num_labels": 1}
@@ -199,8 +151,10 @@ def test_missing_heads_and_layers_are_refused(tmp_path: Path) -> None:
     for drop, auto_class, changes in (untied, ("score", judge, one), ("h.1.", judge, one)):
         made = tiny.save_model(tmp_path / drop, "gpt2", auto_class, **changes)
         load(made, auto_class)
+        weights = {key: x for key, x in load_file(made / "model.safetensors").items() if drop not in key}
+        save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=f"--base_model .*: .*{drop}"):
-            load(spoil(made, drop), auto_class)
+            load(made, auto_class)
     load(tiny.save_model(tmp_path / "lm", "gpt2"), judge, num_labels=1)  # a new head, for train_reward.py, is no fault
 
 

@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT
 
 
-@pytest.mark.parametrize(("algorithm", "seed"), [("ppo", 1), ("rloo", 2)])
+@pytest.mark.parametrize(("algorithm", "seed"), [("ppo", 1), ("rloo", 1)])
 def test_training_comes_within_two_percent_of_the_exact_optimum(
     algorithm: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -15,7 +15,7 @@ def test_training_comes_within_two_percent_of_the_exact_optimum(
     optimum = importlib.import_module("optimum")
     ref_logprobs = optimum.enumerate_logprobs(optimum.ppo_rlhf.ActorCritic(optimum.make_lm(seed)))
     assert ref_logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
-    row = optimum.train(algorithm, seed, points=5)
+    row = optimum.train(algorithm, seed, updates=200, points=5)
     best, rewards = row["j_star"], optimum.make_rewards(seed)
     assert best == pytest.approx((ref_logprobs.exp() * rewards.exp()).sum().log().item(), abs=1e-5)  # beta is 1
     assert row["j_ref"] == pytest.approx((ref_logprobs.exp() * rewards).sum().item(), abs=1e-5)

@@ -1,25 +1,15 @@
-"""The arithmetic of PPO: cases computed by hand, a plain float64 loop, and updates that must not depend on layout."""
+"""The arithmetic of PPO: cases computed by hand, and a plain loop in float64."""
 
-import copy
 import math
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from tiny_models import load_actor, make_actor, make_queries, random_rows
 from torch import Tensor
 
 import ppo_rlhf
-from tf_adam import AdamTF
-
-SETTINGS = {"gamma": 0.98, "lam": 0.95, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1, "temperature": 0.7}
-SETTINGS |= {"whiten_rewards": True, "truncate_after": 1, "mask_truncated": False, "num_epochs": 2}
-ROWS, LENGTH, VOCABULARY, END = 16, 6, 12, 5
 
 
 def every(x: Tensor) -> Tensor:
@@ -112,46 +102,37 @@ def test_long_queries_keep_their_start_or_end_or_are_dropped() -> None:
     assert cut == [[1, 2, 3], [2, 3, 4], []]
 
 
-def plain_loss(arrays: dict[str, np.ndarray], mask: np.ndarray, clip: float, clip_value: float, vf_coef: float) -> Any:
-    """Loss, its gradients and the sums of the metrics, token by token in float64.
+def plain_loss(arrays: dict[str, Tensor], mask: Tensor, clip: float, clip_value: float, vf_coef: float) -> Any:
+    """Gradients of the loss and the sums of the metrics, token by token in float64.
 
     Schulman et al. 2017, equation 7: minus min(r A, clip(r) A). The value loss is half the larger of the squared errors
     of value and clipped value, times vf_coef.
     """
     gradients, sums = {name: np.zeros(mask.shape) for name in ("logprobs", "values")}, {}
-
-    def add(name: str, x: float) -> None:
-        sums[name] = sums.get(name, 0.0) + x
-
-    for i, j in np.argwhere(mask):
+    for i, j in mask.nonzero().tolist():
         new, old, value, old_value, advantage, target = (float(x[i, j]) for x in arrays.values())
         ratio = math.exp(new - old)
         clipped = min(max(ratio, 1 - clip), 1 + clip)
-        add("ppo/loss/policy", -min(ratio * advantage, clipped * advantage))
         if ratio * advantage <= clipped * advantage:
             gradients["logprobs"][i, j] = -advantage * ratio
         near = min(max(value, old_value - clip_value), old_value + clip_value)
-        add("ppo/loss/value", 0.5 * max((value - target) ** 2, (near - target) ** 2))
-        if (value - target) ** 2 >= (near - target) ** 2:
+        errors = (value - target) ** 2, (near - target) ** 2
+        if errors[0] >= errors[1]:
             gradients["values"][i, j] = vf_coef * (value - target)
-        add("ppo/policy/approxkl", 0.5 * (new - old) ** 2)
-        add("ppo/policy/clipfrac", ratio * advantage > clipped * advantage)
-        add("ppo/val/error", (value - target) ** 2)
-        add("ppo/val/clipfrac", (near - target) ** 2 > (value - target) ** 2)
-        add("ppo/val/ratio", ratio)
-        add("ppo/val/vpred", value)
-        add("ratio_squared", ratio**2)
-    sums["ppo/loss/total"] = sums["ppo/loss/policy"] + vf_coef * sums["ppo/loss/value"]
-    return sums["ppo/loss/total"], gradients, sums
-
-
-def loss_inputs(shape: tuple[int, int] = (6, 9)) -> tuple[dict[str, Tensor], Tensor]:
-    """Arguments of ppo_loss in their order, and the mask."""
-    generator = torch.Generator().manual_seed(1)
-    old, value, advantages, returns, one, other = torch.randn(6, *shape, generator=generator, dtype=torch.float64)
-    arrays = {"logprobs": -old.abs() + 0.3 * one, "old_logprobs": -old.abs(), "values": value + 0.3 * other}
-    arrays |= {"old_values": value, "advantages": advantages, "returns": returns}
-    return arrays, torch.rand(shape, generator=generator) < 0.7
+        terms = {
+            "ppo/loss/policy": -min(ratio * advantage, clipped * advantage),
+            "ppo/loss/value": 0.5 * max(errors),
+            "ppo/loss/total": -min(ratio * advantage, clipped * advantage) + vf_coef * 0.5 * max(errors),
+            "ppo/policy/approxkl": 0.5 * (new - old) ** 2,
+            "ppo/policy/clipfrac": ratio * advantage > clipped * advantage,
+            "ppo/val/error": errors[0],
+            "ppo/val/clipfrac": errors[1] > errors[0],
+            "ppo/val/vpred": value,
+            "ppo/val/ratio": ratio,
+            "ratio_squared": ratio**2,
+        }
+        sums = {name: sums.get(name, 0.0) + x for name, x in terms.items()}
+    return gradients, sums
 
 
 def run_loss(arrays: dict[str, Tensor], mask: Tensor, clip: float, clip_value: float, vf_coef: float) -> Any:
@@ -168,26 +149,26 @@ def run_loss(arrays: dict[str, Tensor], mask: Tensor, clip: float, clip_value: f
 @pytest.mark.parametrize(("clip", "clip_value", "vf_coef"), [(0.2, 0.2, 0.1), (0.1, 0.4, 1.0), (0.3, 0.1, 0.0)])
 def test_loss_gradients_and_metrics_equal_a_plain_loop(clip: float, clip_value: float, vf_coef: float) -> None:
     """Exactly no gradient where a token or value is clipped or masked."""
-    arrays, mask = loss_inputs()
+    generator = torch.Generator().manual_seed(1)
+    old, value, advantages, returns, one, other = torch.randn(6, 6, 9, generator=generator, dtype=torch.float64)
+    arrays = {"logprobs": -old.abs() + 0.3 * one, "old_logprobs": -old.abs(), "values": value + 0.3 * other}
+    arrays |= {"old_values": value, "advantages": advantages, "returns": returns}
+    mask = torch.rand(6, 9, generator=generator) < 0.7
     loss, gradients, sums = run_loss(arrays, mask, clip, clip_value, vf_coef)
-    plain = {name: x.numpy() for name, x in arrays.items()}
-    expected, expected_gradients, expected_sums = plain_loss(plain, mask.numpy(), clip, clip_value, vf_coef)
-    assert loss.item() == pytest.approx(expected, rel=1e-12)
-    assert {name: x.item() for name, x in sums.items()} == pytest.approx(expected_sums, rel=1e-12)
+    expected_gradients, expected = plain_loss(arrays, mask, clip, clip_value, vf_coef)
+    assert loss.item() == pytest.approx(expected["ppo/loss/total"], rel=1e-12)
+    assert {name: x.item() for name, x in sums.items()} == pytest.approx(expected, rel=1e-12)
     for name, gradient in gradients.items():
         assert np.allclose(gradient.numpy(), expected_gradients[name], rtol=1e-12, atol=0), name
-    assert 5 < expected_sums["ppo/policy/clipfrac"] < 30 and 1 < expected_sums["ppo/val/clipfrac"] < 30
+    assert 5 < expected["ppo/policy/clipfrac"] < 30 and 1 < expected["ppo/val/clipfrac"] < 30
 
 
 def test_a_value_within_the_clip_range_never_counts_as_clipped() -> None:
     """As in the original. Rounded, as old + clamp(new - old) is, about a quarter of the values would count."""
     generator = torch.Generator().manual_seed(4)
-    old, distance, u = (
-        torch.randn(20, 50, generator=generator),
-        *torch.randn(2, 20, 50, generator=generator).clamp(-1, 1),
-    )
+    old, distance, u = torch.randn(3, 20, 50, generator=generator)
     zeros, returns = torch.zeros_like(old), old + distance.sign() * (0.6 + distance.abs())
-    arrays = {"logprobs": zeros, "old_logprobs": zeros, "advantages": zeros, "values": old + 0.19 * u}
+    arrays = {"logprobs": zeros, "old_logprobs": zeros, "advantages": zeros, "values": old + 0.2 * u.tanh()}
     arrays |= {"old_values": old, "returns": returns}
     _, gradients, sums = run_loss(arrays, every(old), 0.2, 0.2, 1.0)
     assert sums["ppo/val/clipfrac"].item() == 0
@@ -196,110 +177,9 @@ def test_a_value_within_the_clip_range_never_counts_as_clipped() -> None:
     assert run_loss(arrays, every(old), 0.2, 0.2, 1.0)[2]["ppo/val/clipfrac"] == 7 * 50
 
 
-def make_args(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**SETTINGS | {"micro_batch_size": ROWS, "num_minibatches": 1} | changes)
-
-
-def make_accelerator(args: SimpleNamespace) -> Accelerator:
-    """As main makes it, from a fresh state."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    steps = math.ceil(ROWS / args.num_minibatches / args.micro_batch_size)
-    return Accelerator(cpu=True, gradient_accumulation_steps=steps)
-
-
-def make_epochs(args: SimpleNamespace) -> Tensor:
-    shuffle = np.random.RandomState(1)
-    rows = np.stack([shuffle.permutation(ROWS) for _ in range(args.num_epochs)])
-    return torch.from_numpy(rows).view(args.num_epochs, args.num_minibatches, -1)
-
-
-def make_rollout(policy: Any, epochs: Tensor, args: SimpleNamespace) -> dict[str, Any]:
-    """A batch as main makes it, with token rewards of random scores; responses end early, so masks are ragged."""
-    queries = make_queries(random_rows([1, 14, 10, 7] * (ROWS // 4), 5, VOCABULARY))
-    u = ppo_rlhf.uniforms(1, 1, ROWS, LENGTH)
-    batch = ppo_rlhf.rollout(policy, policy, queries, u, epochs[0], END, args)
-    generator = torch.Generator().manual_seed(2)
-    log_ratio = 0.3 * torch.randn(u.shape, generator=generator)
-    batch["rewards"] = ppo_rlhf.token_rewards(torch.randn(ROWS, generator=generator), log_ratio, batch["kept"], 0.15)
-    assert (len(batch["kept"].sum(1).unique()) > 3) is args.mask_truncated
-    return batch
-
-
-def make_policy() -> ppo_rlhf.ActorCritic:
-    return make_actor("gpt2", vocab_size=VOCABULARY, initializer_range=0.1, tie_word_embeddings=False)
-
-
-def vector(model: torch.nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
-
-
-@pytest.fixture(params=[False, True], ids=["all", "mask_truncated"])
-def mask_truncated(request: pytest.FixtureRequest) -> bool:
-    return request.param
-
-
-@pytest.mark.parametrize("whiten_rewards", [True, False])
-@pytest.mark.parametrize("num_minibatches", [1, 2])
-def test_accumulation_equals_the_large_batch_and_a_plain_loop(
-    mask_truncated: bool, num_minibatches: int, whiten_rewards: bool
-) -> None:
-    """Without accelerate: per minibatch whiten, estimate advantages, whiten, and a step on the mean loss per token."""
-    args = make_args(num_minibatches=num_minibatches, mask_truncated=mask_truncated, whiten_rewards=whiten_rewards)
-    policy, epochs, losses = make_policy(), make_epochs(args), []
-    batch, plain = make_rollout(policy, epochs, args), copy.deepcopy(policy)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
-    for rows in epochs.flatten(0, 1):
-        mask, values, rewards = (batch[name][rows] for name in ("kept", "values", "rewards"))
-        if whiten_rewards:
-            rewards = ppo_rlhf.whiten(rewards, mask, shift_mean=False)
-        advantages, returns = ppo_rlhf.gae(values, rewards, mask, args.gamma, args.lam)
-        logprobs, _, predicted = ppo_rlhf.forward_response(plain, batch, rows, 0.7)
-        old = batch["logprobs"][rows], values, ppo_rlhf.whiten(advantages, mask), returns, mask
-        loss = ppo_rlhf.ppo_loss(logprobs, predicted, *old, 0.2, 0.2, 0.1)[0]
-        optimizer.zero_grad()
-        (loss / mask.sum()).backward()
-        optimizer.step()
-        losses.append((loss.item(), mask.sum().item()))
-    moved = (vector(plain) - vector(policy)).norm()
-    total, count = map(sum, zip(*losses, strict=True))
-    expected = {"ppo/loss/total": total / count}
-    for size in (ROWS, 5, 2):  # 8 and 16 rows are no multiples of 5
-        args.micro_batch_size = size
-        accelerator, model = make_accelerator(args), copy.deepcopy(policy)
-        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
-        records = ppo_rlhf.ppo_update(accelerator, prepared, optimizer, batch, epochs, args)
-        metrics = ppo_rlhf.reduce_means(accelerator, records)
-        assert moved > 0.05 and (vector(model) - vector(plain)).norm() < 1e-5 * moved
-        for name in set(expected) - {"first_ratio_error"}:
-            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
-        expected = metrics | expected
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("num_minibatches", [1, 2])
-def test_first_ratio_is_exactly_one(mask_truncated: bool, num_minibatches: int, dtype: str, tmp_path: Path) -> None:
-    """All ratios of the first epoch are, where no step moves the weights, since its passes are those of the rollout."""
-    ppo_rlhf.fast_math(torch.device("cpu"), dtype)
-    args = make_args(num_minibatches=num_minibatches, micro_batch_size=3, mask_truncated=mask_truncated)
-    make_policy().lm.save_pretrained(tmp_path)
-    policy, epochs = load_actor(tmp_path, dtype), make_epochs(args)
-    batch, metrics = make_rollout(policy, epochs, args), []
-    for lr, shift, count in ((0.0, 0.0, 1), (0.0, 0.01, 1), (1e-3, 0.0, 2)):
-        accelerator = make_accelerator(args)
-        prepared, optimizer = accelerator.prepare(policy, AdamTF(policy.parameters(), lr=lr, eps=1e-5))
-        shifted = batch | {"logprobs": batch["logprobs"] + shift}
-        records = ppo_rlhf.ppo_update(accelerator, prepared, optimizer, shifted, epochs[:count], args)
-        metrics.append(ppo_rlhf.reduce_means(accelerator, records))
-    assert metrics[0]["first_ratio_error"] == metrics[0]["ppo/policy/approxkl"] == 0
-    assert metrics[0]["ppo/val/ratio"] == metrics[0]["ratio_squared"] == 1
-    assert metrics[1]["first_ratio_error"] > 5e-3  # it measures something
-    assert metrics[2]["first_ratio_error"] == 0 < metrics[2]["ppo/policy/approxkl"]  # later ratios are not 1
-
-
 def test_reduce_means_weights_each_record_by_its_count() -> None:
     # a: (2 + 9) / (1 + 4) = 2.2; b stands in one record only: 6 / 3 = 2
     one = {"a": (torch.tensor(2.0), torch.tensor(1)), "b": (torch.tensor(6.0), torch.tensor(3))}
     records = [one, {"a": (torch.tensor(9.0), torch.tensor(4))}]
-    means = ppo_rlhf.reduce_means(make_accelerator(make_args()), records)
+    means = ppo_rlhf.reduce_means(Accelerator(cpu=True), records)
     assert means == pytest.approx({"a": 2.2, "b": 2.0})

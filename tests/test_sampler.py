@@ -1,16 +1,21 @@
 """Sampling and rollouts: the exact distribution, the key-value cache against full forward passes, random numbers."""
 
 import itertools
+import math
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from scipy.stats import chisquare
-from tiny_models import CONFIGS, full_logits, make_actor, make_queries, random_rows
+from tiny_models import CONFIGS, EOS, forward, full_logits, load, make_actor, make_queries, random_rows, save_model
 from torch import Tensor
 
 import ppo_rlhf
+import rloo_rlhf
 
 TEMPERATURE = 0.7
 LARGEST = 1 - 2.0**-24  # of the fp32 numbers that a generator draws from [0, 1)
@@ -77,13 +82,43 @@ def test_a_rollout_holds_what_its_responses_give_in_the_order_of_the_queries(mas
     assert torch.equal(batch["kept"].view(-1, 8), kept) and torch.equal(batch["found"], found)
     assert 0 < stays.float().mean() < 1 and 0 < found.float().mean()
     assert batch["truncated"] == [row[mask].tolist() for row, mask in zip(responses, stays, strict=True)]
-    for i, (row, mask) in enumerate(zip(responses, kept, strict=True)):
-        for name, model in (("logprobs", policy), ("ref_logprobs", ref)):
-            text = contexts[i // k] + row[mask].tolist()
-            expected = (full_logits(model.lm, [text])[0] / TEMPERATURE).log_softmax(-1)[-mask.sum() - 1 : -1]
-            expected = expected.gather(1, row[mask].unsqueeze(1)).squeeze(1)
-            assert (batch[name].view(-1, 8)[i][mask] - expected).abs().max() < 2e-5
+    for name, model in (("logprobs", policy), ("ref_logprobs", ref)):
+        off = forward(model, batch, TEMPERATURE)[0] - batch[name]
+        assert (off * batch["kept"]).abs().max() < 2e-5 and (batch["logprobs"] - batch["ref_logprobs"]).std() > 0.1
     assert batch["values"].shape == batch["logprobs"].shape and batch["values"].std() > 0.01
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
+def test_first_ratio_is_exactly_one(
+    script: Any, dtype: str, num_minibatches: int, mask_truncated: bool, tmp_path: Path
+):
+    """All ratios of the first epoch are, where no step moves the weights, since its passes are those of the rollout."""
+    script.fast_math(torch.device("cpu"), dtype)
+    model, k = (script.ActorCritic, 1) if script is ppo_rlhf else (script.Actor, 4)
+    save_model(tmp_path, "gpt2")
+    policy, full = (model(load(tmp_path, dtype=x)) for x in (dtype, "fp32"))
+    args = script.Args(truncate_after=1, mask_truncated=mask_truncated, micro_batch_size=3 * k)
+    contexts, u = random_rows((1, 9, 4, 6, 2, 7, 5, 3), seed=1), script.uniforms(1, 1, 8 * k, 12)
+    epochs = torch.tensor([5, 0, 3, 1, 7, 2, 6, 4]).view(1, num_minibatches, -1)
+    batch = script.rollout(policy, policy, make_queries(contexts), u, epochs[0], EOS, args)
+    assert torch.equal(batch["logprobs"], batch["ref_logprobs"]) and batch["kept"].all() != mask_truncated
+    batch |= {"rewards": torch.randn(batch["kept"].shape), "advantages": torch.randn(8, k)}
+    for shift in (0.0, 0.01):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=math.ceil(8 / num_minibatches / 3))
+        prepared, optimizer = accelerator.prepare(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
+        given = accelerator, prepared, optimizer, batch | {"logprobs": batch["logprobs"] - shift}, epochs, args
+        records = script.ppo_update(*given) if script is ppo_rlhf else script.rloo_update(*given)
+        metrics = script.reduce_means(accelerator, records)
+        if shift:
+            assert metrics["first_ratio_error"] > 5e-3  # it measures something
+        else:
+            assert metrics["first_ratio_error"] == metrics["ppo/policy/approxkl"] == metrics["ppo/policy/clipfrac"] == 0
+            assert metrics["ppo/val/ratio"] == metrics["ratio_squared"] == 1
+    off = ((forward(full, batch, args.temperature)[0] - batch["logprobs"]) * batch["kept"]).abs().max()
+    assert off > 1e-3 if dtype == "bf16" else off < 2e-5  # bf16 it was
 
 
 @pytest.mark.parametrize("value", [0.0, LARGEST])
@@ -100,11 +135,9 @@ def test_extreme_uniforms_draw_no_token_of_probability_zero(value: float) -> Non
 
 
 def test_uniform_numbers_depend_on_seed_and_update_and_are_uniform() -> None:
-    draws = {(seed, update): ppo_rlhf.uniforms(seed, update, 64, 50) for seed in (1, 2) for update in (0, 1, 2)}
-    for (key, x), (other, y) in itertools.combinations(draws.items(), 2):
-        assert (x == y).float().mean() < 0.01, (key, other)
-    for (seed, update), x in draws.items():
-        assert torch.equal(x, ppo_rlhf.uniforms(seed, update, 64, 50))
-        assert x.dtype == torch.float32 and x.min() >= 0 and x.max() < 1
+    draws = {(seed, update): ppo_rlhf.uniforms(seed, update, 64, 50) for seed in (1, 2) for update in (0, 1)}
+    assert all((x == y).float().mean() < 0.01 for x, y in itertools.combinations(draws.values(), 2))
+    for key, x in draws.items():
+        assert torch.equal(x, ppo_rlhf.uniforms(*key, 64, 50))
+        assert x.dtype == torch.float32 and x.min() >= 0 and x.max() < 1 and len(x.unique()) > 0.99 * x.numel()
         assert chisquare(np.histogram(x.numpy(), bins=20, range=(0, 1))[0]).pvalue > 1e-3
-        assert len(x.unique()) > 0.99 * x.numel()  # rows differ too

@@ -108,6 +108,12 @@ def make_batch(contexts: list[list[int]], responses: Any, kept: Tensor | None = 
     return {"trees": trees, "responses": tokens, "kept": kept}
 
 
+def forward(policy: Any, batch: dict[str, Any], temperature: float = 0.7) -> tuple[Tensor, ...]:
+    """forward_response of all rows, without gradients."""
+    with torch.no_grad():
+        return ppo_rlhf.forward_response(policy, batch, torch.arange(len(batch["trees"])), temperature)
+
+
 def random_rows(lengths: Sequence[int], seed: int, vocabulary: int = VOCABULARY) -> list[list[int]]:
     """Rows of random tokens, eos among them, of the given lengths."""
     generator = torch.Generator().manual_seed(seed)
