@@ -1,18 +1,21 @@
 """Tiny runs of the scripts in processes that a test can kill, forked from one that has imported the libraries.
 
-A run then takes about two seconds. Every process imports this module, so at the top it imports no library.
+A run then takes about a second. Every process imports this module, so at the top it imports no library.
 """
 
-import errno
-import importlib
+import atexit
+import functools
 import io
 import json
 import multiprocessing
 import os
 import random
 import runpy
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,9 @@ from typing import Any
 from conftest import ROOT
 
 PPO, RLOO, REWARD = SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
+MODEL = {PPO: "policy", RLOO: "policy", REWARD: "reward_model"}
 FORKS = multiprocessing.get_context("forkserver")
-LIBRARIES = ["accelerate", "datasets", "matplotlib.figure", "matplotlib.backends.backend_agg", "rich.console", "tyro"]
-LIBRARIES += ["torch.distributed.checkpoint.state_dict", "torch._inductor.cudagraph_trees", "wandb", "pandas", "tqdm"]
-LIBRARIES += ["transformers.models.gpt2.modeling_gpt2", "transformers.models.gpt2.tokenization_gpt2", "rich.table"]
-LIBRARIES += ["transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"]
-LIBRARIES += ["datasets.packaged_modules.json.json", "torch.nn.parallel"]
-FORKS.set_forkserver_preload(LIBRARIES)
+FORKS.set_forkserver_preload(["fork_warm"])
 Change = tuple[Callable[..., None], Any]
 COMMON = "--query_dataset queries.jsonl --response_length 5 --query_length 6 --start_text none --end_text none "
 COMMON += "--output_dir out --checkpoint_every 1 --base_model model --batch_size 4 --micro_batch_size 2"
@@ -62,16 +61,20 @@ def run_here(script: str, words: Sequence[str], folder: Path, name: str, changes
     for stream, ending in ((1, "out"), (2, "err")):
         handle = os.open(f"{folder}-{name}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, stream)
-    sys.stdout, sys.stderr = (io.TextIOWrapper(os.fdopen(i, "wb"), line_buffering=True) for i in (1, 2))
+    how = {"encoding": env.get("PYTHONIOENCODING"), "line_buffering": True}
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb"), **how)
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb"), errors="backslashreplace", **how)
     for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         os.environ.pop(key, None)
-    os.environ |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | env
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | env
     os.chdir(folder)
     sys.argv, sys.dont_write_bytecode = [str(ROOT / script), *words], True
     sys.path.insert(0, str(ROOT))
     import datasets
 
     datasets.config.HF_DATASETS_CACHE = Path(f"{folder}-cache")
+    if "ACCELERATE_USE_FSDP" in env:
+        shard_on_cpus()
     for change, *values in changes:
         change(*values)
     runpy.run_path(str(ROOT / script), run_name="__main__")
@@ -87,7 +90,8 @@ def begin(script: str, words: Sequence[str], folder: Path, *changes: Change, nam
 def end(process: Any, folder: Path, name: str = "run") -> tuple[int, str, str]:
     """Exit status (or minus the signal), stdout, stderr."""
     process.join(120)
-    assert process.exitcode is not None, "still running"
+    if process.exitcode is None:
+        process.kill()
     files = [Path(f"{folder}-{name}.{ending}") for ending in ("out", "err")]
     return process.exitcode, *(file.read_text() if file.exists() else "" for file in files)
 
@@ -100,7 +104,9 @@ def run_two(
     script: str, words: Sequence[str], folder: Path, *changes: Change, **env: str
 ) -> list[tuple[int, str, str]]:
     """The same by two processes of one group, as a launcher starts them; the changes are made in the first one."""
-    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randrange(20_000, 60_000))}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     names = ("rank0", "rank1")
     processes = [
         begin(script, words, folder, *([] if i else changes), name=name, RANK=str(i), LOCAL_RANK=str(i), **env)
@@ -109,18 +115,49 @@ def run_two(
     return [end(process, folder, name) for process, name in zip(processes, names, strict=True)]
 
 
+def run_on(world: int, *values: Any, **env: str) -> tuple[int, str, str]:
+    """The first process of one or two, of which all have ended with its status unless it was killed."""
+    first, *others = [run(*values, **env)] if world == 1 else run_two(*values, **env)
+    assert first[0] < 0 or all(other[0] == first[0] for other in others), [first, *others]
+    return first
+
+
+def copy(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to / "folder"))
+
+
+@functools.cache
+def kit() -> Path:
+    """The folder of `fill`, made once."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return fill(folder / "kit")
+
+
+@functools.cache
+def plain(script: str, world: int) -> Path:
+    """A folder in which the script has run and nothing stopped it, on one process or two; `log` lists what it wrote."""
+    folder = copy(kit(), kit().with_name(f"{script}-{world}"))
+    code, _, errors = run_on(world, script, WORDS[script], folder, (strike, "", 0, 0, f"{folder}/log"))
+    assert code == 0, errors
+    return folder
+
+
 # Changes to a run
 
 
 def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | None = None) -> None:
     """A signal before the `count`-th operation on the run's files that has `pattern` in its line: "open out/args.tmp".
 
-    The files of a checkpoint are written in two halves, so that "half of save_file" is the moment between them. With
-    `log` all lines are written to that file.
+    Weights and optimizer states are written in two halves, so that "half of out/policy" is the moment between them, and
+    "sync" is that before os.sync. With `log` all lines are written to that file.
     """
+    import accelerate.utils.other
     import safetensors.torch
+    import torch
+    import transformers.modeling_utils
 
-    seen, folder, save_file, fsync = 0, os.path.realpath("out"), safetensors.torch.save_file, os.fsync
+    seen, folder, sync = 0, os.path.realpath("out"), os.sync
 
     def note(what: str, path: Any) -> None:
         nonlocal seen
@@ -141,20 +178,25 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | No
             if not is_read and os.path.abspath(path).startswith(folder):
                 note(event, path)
 
-    def save_in_two(tensors: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-        note("save_file", path)
-        save_file(tensors, path, *args, **kwargs)
-        whole = Path(path).read_bytes()
-        os.truncate(path, len(whole) // 2)
-        note("half of save_file", path)
-        with open(os.open(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
-            file.write(whole[len(whole) // 2 :])
+    def in_two(save: Callable[..., None]) -> Callable[..., None]:
+        def changed(tensors: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+            note("save", path)
+            save(tensors, path, *args, **kwargs)
+            whole = Path(path).read_bytes()
+            os.truncate(path, len(whole) // 2)
+            note("half of", path)
+            Path(path).write_bytes(whole)
 
-    def noted_fsync(handle: int) -> None:
-        note("fsync", os.readlink(f"/proc/self/fd/{handle}"))
-        fsync(handle)
+        return changed
 
-    safetensors.torch.save_file, os.fsync = save_in_two, noted_fsync
+    for module, name in (
+        (accelerate.utils.other, "safe_save_file"),
+        (transformers.modeling_utils, "safe_save_file"),
+        (safetensors.torch, "save_file"),
+        (torch, "save"),
+    ):
+        setattr(module, name, in_two(getattr(module, name)))
+    os.sync = lambda: (note("sync", "out"), sync())
     sys.addaudithook(watch)
 
 
@@ -195,6 +237,20 @@ def sample_anything() -> None:
     torch.searchsorted = searchsorted
 
 
+def log_steps(log: str) -> None:
+    """Every step of the optimizer is a letter in that file."""
+    from tf_adam import AdamTF
+
+    step = AdamTF.step
+
+    def noted(self: Any, *args: Any) -> Any:
+        with open(log, "a") as file:
+            file.write("s")
+        return step(self, *args)
+
+    AdamTF.step = noted
+
+
 def log_unpickling(log: str) -> None:
     """Every name that a pickle looks up is written to that file: to be safe there must be none."""
 
@@ -206,57 +262,40 @@ def log_unpickling(log: str) -> None:
     sys.addaudithook(watch)
 
 
-def log_writing(log: str) -> None:
-    """Every file or folder that is opened for writing, made or renamed is written to that file."""
+def log_shares(log: str) -> None:
+    """The part of the trained model's weights that this process holds is written to that file."""
+    import accelerate
 
-    def watch(event: str, values: tuple[Any, ...]) -> None:
-        is_write = event == "open" and isinstance(values[2], int) and values[2] & (os.O_WRONLY | os.O_RDWR)
-        path = values[1] if event == "os.rename" else values[0] if values else None
-        if (is_write or event in ("os.mkdir", "os.rename")) and isinstance(path, str | os.PathLike) and path != log:
-            with open(log, "a") as file:
-                file.write(f"{os.path.abspath(path)}\n")
+    prepare = accelerate.Accelerator.prepare
 
-    sys.addaudithook(watch)
+    def noted(self: Any, *args: Any) -> Any:
+        made = prepare(self, *args)
+        weights = list(made[0].parameters())
+        here = sum(x.to_local().numel() if hasattr(x, "to_local") else x.numel() for x in weights)
+        Path(log).write_text(str(here / sum(x.numel() for x in weights)))
+        return made
 
-
-def import_script(script: str) -> Any:
-    return importlib.import_module(script[:-3])
-
-
-def name_host(name: str) -> None:
-    import platform
-    import socket
-
-    socket.gethostname = platform.node = lambda: name
+    accelerate.Accelerator.prepare = noted
 
 
-def lose_hub() -> None:
-    """The machine is not told that it is offline, it just reaches nobody; and nobody waits before the next attempt."""
-    import socket
-    import time
-
-    import datasets
-    import huggingface_hub.constants
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = False
-    socket.getaddrinfo, time.sleep = refuse, lambda seconds: None
+def close_stdout() -> None:
+    """Nobody reads what is printed, as in `python script | true`."""
+    read, write = os.pipe()
+    sys.stdout = io.TextIOWrapper(os.fdopen(write, "wb"), line_buffering=True)
+    os.close(read)
 
 
-def fill_disk(pattern: str, count: int) -> None:
-    """There is no space left for the `count`-th operation with `pattern`, see strike, and any after it."""
+def shard_on_cpus() -> None:
+    """accelerate takes FSDP on GPUs only; here it takes it on CPUs too."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
 
-    def fail(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    init = AcceleratorState.__init__
 
-    signal.signal(signal.SIGUSR1, fail)
-    strike(pattern, count, signal.SIGUSR1)
+    def changed(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = self.distributed_type
 
-
-def limit_files(size: int) -> None:
-    """No file may be larger than this."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    AcceleratorState.__init__ = changed

@@ -16,11 +16,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-PPO, REWARD = "ppo_rlhf.py", "train_reward.py"
 # `accelerate launch --cpu` starts one process only, whatever --num_processes says: two on a CPU are launched as on GPUs
 LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
 LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 
 
@@ -52,14 +50,6 @@ def start(words: Sequence[str], folder: Path, **env: str) -> subprocess.Popen:
     given |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": f"{folder}-cache"} | env
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, *words], cwd=folder, env=given, text=True, encoding="utf-8", **pipes)
-
-
-def finish(*processes: subprocess.Popen) -> list[str]:
-    """What each of them printed; all must have ended well."""
-    outputs = [process.communicate(timeout=300) for process in processes]
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors
-    return [printed for printed, _ in outputs]
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
