@@ -38,9 +38,10 @@ UPDATES = 4
 
 def fill(folder: Path) -> Path:
     """A random model of 50 words, a reward model, queries and labels, under the names that WORDS has."""
+    import torch
     from tiny_models import VOCABULARY, save_classifier, save_model
 
-    rng = random.Random(0)
+    rng, _ = random.Random(0), torch.manual_seed(0)
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(1, VOCABULARY) for _ in range(count)]
@@ -225,16 +226,6 @@ def nan_at(function: Callable[..., Any], call: int) -> Callable[..., Any]:
         return function(*args, **kwargs) * (float("nan") if calls[0] == call else 1)
 
     return changed
-
-
-def sample_anything() -> None:
-    """The sampler takes tokens by their number, not by their probability."""
-    import torch
-
-    def searchsorted(cdf: Any, u: Any, **kwargs: Any) -> Any:
-        return (u / cdf[:, -1:] * cdf.shape[1]).long()
-
-    torch.searchsorted = searchsorted
 
 
 def log_steps(log: str) -> None:

@@ -34,7 +34,7 @@ REFUSED = {
     "falcon with alibi": transformers.FalconConfig(**SMALL, alibi=True),
     "mpt": transformers.MptConfig(**COMMON, d_model=32, n_heads=4, n_layers=2, max_seq_len=64),
     "mamba": transformers.MambaConfig(**COMMON, hidden_size=32, num_hidden_layers=2, state_size=4),
-    "gemma2": transformers.Gemma2Config(**GEMMA),
+    "gemma2": transformers.Gemma2Config(**GEMMA | {"initializer_range": 0.005}),  # small logits, hardly capped
     "cohere": transformers.CohereConfig(**LLAMA, logit_scale=0.1),
     "mistral with a short window": transformers.MistralConfig(**LLAMA, sliding_window=8),
     "gemma3 with a short window": transformers.Gemma3TextConfig(**GEMMA, sliding_window=8),
@@ -66,9 +66,7 @@ def plain(lm: Any, batch: dict[str, Any], head: Any = None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_rollouts_are_those_of_plain_passes_and_every_tensor_is_trained(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollouts_equal_plain_passes_and_every_tensor_is_trained(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     start = AutoModelForCausalLM.from_pretrained(save(tmp_path / "model", RIGHT[name]))
     rows = random_rows((1, 9, 4, 2, 6, 7, 3, 8), seed=1)
     (tmp_path / "queries.jsonl").write_text(to_lines(*({"query": row} for row in rows)))

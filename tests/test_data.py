@@ -94,9 +94,7 @@ LONG += [(None, "w10", [[8, 9, 10]])]  # the original's
 
 
 @pytest.mark.parametrize(("how", "end", "expected"), LONG)
-def test_long_texts_are_dropped_or_cut_at_the_same_end_by_all_scripts(
-    how: str | None, end: str | None, expected: list[list[int]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_texts_are_dropped_or_cut_alike_by_all_scripts(how: Any, end: Any, expected: Any, caplog: Any) -> None:
     short, asked = [5, int(end[1:]) if end else 6], {"query_length": 4, "long_queries": how}
     rows = [{"text": words(*row)} for row in (short, short, range(8, 15))]
     assert read_queries(rows, end_text=end, **asked) == [short, short, *expected]
@@ -201,9 +199,7 @@ def test_labels_with_gaps_are_refused_in_a_line() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_policy_and_labels_show_the_reward_model_the_same_ends_and_plain_transformers_reads_them(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_policy_and_labels_end_alike_where_plain_transformers_reads_a_reward(name: str, monkeypatch: Any) -> None:
     """With `eos`: whole runs, the second with the reward model that the first has made."""
     pairs = [PAIR | {"chosen": words(7, 8 + i), "rejected": words(*[9] * (i % 9 + 1))} for i in range(16)]
     common = {"truncate_token": "eos", "query_dataset": [{"text": "w5 w6"}] * 40, "base_model": name, "lr": 1e-3}
@@ -222,7 +218,6 @@ def test_policy_and_labels_show_the_reward_model_the_same_ends_and_plain_transfo
     (queries, responses), scores = scored[1]
     for short in ([row for row in rows if len(row) < 6] for rows in (trained, responses)):
         assert short and all(row.index(EOS) == len(row) - 1 for row in short)
-
     tokenizer = AutoTokenizer.from_pretrained("reward/reward_model", padding_side="right")
     plain = AutoModelForSequenceClassification.from_pretrained("reward/reward_model")
     rows = [query["input_ids"] + row for query, row in zip(queries, responses, strict=True)]

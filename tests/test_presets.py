@@ -74,9 +74,6 @@ def test_every_command_line_runs_offline(task: str, tmp_path: Path, monkeypatch:
         (folder,) = tmp_path.glob(f"runs/{script[:-3]}-{task}-*")
         assert len(read_lines(folder / "metrics.jsonl")) == 1
         assert (folder / ("reward_model" if script == "train_reward.py" else "policy") / "config.json").exists()
-        args = json.loads((folder / "args.json").read_text())["args"]
-        own = "cleanrl/" if (script, task) == ("rloo_rlhf.py", "tldr") else f"runs/train_reward-{task}-"
-        assert own in args.get("reward_model", own)
     assert "left out" not in caplog.text  # no query, no label
 
 

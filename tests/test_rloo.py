@@ -80,19 +80,6 @@ def test_a_ratio_beyond_the_clip_range_has_no_gradient_when_it_would_move_furthe
     assert loss.item() == pytest.approx(0.0 if token_level else -1.2 + math.exp(0.25), abs=1e-5)
 
 
-def test_a_shared_query_gives_the_gradients_of_separate_rows() -> None:
-    """[query | r1 .. rK] with a block mask equals K rows [query | rk], in forward and backward pass."""
-    shared, actor = ragged_batch(4, 3), tiny_actor()
-    contexts, kept = [tree[0] for tree in shared["trees"] for _ in tree[1:]], shared["kept"].flatten(0, 1)
-    separate = tiny.make_batch(contexts, shared["responses"].flatten(0, 1), kept)
-    both = [rloo_rlhf.forward_response(actor, x, torch.arange(len(x["trees"])), 0.7) for x in (shared, separate)]
-    for ours, expected in zip(*both, strict=True):
-        assert torch.allclose(ours.view(12, 5)[kept], expected[kept], atol=1e-5)
-    weights = torch.randn(12, 5) * kept
-    one, other = (gradients((logprobs.view(12, 5) * weights).sum(), actor) for logprobs, _ in both)
-    assert other.abs().max() > 0.1 and (one - other).abs().max() < 2e-5
-
-
 def test_one_sample_per_query_is_refused() -> None:
     with pytest.raises(ValueError, match="--rloo_k 1"):
         rloo_rlhf.main("tiny", rloo_rlhf.Args(rloo_k=1))

@@ -1,9 +1,7 @@
 """Sampling and rollouts: the exact distribution, the key-value cache against full forward passes, random numbers."""
 
-import itertools
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,28 +64,6 @@ def test_cached_sampling_draws_what_full_forward_passes_give(name: str, attentio
     assert not torch.equal(replay(policy, asked[::-1], responses, u), responses)  # contexts matter
 
 
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("mask_truncated", [False, True])
-def test_a_rollout_holds_what_its_responses_give_in_the_order_of_the_queries(mask_truncated: bool, k: int) -> None:
-    policy, ref = (make_actor("gpt2", vocab_size=7, initializer_range=x, tie_word_embeddings=False) for x in (0.2, 0.1))
-    args = SimpleNamespace(temperature=TEMPERATURE, truncate_after=1, mask_truncated=mask_truncated, micro_batch_size=k)
-    contexts, u = random_rows((1, 3, 6, 2, 9, 4), 4, 7), ppo_rlhf.uniforms(7, 1, 6 * k, 8)
-    minibatches = torch.tensor([[4, 0, 2], [1, 5, 3]])
-    batch = ppo_rlhf.rollout(policy, ref, make_queries(contexts), u, minibatches, 3, args)
-    responses = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
-    assert batch["responses"].shape == ((6, 8) if k == 1 else (6, k, 8))
-    assert torch.equal(batch["responses"].view(-1, 8), responses)
-    stays, found = ppo_rlhf.truncate(responses, 3, 1)
-    kept = stays if mask_truncated else torch.ones_like(stays)
-    assert torch.equal(batch["kept"].view(-1, 8), kept) and torch.equal(batch["found"], found)
-    assert 0 < stays.float().mean() < 1 and 0 < found.float().mean()
-    assert batch["truncated"] == [row[mask].tolist() for row, mask in zip(responses, stays, strict=True)]
-    for name, model in (("logprobs", policy), ("ref_logprobs", ref)):
-        off = forward(model, batch, TEMPERATURE)[0] - batch[name]
-        assert (off * batch["kept"]).abs().max() < 2e-5 and (batch["logprobs"] - batch["ref_logprobs"]).std() > 0.1
-    assert batch["values"].shape == batch["logprobs"].shape and batch["values"].std() > 0.01
-
-
 @pytest.mark.parametrize("mask_truncated", [False, True])
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -132,12 +108,3 @@ def test_extreme_uniforms_draw_no_token_of_probability_zero(value: float) -> Non
     assert probabilities.cumsum(-1)[..., -1].min() < LARGEST
     assert (probabilities.gather(2, responses.unsqueeze(2)) > 0).all()
     assert ppo_rlhf.sample(policy, contexts, torch.ones(64, 2), TEMPERATURE).max() < 50  # never outside the vocabulary
-
-
-def test_uniform_numbers_depend_on_seed_and_update_and_are_uniform() -> None:
-    draws = {(seed, update): ppo_rlhf.uniforms(seed, update, 64, 50) for seed in (1, 2) for update in (0, 1)}
-    assert all((x == y).float().mean() < 0.01 for x, y in itertools.combinations(draws.values(), 2))
-    for key, x in draws.items():
-        assert torch.equal(x, ppo_rlhf.uniforms(*key, 64, 50))
-        assert x.dtype == torch.float32 and x.min() >= 0 and x.max() < 1 and len(x.unique()) > 0.99 * x.numel()
-        assert chisquare(np.histogram(x.numpy(), bins=20, range=(0, 1))[0]).pvalue > 1e-3
