@@ -4,6 +4,7 @@ A run then takes about a second. Every process imports this module, so at the to
 """
 
 import atexit
+import contextlib
 import functools
 import io
 import json
@@ -84,17 +85,19 @@ def run_here(script: str, words: Sequence[str], folder: Path, name: str, changes
 def begin(script: str, words: Sequence[str], folder: Path, *changes: Change, name: str = "run", **env: str) -> Any:
     """Start `python script words` in `folder` with changes: functions of this module, each with its values."""
     process = FORKS.Process(target=run_here, args=(script, words, folder, name, changes, env))
-    process.start()
+    with contextlib.chdir(Path(__file__).parent):  # where the server, which the first process starts, finds fork_warm
+        process.start()
     return process
 
 
 def end(process: Any, folder: Path, name: str = "run") -> tuple[int, str, str]:
-    """Exit status (or minus the signal), stdout, stderr."""
+    """Exit status (minus the signal; 124 after two minutes), stdout, stderr."""
     process.join(120)
-    if process.exitcode is None:
+    if hangs := process.exitcode is None:
         process.kill()
+        process.join()
     files = [Path(f"{folder}-{name}.{ending}") for ending in ("out", "err")]
-    return process.exitcode, *(file.read_text() if file.exists() else "" for file in files)
+    return 124 if hangs else process.exitcode, *(file.read_text() if file.exists() else "" for file in files)
 
 
 def run(script: str, words: Sequence[str], folder: Path, *changes: Change, **env: str) -> tuple[int, str, str]:
@@ -117,9 +120,9 @@ def run_two(
 
 
 def run_on(world: int, *values: Any, **env: str) -> tuple[int, str, str]:
-    """The first process of one or two, of which all have ended with its status unless it was killed."""
+    """The first process of one or two, which have ended together: with one status, unless the first was killed."""
     first, *others = [run(*values, **env)] if world == 1 else run_two(*values, **env)
-    assert first[0] < 0 or all(other[0] == first[0] for other in others), [first, *others]
+    assert all(other[0] == first[0] or first[0] < 0 and other[0] != 124 for other in others), [first, *others]
     return first
 
 

@@ -2,7 +2,7 @@
 
 import gc
 
-import accelerate  # noqa: F401
+import fork_tools  # noqa: F401
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch.distributed.checkpoint.state_dict  # noqa: F401
