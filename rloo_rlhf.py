@@ -7,9 +7,7 @@ one action, its KL penalty is part of its reward, and there is no value function
     python rloo_rlhf.py                                             # embedded default, two CPU cores
     python rloo_rlhf.py sentiment --dtype bf16 --track              # OpenAI's sentiment task on one GPU
     accelerate launch --num_processes 8 rloo_rlhf.py sentiment      # the same on eight: batch sizes are global
-
-Read on for: settings, main, the algorithm, rollout, forward passes, models and data, the run's folder.
-Shapes: B sequences (K per query, next to each other), R response tokens, V vocabulary, d hidden size.
+Shapes: B sequences (K per query, next to each other; K = 1 in PPO), R response tokens, V vocabulary, d hidden size.
 """
 
 import signal
@@ -18,11 +16,13 @@ if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, end
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import fcntl
 import importlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -30,17 +30,14 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
 import numpy as np
-import pandas as pd
 import torch
 import tyro
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import hf_hub_download
 from safetensors.torch import save_file
@@ -50,11 +47,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.cache_utils import DynamicCache
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from tf_adam import AdamTF
+from tf_adam import make_optimizer
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # a metric's name -> its sum and count
-CHECKPOINTS = "checkpoints/" + 7 * "[0-9]"
-logger = get_logger(__name__)
 
 
 @dataclasses.dataclass
@@ -73,10 +68,12 @@ class Args:
     reward_model: str | None = None  # Classifier with one label: folder or hub id (None: the preset's newest in runs/)
     reward_fn: str | None = None  # Instead of it `module:function` of (queries, responses, any columns) -> floats
     dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast with fp32 master weights, fp32 logits and values
+    lora_rank: int = 0  # Train only LoRA adapters of this rank on frozen weights, which bf16 holds in bf16 (0: all)
+    lora_alpha: float = 16.0  # They are scaled by this over the rank
+    unfrozen_layers: int = 0  # Train only so many upper layers; the reference shares the others (0: all)
     # the task
     query_dataset: str = "tiny/queries"  # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config]
     token_ids_of: str | None = None  # The model whose token ids stand in columns of them (None: --base_model)
-    label_pad: int = 50259  # Token id that pads rows of token ids
     query_length: int = 32  # Longest query, in tokens
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None  # None: drop, or with --end_text keep_start
     query_prefix: str = ""  # Text before every query that the policy reads (the reward model does not)
@@ -85,8 +82,9 @@ class Args:
     end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: it is not)
     response_length: int = 24  # Tokens sampled per response
     temperature: float = 0.7  # Divides the logits for sampling, log-probabilities and entropies
+    top_p: float = 1.0  # Sample among the likeliest tokens of this probability; ratios and KL stay those of all
     truncate_token: str | None = "."  # A response ends with this token; `eos`: the tokenizer's; None: it never ends
-    truncate_after: int = 16  # A truncate token counts from this index on
+    truncate_after: int = 16  # A truncate token counts from this index on (1: an empty response does not end)
     penalty_reward_value: float = -1.0  # Penalty for a response without a truncate token
     penalty_mode: Literal["replace", "add"] = "replace"  # The penalty replaces the score (original) or is added to it
     mask_truncated: bool = False  # What follows the truncate token is left out of KL and loss (original: stays in)
@@ -96,9 +94,22 @@ class Args:
     micro_batch_size: int = 128  # Rows per forward and backward pass on one device; gradients accumulate
     num_minibatches: int = 1  # Optimizer steps per epoch
     num_epochs: int = 4  # Passes over the batch in each update
-    lr: float = 2e-4  # Learning rate of the first update; it decays linearly to 0
+    lr: float = 2e-4  # Learning rate, see the schedule
+    lr_schedule: Literal["linear", "constant"] = "linear"  # It decays to 0, or stays
+    lr_warmup: int = 0  # Updates n in which it rises: the first has lr / (n + 1)
     adam: Literal["tf", "torch"] = "tf"  # Adam as TensorFlow computes it (original), or torch.optim.Adam
     adam_eps: float = 1e-5  # Adam's epsilon
+    adam_betas: tuple[float, float] = (0.9, 0.999)  # Decay rates of Adam's averages of gradients and of their squares
+    weight_decay: float = 0.0  # Of matrices, decoupled as in AdamW
+    max_grad_norm: float | None = None  # Gradients of a larger norm are scaled down to it
+    target_kl: float | None = None  # No more optimizer steps on a batch after one whose approxkl is above this
+    ema: float = 0.0  # Decay per update of an average of the policy's weights, saved as policy_ema/ (0: none)
+    ptx_coef: float = 0.0  # Weight of the loss per token of pretraining texts in every step (PPO-ptx)
+    ptx_dataset: str | None = None  # Those texts: see --query_dataset
+    eval_every: int = 0  # Updates between evaluations on the way (0: none)
+    score_norm: Literal["none", "scale", "whiten"] = "none"  # Divide scores by their deviation; subtract their mean too
+    score_clip: float | None = None  # Then clip them to +- this
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"  # What is paid for, see kl_penalty
     kl_coef: float = 0.15  # Coefficient of the KL penalty at the start
     kl_target: float | None = 6.0  # KL, in nats per response, that the coefficient adapts to (None: it stays fixed)
     kl_horizon: float = 2_000.0  # Horizon of that adaptation, in episodes
@@ -113,20 +124,11 @@ HUB = {"base_model": "gpt2", "token_ids_of": "gpt2", "start_text": None, "end_te
 BOOK = HUB | {"query_length": 64, "batch_size": 512, "micro_batch_size": 64, "lr": 1e-5, "kl_horizon": 1e4}
 POST = HUB | {"query_length": 500, "batch_size": 32, "micro_batch_size": 4, "lr": 2e-6, "kl_target": None}
 POST |= {"query_suffix": "\n\nTL;DR:", "response_length": 75, "truncate_token": "\n", "truncate_after": 55}
-POST |= {"long_queries": "keep_start"}
-NEWS = {"query_prefix": "Article:\n\n", "temperature": 0.5}
-PYTHIA = "cleanrl/EleutherAI_pythia-1b-deduped"
-TRL = {"query_dataset": "hf://datasets/trl-lib/tldr/data/train-00000-of-00001.parquet", "query_length": 512}
-TRL |= {"start_text": None, "end_text": None, "total_episodes": 1_000_000, "batch_size": 512, "micro_batch_size": 16}
-TRL |= {"num_epochs": 2, "lr": 3e-6, "kl_target": None, "response_length": 53, "truncate_token": "eos", "rloo_k": 2}
-TRL |= {"truncate_after": 0, "mask_truncated": True, "penalty_mode": "add"}
-PRESETS = {  # OpenAI's launch.py. The label files hold the very queries that people judged; tldr is TRL's RLOO example
-    "tiny": Args(),
-    "sentiment": Args(**BOOK, query_dataset=f"{FILES}/sentiment/offline_5k.json"),
-    "descriptiveness": Args(**BOOK, query_dataset=f"{FILES}/descriptiveness/offline_5k.json"),
-    "cnndm": Args(**POST, **NEWS, query_dataset=f"{FILES}/cnndm/offline_60k.json", kl_coef=0.01),
-    "tldr": Args(**TRL, base_model=f"{PYTHIA}__sft__tldr", reward_model=f"{PYTHIA}__reward__tldr", kl_coef=0.03),
-}
+POST |= {"long_queries": "keep_start", "kl_coef": 0.03}
+NEWS = {"query_prefix": "Article:\n\n", "temperature": 0.5, "kl_coef": 0.01}
+PRESETS = {"tiny": Args()}  # OpenAI's launch.py. The label files hold the very queries that people judged
+for name, task in {"sentiment": BOOK, "descriptiveness": BOOK, "cnndm": POST | NEWS, "tldr": POST}.items():
+    PRESETS[name] = Args(**task, query_dataset=f"{FILES}/{name}/{'offline_5k' if task is BOOK else 'offline_60k'}.json")
 
 
 def main(preset: str, args: Args) -> None:
@@ -134,29 +136,35 @@ def main(preset: str, args: Args) -> None:
     accelerator = Accelerator(cpu=not torch.accelerator.is_available(), log_with="wandb" if args.track else None)
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     if args.rloo_k < 2 or args.batch_size % (world * args.num_minibatches * args.rloo_k):
-        raise ValueError(f"--batch_size {args.batch_size}: a multiple of processes x minibatches x --rloo_k would do, "
-                         f"and --rloo_k {args.rloo_k} of 2 or more")  # fmt: skip
+        raise ValueError(
+            f"--batch_size {args.batch_size}: no multiple of processes x minibatches x --rloo_k {args.rloo_k} > 1"
+        )
     episodes = args.batch_size // world  # responses on this rank, in each update
     n = episodes // args.rloo_k  # their queries
     num_updates, size = math.ceil(args.total_episodes / args.batch_size), max(1, args.micro_batch_size // args.rloo_k)
     accelerator.gradient_accumulation_steps = math.ceil(n / args.num_minibatches / size)
     tokenizer = fetch(AutoTokenizer, "base_model", args)
     end = token_id(tokenizer, args.truncate_token)
-    if end is not None and args.truncate_after >= args.response_length:
-        raise ValueError(f"--truncate_after {args.truncate_after}: less than --response_length would do")
     queries = load_queries(tokenizer, args, args.eval_queries + num_updates * args.batch_size)
     longest = max(len(query["context"]) for query in queries) + args.response_length
     eval_queries, queries = queries[: args.eval_queries], queries[args.eval_queries :]
+    whole = dataclasses.replace(args, start_text=None, end_text=None, query_length=longest, long_queries="keep_start")
+    texts = load_queries(tokenizer, whole, num_updates * args.batch_size, "ptx_dataset") if args.ptx_coef else []
     reward = load_reward(args, preset, tokenizer, longest, device)
-    lm, ref_lm = (load(AutoModelForCausalLM, "base_model", args, tokenizer, longest, device) for _ in range(2))
+    lm = freeze(load("base_model", args, tokenizer, longest, device), args)
+    ref_lm = copy.deepcopy(lm, {id(p): p for p in lm.parameters() if not p.requires_grad})  # shares what is not trained
     policy, ref = Actor(lm), Actor(ref_lm.requires_grad_(False))
     fast_math(device, args.dtype)
-    optimizer = {"tf": AdamTF, "torch": torch.optim.Adam}[args.adam](policy.parameters(), lr=args.lr, eps=args.adam_eps)
-    policy, optimizer = accelerator.prepare(policy, optimizer)
+    policy, optimizer = accelerator.prepare(policy, make_optimizer(policy, args))
     actor = accelerator.unwrap_model(policy)  # the same module, for forward passes without gradients
+    trained = {name: p for name, p in actor.named_parameters() if p.requires_grad and args.ema}
+    average = nn.ParameterList([p.detach().clone() for p in trained.values()]).requires_grad_(False)
+    if args.ema:
+        accelerator.prepare_model(average, evaluation_mode=True)  # so that checkpoints hold it
     before = evaluate(ref, ref, reward, eval_queries, end, tokenizer, args)
     folder, state = open_run(accelerator, args, preset, {"update": 0, "kl_coef": args.kl_coef})
-    first, kl_coef, signals = state["update"], state["kl_coef"], []
+    first, kl_coef, signals, one = state["update"], state["kl_coef"], [], torch.ones((), device=device)
+    score_clip = args.score_clip or math.inf
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append(number))
     shuffle = np.random.RandomState(args.seed + 100_003 * rank)
@@ -165,42 +173,50 @@ def main(preset: str, args: Args) -> None:
 
     for update in (bar := tqdm(range(first, num_updates), initial=first, total=num_updates, disable=rank > 0)):
         # 1. rollout: responses to the queries, and what policy and reference think of their tokens
-        asked = [queries[((update * world + rank) * n + i) % len(queries)] for i in range(n)]
+        mine = range((update * world + rank) * n, (update * world + rank + 1) * n)
+        asked = [queries[i % len(queries)] for i in mine]
         u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[rank * episodes :][:episodes]
         batch = rollout(actor, ref, asked, u.to(device), shuffles[update, 0], end, args)
+        batch["texts"] = [texts[i % len(texts)]["input_ids"] for i in mine if texts]
 
         # 2. score: the reward of the truncated response, or a penalty where it never ends
-        scores = score(reward, asked, batch["truncated"], tokenizer, args).to(device)
-        scores = penalize(scores, batch["found"], args.penalty_reward_value, args.penalty_mode)
+        raw = score(reward, asked, batch["truncated"], tokenizer, args).to(device)  # (B, R + 1)
+        endless = args.penalty_reward_value + (args.penalty_mode == "add") * raw.sum(1)
+        scores = torch.where(batch["found"], raw.sum(1), endless)
+        mean, variance = moments(scores, torch.ones_like(scores), lambda x: accelerator.reduce(x.sum()))
+        scaled = (scores - mean * (args.score_norm == "whiten")) * torch.rsqrt(variance + 1e-8)
+        scaled = (scaled if args.score_norm != "none" else scores).clamp(-score_clip, score_clip)
 
         # 3. reward: the score minus the KL penalty
         log_ratio = (batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]
-        batch["rewards"] = scores.view(n, -1) - kl_coef * log_ratio.sum(2)
+        penalty = kl_penalty(batch.get("full_kl", log_ratio), args.kl_estimator) * batch["kept"]
+        batch["rewards"] = scaled.view(n, -1) - kl_coef * penalty.sum(2)
 
         # 4. advantage and 5. update
         batch["advantages"] = rloo_advantages(batch["rewards"])
+        decay = 1 - update / num_updates if args.lr_schedule == "linear" else 1
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * (1 - update / num_updates)
+            group["lr"] = decay * min(1, (update + 1) / (args.lr_warmup + 1)) * group["initial_lr"]
         records = rloo_update(accelerator, policy, optimizer, batch, shuffles[update], args)
+        for mean, p in zip(average, trained.values(), strict=True):
+            mean.lerp_(p.detach(), 1 - args.ema)
 
         # 6. log; then the KL coefficient adapts to the KL of all ranks
-        totals = {
-            "objective/kl": log_ratio,
-            "objective/kl_k3": (-log_ratio).clamp(max=40).exp() - 1 + log_ratio,
-            "objective/entropy": -batch["logprobs"] * batch["kept"],
-            "objective/scores": scores,
-            "objective/non_score_reward": -kl_coef * log_ratio,
-            "objective/score_total": batch["rewards"],
-            "objective/found_end": batch["found"].float(),
-            "signals": torch.tensor(float(len(signals)), device=device),
-        }
-        records.append({name: (x.sum(), torch.tensor(float(episodes), device=device)) for name, x in totals.items()})
+        totals = {"kl": log_ratio, "kl_k3": kl_penalty(log_ratio, "k3"), "entropy": -batch["logprobs"] * batch["kept"]}
+        totals |= {"scores": scores, "scores_scaled": scaled, "found_end": batch["found"], "length": batch["length"]}
+        totals |= {"non_score_reward": -kl_coef * penalty, "score_total": batch["rewards"]}
+        totals |= {"score_clipfrac": scaled.abs() >= score_clip, "signals": one * len(signals)}
+        records.append({f"objective/{name}": (x.sum().float(), one * episodes) for name, x in totals.items()})
+        records.append({"objective/kl_per_token": (log_ratio.sum(), batch["kept"].sum())})
         metrics = {"ppo/episode": (update + 1) * args.batch_size, "ppo/lr": optimizer.param_groups[0]["lr"]}
         metrics |= {"objective/kl_coef": kl_coef} | reduce_means(accelerator, records)
         metrics["ppo/val/ratio_var"] = metrics.pop("ratio_squared") - metrics["ppo/val/ratio"] ** 2
-        stopping, kl, off = metrics.pop("signals") > 0, metrics["objective/kl"], metrics["first_ratio_error"]
+        stopping, kl, off = metrics.pop("objective/signals") > 0, metrics["objective/kl"], metrics["first_ratio_error"]
         if max(off, abs(kl) * (update == 0)) > {"fp32": 1e-3, "bf16": 0.02}[args.dtype]:
             raise FloatingPointError(f"first ratio off 1 by {off:.2g}, first KL {kl:.2g}: the forward passes differ")
+        if args.eval_every and (update + 1) % args.eval_every == 0:
+            rows = evaluate(actor, ref, reward, eval_queries, end, tokenizer, args)
+            metrics |= {f"eval/{name}": sum(row[name] for row in rows) / len(rows) for name in ("score", "kl")}
         if rank == 0:
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(metrics) + "\n")
@@ -208,8 +224,8 @@ def main(preset: str, args: Args) -> None:
         bar.set_postfix({name: f"{metrics[f'objective/{name}']:.3g}" for name in ("scores", "kl", "kl_coef")})
         if kl > args.max_kl:
             raise FloatingPointError(f"the KL is {kl:.4g}, --max_kl {args.max_kl}; a smaller --lr would do")
-        if args.kl_target is not None:
-            kl_coef = adapt_kl_coef(kl_coef, kl, args.kl_target, args.batch_size / args.kl_horizon)
+        if args.kl_target is not None:  # Ziegler et al. 2019, section 2.2
+            kl_coef *= 1 + min(max(kl / args.kl_target - 1, -0.2), 0.2) * (args.batch_size / args.kl_horizon)
         if stopping or args.checkpoint_every and (update + 1) % args.checkpoint_every == 0:
             save_checkpoint(accelerator, folder, state | {"update": update + 1, "kl_coef": kl_coef})
         if stopping:
@@ -218,34 +234,27 @@ def main(preset: str, args: Args) -> None:
     # 7. evaluate and save
     after = evaluate(actor, ref, reward, eval_queries, end, tokenizer, args)
     weights = accelerator.get_state_dict(policy)  # every rank has its part in putting them together
+    means = dict(zip(trained, accelerator.get_state_dict(average).values(), strict=True))
     if rank == 0:
         save_model(folder / "policy", actor.lm, tokenizer, weights)
-        show(folder, "ppo/episode", [f"objective/{x}" for x in ("scores", "kl", "kl_coef", "entropy")], before, after)
+        save_model(folder / "policy_ema", actor.lm, tokenizer, means and weights | means)
+        show(folder, before, after)
     policy, optimizer = accelerator.free_memory(policy, optimizer)  # first the model, or gloo can wait for ever
     accelerator.end_training()
 
 
 # --- the algorithm ----------------------------------------------------------------------------------------------------
-def penalize(scores: Tensor, found: Tensor, value: float, mode: str) -> Tensor:
-    """Scores (B,); where no truncate token was found, `value` replaces the score or is added to it."""
-    return torch.where(found, scores, scores + value if mode == "add" else torch.full_like(scores, value))
+def kl_penalty(log_ratio: Tensor, kind: str) -> Tensor:
+    """Estimates of KL(policy || reference) at sampled tokens from log pi - log ref (Schulman 2020, "Approximating KL
+    divergence"): k1, k2, k3, or abs as in TRL. For `full` it is the sum over the vocabulary already."""
+    kinds = {"k2": log_ratio**2 / 2, "k3": (-log_ratio).clamp(max=40).exp() - 1 + log_ratio, "abs": log_ratio.abs()}
+    return kinds.get(kind, log_ratio)
 
 
-def moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of x over the True entries of mask, two scalars."""
-    mean = (x * mask).sum() / mask.sum()
-    return mean, ((x - mean) ** 2 * mask).sum() / mask.sum()
-
-
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """x scaled to unit variance (biased, eps 1e-8) and, unless shift_mean is False, to zero mean; 0 outside mask."""
-    mean, variance = moments(x, mask)
-    return ((x - mean) * torch.rsqrt(variance + 1e-8) + (0 if shift_mean else mean)) * mask
-
-
-def adapt_kl_coef(kl_coef: float, kl: float, target: float, share: float) -> float:
-    """The KL coefficient after a batch of mean KL `kl` that is `share` of the horizon (Ziegler et al. 2019, 2.2)."""
-    return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * share)
+def moments(x: Tensor, mask: Tensor, total: Any = torch.sum) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of x over the True entries of mask, two scalars; `total` sums, here or over ranks."""
+    mean = total(x * mask) / total(mask)
+    return mean, total((x - mean) ** 2 * mask) / total(mask)
 
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
@@ -257,10 +266,9 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
 def rloo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float, token_level: bool
 ) -> tuple[Tensor, Pairs]:
-    """Clipped policy loss, SUMMED over responses, so that micro-batches add up. Advantages (n, K), the rest (n, K, R).
-
-    The ratio is that of responses or, token_level, of tokens; at 1 the gradient of either is REINFORCE's, -advantage *
-    grad log pi(response). Returns the loss and (sum, count) pairs for the metrics."""
+    """Clipped policy loss, SUMMED over responses, so that micro-batches add up, and (sum, count) pairs for the metrics.
+    Advantages (n, K), the rest (n, K, R). The ratio is that of responses or, token_level, of tokens; at 1 the gradient
+    of either is REINFORCE's, -advantage * grad log pi(response)."""
     log_ratio = (logprobs - old_logprobs) * mask
     if not token_level:
         log_ratio, mask = log_ratio.sum(-1, keepdim=True), torch.ones_like(mask[..., :1])
@@ -280,11 +288,10 @@ def rloo_loss(
 
 def rloo_update(accelerator: Any, policy: Any, optimizer: Any, batch: Any, epochs: Tensor, args: Args) -> list[Pairs]:
     """All optimizer steps on one batch of rollouts; `epochs` (num_epochs, num_minibatches, rows) holds the shuffles.
-
-    The gradient is that of a mean over all ranks, in however many micro-batches. Returns (sum, count) pairs for the
-    metrics."""
+    The gradient is that of a mean over all ranks, in any number of micro-batches. Returns (sum, count) pairs."""
     records, one = [], torch.ones((), device=batch["kept"].device)
     for minibatch in epochs.flatten(0, 1):
+        start = len(records)
         # the loss is a sum; accelerate divides it by the micro-batches and averages gradients over the processes
         scale = accelerator.gradient_accumulation_steps / batch["advantages"][minibatch].numel()
         for rows in micro_batches(minibatch, batch["trees"], args.micro_batch_size):
@@ -292,9 +299,15 @@ def rloo_update(accelerator: Any, policy: Any, optimizer: Any, batch: Any, epoch
                 logprobs, entropy = forward_response(policy, batch, rows, args.temperature)
                 old = [batch[name][rows] for name in ("logprobs", "advantages", "kept")]
                 loss, pairs = rloo_loss(logprobs, *old, args.cliprange, args.token_level)
+                if batch["texts"]:
+                    ptx = ptx_loss(policy, [batch["texts"][i] for i in rows.tolist()], old[-1].device)
+                    loss, pairs["ppo/loss/ptx"] = (
+                        loss + args.ptx_coef * pairs["ppo/loss/policy"][1] * ptx,
+                        (ptx.detach(), one),
+                    )
                 accelerator.backward(loss * scale)
                 if accelerator.sync_gradients:
-                    norm = nn.utils.get_total_norm([p.grad for p in policy.parameters() if p.grad is not None])
+                    norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
                     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of weights in shards
                     if not norm.isfinite():  # on all ranks, whose gradients are averaged
                         raise FloatingPointError("the gradient is not finite")
@@ -304,15 +317,9 @@ def rloo_update(accelerator: Any, policy: Any, optimizer: Any, batch: Any, epoch
             records.append(pairs | {"ppo/policy/entropy": ((entropy * old[-1]).sum(), old[-1].sum())})
             if "first_ratio_error" not in records[0]:  # before any step
                 records[0]["first_ratio_error"] = (((logprobs - old[0]).exp() - 1).abs().max().detach(), one)
+        if args.target_kl and reduce_means(accelerator, records[start:])["ppo/policy/approxkl"] > args.target_kl:
+            break
     return records
-
-
-def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
-    """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
-    names = list(dict.fromkeys(name for record in records for name in record))
-    pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)
-    totals = accelerator.reduce(torch.stack([torch.stack(pair).double().sum(0) for pair in pairs])).tolist()
-    return {name: total / count for name, (total, count) in zip(names, totals, strict=True)}
 
 
 # --- rollout ----------------------------------------------------------------------------------------------------------
@@ -322,10 +329,9 @@ def uniforms(seed: int, update: int, batch: int, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def sample(policy: Any, contexts: list[list[int]], u: Tensor, temperature: float) -> Tensor:
-    """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p, no end. The B / K
-    contexts are read once for their K responses. Token t is where the cumulative distribution passes u[:, t], (B, R).
-    """
+def sample(policy: Any, contexts: list[list[int]], u: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
+    """Responses (B, R) ~ softmax(logits / temperature), one forward per token, without an end. The B / K contexts are
+    read once for their K responses. Token t is where the cumulative distribution passes u[:, t], (B, R)."""
     cache, k, width = DynamicCache(config=policy.lm.config), len(u) // len(contexts), max(map(len, contexts))
     ids = torch.tensor([[0] * (width - len(x)) + x for x in contexts], device=u.device)
     mask = torch.tensor([[False] * (width - len(x)) + [True] * len(x) for x in contexts], device=u.device)
@@ -336,15 +342,18 @@ def sample(policy: Any, contexts: list[list[int]], u: Tensor, temperature: float
     for t in range(u.shape[1]):
         if t > 0:
             logits = policy(None, responses[:, t - 1 : t], mask[:, : width + t], None, cache)[0]
-        cdf = (logits / temperature).softmax(-1).cumsum(-1)
+        probs = (logits / temperature).softmax(-1)
+        if top_p < 1:  # to the least likely that is needed
+            high = probs.sort(descending=True).values
+            probs = probs * (probs >= high.gather(1, (high.cumsum(1) - high < top_p).sum(1, keepdim=True) - 1))
+        cdf = probs.cumsum(-1)
         tokens = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True)
         responses[:, t : t + 1] = tokens.clamp(max=cdf.shape[1] - 1)
     return responses
 
 
 def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:
-    """Which tokens of responses (B, R) stay, up to the first `token` at index `after` or later (None: all), and whether
-    that was found, (B,)."""
+    """Which tokens (B, R) stay, up to the first `token` at index `after` or later (None: all); if it is there, (B,)."""
     index = torch.arange(responses.shape[1], device=responses.device)
     hit = (responses == (-1 if token is None else token)) & (index >= after)
     return hit.cumsum(1) - hit.long() == 0, hit.any(1) | (token is None)
@@ -352,51 +361,59 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
 
 @torch.no_grad()
 def rollout(policy: Any, ref: Any, queries: list[Any], u: Tensor, minibatches: Tensor, end: Any, args: Args) -> Any:
-    """A batch: responses (B, R), or (B / K, K, R) for K > 1; which of their tokens count (kept), which found an end
-    (B,), truncated responses as lists, what forward_response feeds (trees), logprobs, ref_logprobs and, if the policy
-    has them, values. With the first epoch's minibatches these are the very passes of the update: its first ratio is 1.
-    """
+    """A batch: responses (B, R), or (B / K, K, R) for K > 1; which tokens count (kept), who found an end, truncated
+    responses as lists, what forward_response feeds (trees), logprobs, ref_logprobs and, if the policy has them, values.
+    With the first epoch's minibatches these are the passes of the update: its first ratio is 1."""
     k = len(u) // len(queries)
     with torch.autocast(u.device.type, enabled=False):  # around the trunk's: weights are rounded once, not per token
-        responses = sample(policy, [query["context"] for query in queries], u, args.temperature)
+        responses = sample(policy, [query["context"] for query in queries], u, args.temperature, args.top_p)
     stays, found = truncate(responses, end, args.truncate_after)
-    kept, rows = stays if args.mask_truncated else torch.ones_like(stays), responses.tolist()
-    # the last token of a response predicts nothing
-    fed = [row[: n - 1] for row, n in zip(rows, kept.sum(1).tolist(), strict=True)]
+    kept, rows, length = stays if args.mask_truncated else torch.ones_like(stays), responses.tolist(), stays.sum(1)
+    fed = [row[: n - 1] for row, n in zip(rows, kept.sum(1).tolist(), strict=True)]  # the last predicts nothing
     trees = [[query["context"], *fed[i * k : i * k + k]] for i, query in enumerate(queries)]
     shape = u.shape if k == 1 else (len(queries), k, -1)
     batch = {"responses": responses.view(shape), "kept": kept.view(shape), "found": found, "trees": trees}
-    batch["truncated"] = [row[:n] for row, n in zip(rows, stays.sum(1).tolist(), strict=True)]
+    batch |= {"length": length, "truncated": [row[:n] for row, n in zip(rows, length.tolist(), strict=True)]}
     for minibatch in minibatches:
         for group in micro_batches(minibatch, trees, args.micro_batch_size):
             logprobs, _, *values = forward_response(policy, batch, group, args.temperature)
             ref_logprobs = forward_response(ref, batch, group, args.temperature)[0]
-            for name, x in zip(("logprobs", "ref_logprobs", "values"), (logprobs, ref_logprobs, *values), strict=False):
+            parts = dict(zip(("logprobs", "ref_logprobs", "values"), (logprobs, ref_logprobs, *values), strict=False))
+            if args.kl_estimator == "full":
+                p, q = (forward_response(x, batch, group, args.temperature, full=True)[0] for x in (policy, ref))
+                parts["full_kl"] = (p.exp() * (p - q)).sum(-1)
+            for name, x in parts.items():
                 batch.setdefault(name, torch.zeros_like(batch["kept"], dtype=x.dtype))[group] = x
     return batch
 
 
 @torch.no_grad()
-def score(reward: Any, queries: list[Any], responses: list[list[int]], tokenizer: Any, args: Args) -> Tensor:
-    """Rewards (B,), on the CPU, of K responses per query: gain * logit + bias from a classifier, in whose config.json
-    they stand as `reward_gain` and `reward_bias`; or a function's, of texts and of the columns that it has names for.
-    """
-    k, scores = len(responses) // len(queries), torch.empty(len(queries), len(responses) // len(queries))
+def score(reward: Any, queries: list[Any], responses: list[Any], tokenizer: Any, args: Args) -> Tensor:
+    """Rewards (B, R + 1), on the CPU, of tokens of K responses per query and, last, of the whole: gain * logit + bias
+    from a classifier, whose config.json has them as `reward_gain` and `reward_bias`; or a function's, of texts and of
+    what it has names for: columns of the queries, response_ids."""
+    k, scores = len(responses) // len(queries), torch.zeros(len(responses), args.response_length + 1)
     if isinstance(reward, nn.Module):
         trees = [[query["input_ids"], *responses[i * k : i * k + k]] for i, query in enumerate(queries)]
         gain, bias = getattr(reward.config, "reward_gain", 1.0), getattr(reward.config, "reward_bias", 0.0)
         for rows in micro_batches(torch.arange(len(trees)), trees, args.micro_batch_size):
             _, last, *inputs = pack([trees[i] for i in rows.tolist()], reward.device)
             logits = reward.score(hidden_at(reward, last[:, 1:].flatten(), *inputs))
-            scores[rows] = gain * logits.view(len(rows), k).cpu() + bias
-        return scores.flatten()
-    asked, names = [query for query in queries for _ in range(k)], [*inspect.signature(reward).parameters][2:]
-    columns = {name: [query[name] for query in asked] for name in names if name in asked[0]}
+            scores.view(len(trees), k, -1)[rows, :, -1] = gain * logits.view(len(rows), k).cpu() + bias
+        return scores
+    asked = [queries[i // k] | {"response_ids": response} for i, response in enumerate(responses)]
+    columns = {x: [query[x] for query in asked] for x in [*inspect.signature(reward).parameters][2:] if x in asked[0]}
     texts = (tokenizer.batch_decode(x, skip_special_tokens=True) for x in ([x["input_ids"] for x in asked], responses))
     try:
-        return torch.as_tensor(reward(*texts, **columns), dtype=torch.float32).cpu().view(len(asked))
+        made = reward(*texts, **columns)
+        if not isinstance(made, list) or not isinstance(made[0], list):
+            scores[:, -1] = torch.as_tensor(made, dtype=torch.float32).cpu().view(len(asked))
+        else:
+            for row, x, response in zip(scores, made, responses, strict=True):
+                row[: len(response)] = torch.tensor(x).view(len(response))
+        return scores
     except (Exception, SystemExit) as error:  # no ValueError, so that its traceback is shown
-        raise RuntimeError(f"--reward_fn {args.reward_fn}: no list of {len(asked)} floats") from error
+        raise RuntimeError(f"--reward_fn {args.reward_fn}: no {len(asked)} floats, or lists of tokens'") from error
 
 
 @torch.no_grad()
@@ -404,24 +421,23 @@ def evaluate(policy: Any, ref: Any, reward: Any, queries: Any, end: Any, tokeniz
     """Query, response, score and KL of the evaluation queries, drawn with the same random numbers at each call."""
     u = uniforms(args.seed, 0, len(queries), args.response_length).to(next(ref.parameters()).device)
     batch = rollout(policy, ref, queries, u, torch.arange(len(queries)).view(1, -1), end, args)
-    texts = map(tokenizer.batch_decode, ([query["input_ids"] for query in queries], batch["truncated"]))
     kl = ((batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]).sum(1).tolist()
-    rows = zip(*texts, score(reward, queries, batch["truncated"], tokenizer, args).tolist(), kl, strict=True)
+    texts = map(tokenizer.batch_decode, ([query["input_ids"] for query in queries], batch["truncated"]))
+    rows = zip(*texts, score(reward, queries, batch["truncated"], tokenizer, args).sum(1).tolist(), kl, strict=True)
     return [dict(zip(("query", "response", "score", "kl"), row, strict=True)) for row in rows]
 
 
 # --- forward passes ---------------------------------------------------------------------------------------------------
 def hidden_at(model: Any, at: Any, ids: Tensor, mask: Tensor, positions: Any = None, cache: Any = None) -> Tensor:
     """Last hidden states (n, d) in fp32 at the n cells `at` of the flattened ids (B, t), or at the B last ones (None).
-
-    mask: (B, past + t), False at padding, or (B, t, t), who sees whom. Positions count real tokens, as the original's.
-    """
+    mask: (B, past + t), False at padding, or (B, t, t), who sees whom. Positions count real tokens: the original's."""
     if positions is None:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     if mask.dim() == 3:
         mask = torch.where(mask.unsqueeze(1), 0.0, torch.finfo(torch.float32).min)
     inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-    hidden = model.base_model(ids, use_cache=cache is not None, **inputs).last_hidden_state
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=getattr(model.base_model, "autocast", False)):
+        hidden = model.base_model(ids, use_cache=cache is not None, **inputs).last_hidden_state
     return (hidden[:, -1].contiguous() if at is None else hidden.flatten(0, 1).index_select(0, at)).float()
 
 
@@ -430,32 +446,29 @@ class Actor(nn.Module):
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
-        self.lm, self._no_split_modules = lm, lm._no_split_modules  # for engines that spread weights over processes
+        self.lm = lm
+        self._no_split_modules = lm._no_split_modules  # for engines that spread weights over processes
 
     def forward(self, at: Tensor | None, *inputs: Any) -> tuple[Tensor]:
         """Logits (n, V) in fp32 at the n cells `at`: see hidden_at."""
         return (self.lm.get_output_embeddings()(hidden_at(self.lm, at, *inputs)),)
 
 
-def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Tensor, ...]:
+def pack(trees: list[list[list[int]]], device: Any) -> tuple[Tensor, ...]:
     """The inputs of hidden_at for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
-
-    A context is fed once; its branches see it and themselves. Trees share rows, 1, 1.5 or 2 times as wide as the
-    largest, whichever pads least: [[a b], [c], [d e]], [[f], [g], [h]] and [[i], [j], []] become
+    A context is fed once; its branches see it and themselves. Trees share rows, as wide as the largest: [[a b], [c],
+    [d e]], [[f], [g], [h]] and [[i], [j], []] become
         ids   a b c d e    tree  1 1 1 1 1    branch  0 0 1 2 2    positions  0 1 2 2 3
               f g h i j          2 2 2 3 3            0 1 2 0 1               0 1 1 0 1
     Before the inputs come the first and the last cell of every context and branch, (n, 1 + K), counted through all
     rows: [[0, 2, 3], [5, 6, 7], [8, 9, 10]] and [[1, 2, 4], [5, 6, 7], [8, 9, 9]]."""
-    lengths, layouts = np.array([[len(part) for part in tree] for tree in trees]), []
-    sizes = lengths.sum(1)
-    for width in (sizes.max(), sizes.max() * 3 // 2, sizes.max() * 2):
-        room, begin = np.full(len(sizes), width), np.zeros_like(sizes)
-        for i in np.argsort(-sizes, kind="stable"):  # first fit, the largest first
-            row = (room >= sizes[i]).argmax()
-            begin[i], room[row] = (row + 1) * width - room[row], room[row] - sizes[i]
-        layouts.append(((room < width).sum() * width, width, begin))
-    total, width, begin = min(layouts, key=lambda layout: layout[0])
-    first, cells = begin[:, None] + lengths.cumsum(1) - lengths, np.zeros((4, total), int)
+    lengths = np.array([[len(part) for part in tree] for tree in trees])
+    sizes, width = lengths.sum(1), lengths.sum(1).max()
+    room, begin = np.full(len(sizes), width), np.zeros_like(sizes)
+    for i in np.argsort(-sizes, kind="stable"):  # first fit, the largest first
+        row = (room >= sizes[i]).argmax()
+        begin[i], room[row] = (row + 1) * width - room[row], room[row] - sizes[i]
+    first, cells = begin[:, None] + lengths.cumsum(1) - lengths, np.zeros((4, (room < width).sum() * width), int)
     for i, tree in enumerate(trees):
         at, branch = slice(begin[i], begin[i] + sizes[i]), np.repeat(np.arange(len(tree)), lengths[i])
         positions = np.arange(sizes[i]) - (first[i] - begin[i] - len(tree[0]))[branch] * (branch > 0)
@@ -473,9 +486,9 @@ def micro_batches(rows: Tensor, trees: list[Any], size: int) -> tuple[Tensor, ..
     return rows[lengths.argsort(stable=True)].split(max(1, size // (len(trees[0]) - 1)))
 
 
-def forward_response(policy: Any, batch: dict[str, Any], rows: Tensor, temperature: float) -> tuple[Tensor, ...]:
+def forward_response(policy: Any, batch: Any, rows: Tensor, temperature: float, full: bool = False) -> list[Tensor]:
     """Log-probabilities and entropies, (b, R) or (b, K, R), of the responses in `rows`, and what else the policy gives.
-    Where `kept` is False they mean nothing."""
+    Where `kept` is False they mean nothing. With `full`, log-probabilities are of the whole vocabulary, (.., V)."""
     responses = batch["responses"][rows]
     first, last, *inputs = pack([batch["trees"][i] for i in rows.tolist()], responses.device)
     # A token is predicted in the cell before its own: for the first of a branch that is the last of the context. What
@@ -484,34 +497,18 @@ def forward_response(policy: Any, batch: dict[str, Any], rows: Tensor, temperatu
     at = torch.minimum(first[:, 1:, None] + steps, last[:, 1:, None])
     at[:, :, 0] = last[:, :1]
     logits, *others = policy(at.flatten(), *inputs)
-    logprobs = TokenLogprobs.apply(logits, responses.flatten(), temperature)
-    return tuple(x.view_as(responses) for x in (*logprobs, *others))
+    logprobs = logits.div_(temperature).log_softmax(-1)
+    entropy = torch.cat([-(x.exp() * x).sum(-1) for x in logprobs.detach().split(64)])  # in blocks that fit a cache
+    logprobs = logprobs if full else logprobs.gather(1, responses.view(-1, 1)).squeeze(1)
+    return [x.view(*responses.shape, *x.shape[1:]) for x in (logprobs, entropy, *others)]
 
 
-class TokenLogprobs(torch.autograd.Function):
-    """Log-probabilities (n,) of tokens (n,) and entropies (n,), without gradient, under softmax(logits / temperature).
-    In place, and in blocks that fit a cache, logits (n, V) turn into log-probabilities, then into their own gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """log_softmax, read at the tokens."""
-        ctx.temperature, ctx.size, tokens = temperature, max(1, 2**20 // logits.shape[1]), tokens.unsqueeze(1)
-        blocks = [torch.log_softmax(block.div_(temperature), -1, out=block) for block in logits.split(ctx.size)]
-        entropy = torch.cat([-(block.exp() * block).sum(-1) for block in blocks])
-        ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(logits, tokens)
-        return logits.gather(1, tokens).squeeze(1), entropy
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        """grad / temperature * (one_hot(token) - softmax)."""
-        logits, tokens = ctx.saved_tensors
-        parts = (x.split(ctx.size) for x in (logits, tokens, (grad / ctx.temperature).unsqueeze(1)))
-        for block, token, scale in zip(*parts, strict=True):
-            block.exp_().mul_(-scale).scatter_add_(1, token, scale)
-        return logits, None, None
+def ptx_loss(policy: Any, texts: list[list[int]], device: Any) -> Tensor:
+    """Cross entropy per token of texts, a scalar: PPO-ptx (Ouyang et al. 2022, arXiv:2203.02155, equation 2)."""
+    responses = nn.utils.rnn.pad_sequence([torch.tensor(text[1:], device=device) for text in texts], batch_first=True)
+    batch = {"responses": responses, "trees": [[text[:1], text[1:-1]] for text in texts]}
+    logprobs, *_ = forward_response(policy, batch, torch.arange(len(texts)), 1.0)
+    return -torch.cat([x[: len(text) - 1] for x, text in zip(logprobs, texts, strict=True)]).mean()
 
 
 # --- models and data --------------------------------------------------------------------------------------------------
@@ -538,13 +535,12 @@ def find(name: str) -> str:
 
 
 @contextlib.contextmanager
-def blame(flag: str, args: Any, why: str = "") -> Iterator[None]:
+def blame(flag: str, args: Any, why: str = "") -> Any:
     """What goes wrong in here becomes a ValueError of one line: the flag, its value, and why."""
     try:
         yield
     except Exception as error:
-        cause = error if isinstance(error, ValueError) else error.__cause__ or error
-        reason = why or str(cause) or f"{type(cause).__name__} (empty?)"
+        reason = why or str(error if isinstance(error, ValueError) else error.__cause__ or error) or repr(error)
         raise ValueError(f"--{flag} {getattr(args, flag)}: {' '.join(reason.split())[:300]}") from error
 
 
@@ -558,20 +554,25 @@ def fetch(auto_class: Any, flag: str, args: Any, **kwargs: Any) -> Any:
 
 
 @torch.no_grad()
-def load(auto_class: Any, flag: str, args: Any, tokenizer: Any, longest: int, device: Any, **kwargs: Any) -> Any:
-    """A model in fp32, with all its weights and, as the original, without dropout. With bf16 its trunk is autocast, the
-    heads stay in fp32: logits of 100 in bf16 are off by 0.25. ValueError for what would be wrong in silence."""
-    name, config = f"--{flag} {getattr(args, flag)}", fetch(AutoConfig, flag, args, **kwargs)
-    if find_adapter_config_file(find(getattr(args, flag))):
-        raise ValueError(f"{name}: is a LoRA adapter, which would not be trained; the merged model would do")
-    for part in (config, text := config.get_text_config()):
-        vars(part).update({key: 0.0 for key, x in vars(part).items() if "drop" in key and isinstance(x, float)})
+def load(flag: str, args: Any, tokenizer: Any, longest: int, device: Any, **kwargs: Any) -> Any:
+    """A model in fp32, with all its weights and a LoRA adapter's, without dropout as the original. With bf16 its trunk
+    is autocast, but no head: logits of 100 in bf16 are off by 0.25. ValueError for what would be wrong in silence."""
+    name, own = f"--{flag} {getattr(args, flag)}", args
+    if adapter := find_adapter_config_file(find(getattr(args, flag))):
+        base = json.loads(Path(adapter).read_text())["base_model_name_or_path"]
+        args = dataclasses.replace(args, **{flag: base})
+        own = own if Path(adapter).with_name("config.json").exists() else args
+    text = (config := fetch(AutoConfig, flag, own, **kwargs)).get_text_config()
+    auto_class = AutoModelForSequenceClassification if kwargs or flag == "reward_model" else AutoModelForCausalLM
     how = {"attn_implementation": "eager" if device.type == "cpu" else "sdpa"}  # there 3 to 4 times faster
     how |= {"config": config, "dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = fetch(auto_class, flag, args, **how)
     odd = [x for x in info["unexpected_keys"] if re.search(r"\.\d+\..*weight$", x)]
-    if odd := odd + [x for x in info["missing_keys"] if not kwargs]:
+    if odd := odd + [x for x in info["missing_keys"] if not kwargs and not adapter]:
         raise ValueError(f"{name}: {min(odd)} is not both in its weights and in a {type(model).__name__} of its config")
+    if adapter:
+        peft = importlib.import_module("peft")
+        model = peft.PeftModel.from_pretrained(model, os.path.dirname(adapter)).merge_and_unload().requires_grad_(True)
     for module in model.to(device).modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # a pad that is also the eos gets its gradient
@@ -590,8 +591,24 @@ def load(auto_class: Any, flag: str, args: Any, tokenizer: Any, longest: int, de
         off = (packed - torch.stack(plain)).abs().max() / (packed.max() - packed.min())
     if off > 1e-3 or getattr(text, "final_logit_softcapping", None):
         raise ValueError(f"{name}: is off by {off:.1%} on packed rows (alibi? a short sliding window? capped logits?)")
-    if args.dtype == "bf16":
-        model.base_model.forward = torch.autocast(device.type, torch.bfloat16)(model.base_model.forward)
+    model.base_model.autocast = args.dtype == "bf16"
+    return model
+
+
+def freeze(model: Any, args: Args) -> Any:
+    """The model, where only LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on linear layers but the head or, as in
+    trlX's hydra, the --unfrozen_layers and what is above them are to be trained."""
+    if args.lora_rank:
+        head = ["score"] if hasattr(model, "score") else None
+        how = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "modules_to_save": head}
+        model.add_adapter(importlib.import_module("peft").LoraConfig(target_modules="all-linear", **how))
+    if layers := getattr(args, "unfrozen_layers", 0):
+        top = next(next(x for x in model.modules() if isinstance(x, nn.ModuleList))[-layers].parameters())
+        for p in itertools.takewhile(lambda p: p is not top, model.parameters()):
+            p.requires_grad_(False)
+    for name, p in model.named_parameters():
+        if name.endswith("base_layer.weight") and args.dtype == "bf16":
+            p.data = p.data.bfloat16()
     return model
 
 
@@ -607,7 +624,7 @@ def load_reward(args: Args, preset: str, tokenizer: Any, longest: int, device: t
     if args.reward_model is None and not made:
         raise ValueError(f"--reward_model: none given, none in runs/; `python train_reward.py {preset}` would make one")
     name = args.reward_model = args.reward_model or str(made[-1])  # for args.json
-    model = load(AutoModelForSequenceClassification, "reward_model", args, tokenizer, longest, device)
+    model = load("reward_model", args, tokenizer, longest, device)
     if model.config.num_labels != 1 or fetch(AutoTokenizer, "reward_model", args).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"--reward_model {name}: has several labels or another tokenizer; a --reward_fn would do")
     return model.requires_grad_(False)
@@ -638,18 +655,16 @@ def bos(tokenizer: Any) -> list[int]:
     return [token for token in tokenizer("").input_ids[:1] if token == tokenizer.bos_token_id]
 
 
-def encode(values: Sequence[Any], tokenizer: Any, args: Args) -> list[list[int]]:
+def encode(values: list[Any], tokenizer: Any, args: Args) -> list[list[int]]:
     """Token ids, without BOS, of texts, chats (lists of messages) or padded rows of token ids; [] for anything else."""
     reader = tokenizer if args.token_ids_of in (None, args.base_model) else fetch(AutoTokenizer, "token_ids_of", args)
     own, begin, rows = reader.get_vocab() == tokenizer.get_vocab(), bos(tokenizer), []
     for value in values:
         kind, row = type(value[0]) if isinstance(value, list) and value else None, []
-        if kind not in (None, dict, int):
-            raise ValueError(f"a list of {kind.__name__} is no text; texts, messages or token ids would do")
         if kind is dict:
             value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
         if kind is int:
-            row = [token for token in value if token != args.label_pad]
+            row = [token for token in value if token != 50259]  # the label files' padding
             value = None if own else reader.decode(row)
         row = tokenizer(value, add_special_tokens=False).input_ids if isinstance(value, str) else row
         if max(row, default=0) >= len(tokenizer):
@@ -661,25 +676,23 @@ def encode(values: Sequence[Any], tokenizer: Any, args: Args) -> list[list[int]]
 def load_table(flag: str, args: Any) -> Any:
     """The splits of the file, the folder, or the hub's owner/name[:config] that the flag names; one is `train`."""
     with blame(flag, args):
-        path = Path(find(getattr(args, flag))).absolute()  # the hub's cache has links
-        where = [str(path)] if path.exists() else getattr(args, flag).split(":")
-        if path.is_file():
-            where = [str(path.parent), None, None, path.name]
+        path = Path(name := find(getattr(args, flag))).absolute()  # the hub's cache has links
+        where = [str(path.parent), None, None, path.name] if path.is_file() else name.split(":")
         splits = datasets.load_dataset(*where)
         if "train" not in splits:
             raise ValueError(f"has splits {list(splits)}; train would do")
         return splits
 
 
-def load_queries(tokenizer: Any, args: Args, need: int) -> list[dict[str, Any]]:
+def load_queries(tokenizer: Any, args: Args, need: int, flag: str = "query_dataset") -> list[dict[str, Any]]:
     """Up to `need` queries in an order drawn from --seed: dicts with what the reward model reads (input_ids), what the
     policy reads (context) and, for a --reward_fn, the columns of the table."""
-    table = load_table("query_dataset", args)["train"].shuffle(generator=np.random.default_rng([args.seed, 2]))
+    table = load_table(flag, args)["train"].shuffle(generator=np.random.default_rng([args.seed, 2]))
     found = [x for x in ("text", "query", "prompt", "messages", "article", "content") if x in table.column_names][:1]
     columns, queries, lost = table.column_names if getattr(args, "reward_fn", None) else [], [], 0
     start, end, begin = token_id(tokenizer, args.start_text), token_id(tokenizer, args.end_text), bos(tokenizer)
     prefix, suffix = encode([args.query_prefix, args.query_suffix], tokenizer, args)
-    with blame("query_dataset", args):
+    with blame(flag, args):
         for rows in table.select_columns(columns or found).iter(10_000):  # no more of millions than are needed
             for i, tokens in enumerate(encode(rows[found[0]], tokenizer, args) if found else ()):
                 long = args.long_queries or ("drop" if end is None else "keep_start")
@@ -691,8 +704,8 @@ def load_queries(tokenizer: Any, args: Args, need: int) -> list[dict[str, Any]]:
                 break
         if len(queries) <= getattr(args, "eval_queries", 0):
             raise ValueError(f"{len(queries)} queries in {found} of {table.column_names}; more, or `text`, would do")
-    if lost:
-        logger.warning(f"--query_dataset {args.query_dataset}: left out {lost} rows without text or fitting query")
+    if lost and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"--{flag} {getattr(args, flag)}: left out {lost} rows without text or fitting query\n")
     return queries[:need]
 
 
@@ -704,73 +717,67 @@ def open_run(accelerator: Any, args: Args, preset: str, state: dict[str, Any]) -
     args.output_dir = str(folder)
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
+        with blame("output_dir", args, "another run is at work there; another folder would do"):
             fcntl.flock(os.open(folder / "lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--output_dir {folder}: another run is at work there; another folder would do") from None
         (folder / "metrics.jsonl").open("a" if args.resume else "x").close()
     accelerator.wait_for_everyone()
     state |= {"processes": world, "id": os.urandom(4).hex()}
-    if checkpoint := max(folder.glob(CHECKPOINTS), default=None):
-        try:
-            accelerator.load_state(str(checkpoint))
-            state = json.loads((checkpoint / "state.json").read_text())
-        except Exception as error:
-            raise ValueError(f"--resume: {checkpoint} is damaged; without it the one before would do") from error
+    if done := max(folder.glob("checkpoints/*/state.json"), default=None):
+        with blame("resume", args, f"{done.parent} is damaged; without it the one before would do"):
+            accelerator.load_state(str(done.parent))
+            state = json.loads(done.read_text())
     if state["processes"] != world:  # shuffles and whitening are per rank
         raise ValueError(f"--resume: {folder} is a run of {state['processes']} processes; as many would do")
     if accelerator.is_main_process:
-        with (folder / "metrics.jsonl").open("r+b") as file:
-            if not all(file.readline().endswith(b"\n") for _ in range(state["update"])):
-                raise ValueError(f"--resume: {file.name} lacks lines; {state['update']} would do")
-            file.truncate()
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[: state["update"]]
+        os.truncate(folder / "metrics.jsonl", sum(map(len, lines)))
         record = {"script": Path(__file__).stem, "preset": preset, "torch": torch.__version__, "args": vars(args)}
         (folder / "args.tmp").write_text(json.dumps(record, indent=2))
         (folder / "args.tmp").rename(folder / "args.json")
     if args.track:
-        run = {"wandb": {"name": folder.name, "id": state["id"], "resume": "allow"}}
-        accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset}, init_kwargs=run)
+        accelerator.init_trackers(
+            "rlhf", vars(args), {"wandb": {"id": state["id"], "name": folder.name, "resume": "allow"}}
+        )
     return folder, state
 
 
+def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
+    """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)
+    totals = accelerator.reduce(torch.stack([torch.stack(pair).double().sum(0) for pair in pairs])).tolist()
+    return {name: total / count for name, (total, count) in zip(names, totals, strict=True)}
+
+
 def save_checkpoint(accelerator: Any, folder: Path, state: dict[str, Any]) -> None:
-    """checkpoints/<updates made>, complete or not there; two stay. Random numbers follow from seed, update and row."""
+    """checkpoints/<updates made>; its last file is state.json; two stay. Randomness follows from seed, update, row."""
     path = folder / "checkpoints" / f"{state['update']:07d}"
-    accelerator.save_state(str(new := path.with_suffix(".tmp")))
+    accelerator.save_state(str(path))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (new / "state.json").write_text(json.dumps(state))
         os.sync()
-        new.rename(path)
-        for old in sorted(folder.glob(CHECKPOINTS))[:-2]:
+        (path / "state.tmp").write_text(json.dumps(state))
+        (path / "state.tmp").rename(path / "state.json")
+        for old in sorted(path.parent.glob("*"))[:-2]:
             shutil.rmtree(old)
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tensor]) -> None:
-    """A Hugging Face folder, and value_head.safetensors, of the `weights` of `model` and of what is around it, which by
-    themselves may be shards; complete or not there."""
-    new, names = folder.with_name(f"{folder.name}.tmp"), {f"lm.{x}" for x, _ in model.named_parameters()}  # ties once
-    model.save_pretrained(new, state_dict={x[3:]: weights[x] for x in weights if x in names})
-    tokenizer.save_pretrained(new)
-    if head := {x.split(".")[1]: weights[x] for x in weights if x.startswith("value_head.")}:
-        save_file(head, new / "value_head.safetensors")
-    os.sync()
-    shutil.rmtree(folder, ignore_errors=True)
-    new.rename(folder)
+def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tensor], prefix: str = "lm.") -> None:
+    """A Hugging Face folder, and value_head.safetensors, of the `weights` of `model`; nothing, if there are none."""
+    names = {prefix + name for name, _ in model.named_parameters()} if weights else {}  # tied ones once
+    if mine := {name.removeprefix(prefix): x for name, x in weights.items() if name in names}:
+        model.save_pretrained(folder, state_dict=mine)
+        model.config.save_pretrained(folder), tokenizer.save_pretrained(folder)  # an adapter comes without
+        if head := {name.split(".")[1]: x for name, x in weights.items() if name.startswith("value_head.")}:
+            save_file(head, folder / "value_head.safetensors")
 
 
-def show(folder: Path, x: str, names: list[str], before: list[Any], after: list[Any]) -> None:
-    """curves.png of the metrics `names` over `x`; samples.jsonl: held-out queries before and after, a few also here."""
-    curves = pd.read_json(folder / "metrics.jsonl", lines=True).set_index(x)[names]
-    axes = curves.plot(subplots=True, layout=(1, len(names)), figsize=(14, 3), legend=False, grid=True, title=names)
-    axes[0, 0].figure.savefig(folder / "curves.png", dpi=150, bbox_inches="tight")
-    samples = pd.DataFrame(before).join(pd.DataFrame(after).drop(columns="query").add_suffix("_after"))
-    samples.to_json(folder / "samples.tmp", orient="records", lines=True)
-    (folder / "samples.tmp").rename(folder / "samples.jsonl")  # the last file: the run is finished
-    for row in samples.head(4).to_dict("records"):
-        text = "{query}\n  before {score:6.2f} {response}\n  after  {score_after:6.2f} {response_after}"
-        tqdm.write(text.format(**row))
-    tqdm.write(f"mean score {samples.score.mean():.2f} before, {samples.score_after.mean():.2f} after, see {folder}")
+def show(folder: Path, before: list[Any], after: list[Any]) -> None:
+    """samples.jsonl: held-out queries before and after; and the mean scores."""
+    rows = [x | {f"{name}_after": y[name] for name in y if name != "query"} for x, y in zip(before, after, strict=True)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    means = [sum(row["score"] for row in part) / len(part) for part in (before, after)]
+    tqdm.write(f"mean score {means[0]:.2f} before, {means[1]:.2f} after, see {folder}")
 
 
 def parse_args() -> tuple[str, Args]:
@@ -785,23 +792,18 @@ def parse_args() -> tuple[str, Args]:
         raise ValueError(f"--output_dir {args.output_dir}, --resume {args.resume}: a new folder, or both, would do")
     if record.exists():
         old = json.loads(record.read_text())
-        if old["script"] != Path(__file__).stem:
-            raise ValueError(f"--resume: {record.parent} is a run of {old['script']}.py; one of this script would do")
-        if (record.parent / "samples.jsonl").exists():
-            sys.exit(sys.stderr.write(f"--resume: {record.parent} is finished\n") * 0)
-        preset, args = old["preset"], tyro.cli(Args, default=Args(**old["args"]), args=argv)
+        with blame("output_dir", args, f"is a run of {old['script']}.py"):
+            preset, args = old["preset"], tyro.cli(Args, default=Args(**old["args"]), args=argv)
         changed = [f"{name} {x} (was {old['args'][name]})" for name, x in vars(args).items() if x != old["args"][name]]
         sys.stderr.write(f"--resume: {', '.join(changed)}\n")
     for name, x in vars(args).items():
-        needs = re.match("total|num|eval|temp|kl_t|kl_h|max|micro|batch|rloo|.*length", name)
-        if isinstance(x, int | float) and name != "penalty_reward_value":
-            if not 0 <= x < math.inf or needs and x == 0:
-                raise ValueError(f"--{name} {x}: {'more than 0' if needs else '0 or more'}, and finite, would do")
+        needs = re.match("total|num|eval_q|temp|top|target|kl_t|kl_h|max|micro|batch|rloo|(query|response)_l", name)
+        if isinstance(x, int | float) and "penalty" not in name and not (0 <= x < math.inf and (x or not needs)):
+            raise ValueError(f"--{name} {x}: {'more than 0' if needs else '0 or more'}, and finite, would do")
     return preset, args
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a sample
     try:
         main(*(run := parse_args()))
     except (KeyboardInterrupt, ArithmeticError, ImportError, OSError, ValueError) as error:
@@ -810,6 +812,7 @@ if __name__ == "__main__":
         time.sleep(2 * (os.environ.get("RANK", "0") != "0"))  # so that the first process speaks for all
         text = " ".join((str(error) or "stopped by a signal").split())
         if isinstance(error, KeyboardInterrupt | FloatingPointError):
-            text += f"; the newest checkpoint: {max(Path(run[1].output_dir).glob(CHECKPOINTS), default='none')}"
+            newest = max(Path(run[1].output_dir).glob("checkpoints/*/state.json"), default="none")
+            text += f"; the newest checkpoint: {newest}"
         sys.stderr.write(f"{Path(__file__).name}: {text}\n")
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 2) from None

@@ -26,6 +26,7 @@ class AdamTF(torch.optim.Adam):
         lr: learning rate, >= 0.
         betas: decay rates of the two moving averages, each in [0, 1); beta2 = 0 would have no variance to average.
         eps: TensorFlow's "epsilon hat", added to sqrt(v) before any bias correction.
+        weight_decay: decoupled, as in AdamW: p -= lr * weight_decay * p before the step.
         fused: use PyTorch's fused kernel (None: where every parameter is a floating-point tensor on CPU or CUDA).
 
     Raises:
@@ -38,13 +39,15 @@ class AdamTF(torch.optim.Adam):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        weight_decay: float = 0.0,
         fused: bool | None = None,
     ) -> None:
         params = list(params)
         if fused is None:
             tensors = [p for group in params for p in (group["params"] if isinstance(group, dict) else [group])]
             fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in tensors)
-        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=fused)
+        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": True}
+        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=fused, **decay)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -62,3 +65,25 @@ class AdamTF(torch.optim.Adam):
         finally:
             for group, eps in zip(self.param_groups, epsilons, strict=True):
                 group["eps"] = eps
+
+
+def make_optimizer(model: torch.nn.Module, args: Any) -> torch.optim.Optimizer:
+    """The optimizer of a script: AdamTF or AdamW (args.adam), over the parameters of `model` that are trained.
+
+    Groups, the policy's first: matrices with args.weight_decay, all else without; apart from these the same of a value
+    head and a critic, with args.critic_lr if there is one. A group has its learning rate as `initial_lr`, for
+    schedules, and `is_critic`.
+    """
+    groups = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            groups.setdefault((name.startswith(("critic.", "value_head.")), p.dim() > 1), []).append(p)
+    rates = {False: args.lr, True: getattr(args, "critic_lr", None)}
+    rates = {is_critic: args.lr if lr is None else lr for is_critic, lr in rates.items()}
+    rows = [
+        {"params": params, "is_critic": is_critic, "weight_decay": args.weight_decay * is_matrix}
+        | {"lr": rates[is_critic], "initial_lr": rates[is_critic]}
+        for (is_critic, is_matrix), params in sorted(groups.items(), key=lambda item: item[0][0])
+    ]
+    optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
+    return optimizer(rows, lr=args.lr, betas=tuple(args.adam_betas), eps=args.adam_eps)

@@ -7,7 +7,6 @@ Before and after, gain and bias are set so that rewards of the reference policy'
     python train_reward.py                                              # embedded default, two CPU cores
     python train_reward.py sentiment --dtype bf16 --track               # OpenAI's sentiment labels on one GPU
     accelerate launch --num_processes 8 train_reward.py sentiment       # the same on eight: batch sizes are global
-
 Labels: columns query, sample0, sample1, .., best of token ids, or prompt, chosen, rejected of texts or messages. The
 result is a Hugging Face folder, reward_model/. Shapes: B comparisons, N responses in each, V vocabulary, d hidden size.
 """
@@ -21,6 +20,8 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import importlib
+import itertools
 import json
 import math
 import os
@@ -28,17 +29,14 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
 import numpy as np
-import pandas as pd
 import torch
 import tyro
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import hf_hub_download
 from safetensors.torch import save_file
@@ -48,11 +46,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.cache_utils import DynamicCache
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from tf_adam import AdamTF
+from tf_adam import make_optimizer
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # a metric's name -> its sum and count
-CHECKPOINTS = "checkpoints/" + 7 * "[0-9]"
-logger = get_logger(__name__)
 Label = tuple[list[int], list[list[int]], int]  # query, N responses, which is best
 
 
@@ -69,12 +65,13 @@ class Args:
     # models
     base_model: str = "tiny/model"  # Reward model and reference policy start from this causal LM: a folder or a hub id
     dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast with fp32 master weights, fp32 logits and values
+    lora_rank: int = 0  # Train only LoRA adapters of this rank on frozen weights, which bf16 holds in bf16 (0: all)
+    lora_alpha: float = 16.0  # They are scaled by this over the rank
     # the task
     label_dataset: str = "tiny/labels"  # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config]
     num_labels: int | None = None  # Labels to train on (None: the training split); the rest, or `test`, is held out
     query_dataset: str = "tiny/queries"  # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config]
     token_ids_of: str | None = None  # The model whose token ids stand in columns of them (None: --base_model)
-    label_pad: int = 50259  # Token id that pads rows of token ids
     query_length: int = 32  # Longest query, in tokens
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None  # None: drop, or with --end_text keep_start
     query_prefix: str = ""  # Text before every query that the policy reads (the reward model does not)
@@ -88,9 +85,14 @@ class Args:
     # the algorithm
     batch_size: int = 8  # Comparisons per update, over all devices
     micro_batch_size: int = 128  # Rows per forward and backward pass on one device; gradients accumulate
-    lr: float = 2e-3  # Learning rate of the first update; it decays linearly to 0
+    lr: float = 2e-3  # Learning rate, see the schedule
+    lr_schedule: Literal["linear", "constant"] = "linear"  # It decays to 0, or stays
+    lr_warmup: int = 0  # Updates n in which it rises: the first has lr / (n + 1)
     adam: Literal["tf", "torch"] = "tf"  # Adam as TensorFlow computes it (original), or torch.optim.Adam
     adam_eps: float = 1e-5  # Adam's epsilon
+    adam_betas: tuple[float, float] = (0.9, 0.999)  # Decay rates of Adam's averages of gradients and of their squares
+    weight_decay: float = 0.0  # Of matrices, decoupled as in AdamW
+    max_grad_norm: float | None = None  # Gradients of a larger norm are scaled down to it
 
 
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
@@ -117,9 +119,8 @@ def main(preset: str, args: Args) -> None:
     queries = load_queries(tokenizer, args, max(1, 2 * args.normalization_samples))
     longest = max(len(query) + len(response) for query, responses, _ in labels + held_out for response in responses)
     longest = max(longest, *(len(query["context"]) + args.response_length for query in queries))
-    what = "base_model", args, tokenizer, longest, device
-    ref = Actor(load(AutoModelForCausalLM, *what).requires_grad_(False))
-    model = load(AutoModelForSequenceClassification, *what, num_labels=1)
+    ref = Actor(load("base_model", args, tokenizer, longest, device).requires_grad_(False))
+    model = load("base_model", args, tokenizer, longest, device, num_labels=1)
     torch.manual_seed(args.seed)
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     pads = tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer("\0", add_special_tokens=False).input_ids, 0, 1
@@ -128,12 +129,11 @@ def main(preset: str, args: Args) -> None:
     fast_math(device, args.dtype)
 
     # 1. normalise on samples of the reference policy
-    wrapped, statistics = RewardModel(model), {}
+    wrapped, statistics = RewardModel(freeze(model, args)), {}
     if args.normalization_samples:
         rewards = reference_rewards(accelerator, wrapped, ref, queries, 0, args)
         statistics["before"] = normalize(rewards, wrapped.gain.data, wrapped.bias.data)
-    adam = {"tf": AdamTF, "torch": torch.optim.Adam}[args.adam]
-    wrapped, optimizer = accelerator.prepare(wrapped, adam(wrapped.parameters(), lr=args.lr, eps=args.adam_eps))
+    wrapped, optimizer = accelerator.prepare(wrapped, make_optimizer(wrapped, args))
     reward = accelerator.unwrap_model(wrapped)  # the same module, for forward passes without gradients
     folder, state = open_run(accelerator, args, preset, {"update": 0})
     signals = []
@@ -145,8 +145,9 @@ def main(preset: str, args: Args) -> None:
     first = state["update"]
     for update in (bar := tqdm(range(first, num_updates), initial=first, total=num_updates, disable=rank > 0)):
         start = update * args.batch_size
+        decay = 1 - start / len(labels) if args.lr_schedule == "linear" else 1
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * (1 - start / len(labels))
+            group["lr"] = decay * min(1, (update + 1) / (args.lr_warmup + 1)) * group["initial_lr"]
         mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
         records = reward_update(accelerator, wrapped, optimizer, mine, args)
         # 3. log
@@ -185,9 +186,11 @@ def main(preset: str, args: Args) -> None:
         (folder / "results.json").write_text(json.dumps(statistics, indent=2))
         accelerator.log({"test/accuracy": statistics.get("test/accuracy", math.nan)})
         texts = [(tokenizer.decode(query), tokenizer.batch_decode(responses), x) for query, responses, x in held_out]
-        rows = pd.DataFrame(texts, columns=["query", "responses", "best"]).assign(rewards=rewards.tolist())
-        rows.to_json(folder / "samples.tmp", orient="records", lines=True)
-        (folder / "samples.tmp").rename(folder / "samples.jsonl")  # the last file: the run is finished
+        rows = [
+            dict(zip(("query", "responses", "best"), x, strict=True)) | {"rewards": y}
+            for x, y in zip(texts, rewards.tolist(), strict=True)
+        ]
+        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tqdm.write(f"{folder}: {statistics}")
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # first the model, or gloo can wait for ever
     accelerator.end_training()
@@ -215,7 +218,7 @@ def reward_update(accelerator: Any, model: Any, optimizer: Any, labels: list[Lab
             loss = nn.functional.cross_entropy(rewards, best, reduction="sum")
             accelerator.backward(loss * accelerator.gradient_accumulation_steps / len(labels))
             if accelerator.sync_gradients:
-                norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+                norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
                 norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of weights in shards
                 if not norm.isfinite():  # on all ranks, whose gradients are averaged
                     raise FloatingPointError("the gradient is not finite")
@@ -225,14 +228,6 @@ def reward_update(accelerator: Any, model: Any, optimizer: Any, labels: list[Lab
         count = torch.tensor(float(len(best)), device=best.device)
         records.append({"train/loss": (loss.detach(), count), "train/accuracy": (hits(rewards, best).sum(), count)})
     return records
-
-
-def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
-    """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
-    names = list(dict.fromkeys(name for record in records for name in record))
-    pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)
-    totals = accelerator.reduce(torch.stack([torch.stack(pair).double().sum(0) for pair in pairs])).tolist()
-    return {name: total / count for name, (total, count) in zip(names, totals, strict=True)}
 
 
 def gain_and_bias(mean: Any, std: Any, target_mean: float = 0.0, target_std: float = 1.0) -> tuple[Any, Any]:
@@ -272,10 +267,9 @@ def uniforms(seed: int, update: int, batch: int, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def sample(policy: Any, contexts: list[list[int]], u: Tensor, temperature: float) -> Tensor:
-    """Responses (B, R) ~ softmax(logits / temperature), one forward per token: no top-k, no top-p, no end. The B / K
-    contexts are read once for their K responses. Token t is where the cumulative distribution passes u[:, t], (B, R).
-    """
+def sample(policy: Any, contexts: list[list[int]], u: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
+    """Responses (B, R) ~ softmax(logits / temperature), one forward per token, without an end. The B / K contexts are
+    read once for their K responses. Token t is where the cumulative distribution passes u[:, t], (B, R)."""
     cache, k, width = DynamicCache(config=policy.lm.config), len(u) // len(contexts), max(map(len, contexts))
     ids = torch.tensor([[0] * (width - len(x)) + x for x in contexts], device=u.device)
     mask = torch.tensor([[False] * (width - len(x)) + [True] * len(x) for x in contexts], device=u.device)
@@ -286,7 +280,11 @@ def sample(policy: Any, contexts: list[list[int]], u: Tensor, temperature: float
     for t in range(u.shape[1]):
         if t > 0:
             logits = policy(None, responses[:, t - 1 : t], mask[:, : width + t], None, cache)[0]
-        cdf = (logits / temperature).softmax(-1).cumsum(-1)
+        probs = (logits / temperature).softmax(-1)
+        if top_p < 1:  # to the least likely that is needed
+            high = probs.sort(descending=True).values
+            probs = probs * (probs >= high.gather(1, (high.cumsum(1) - high < top_p).sum(1, keepdim=True) - 1))
+        cdf = probs.cumsum(-1)
         tokens = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True)
         responses[:, t : t + 1] = tokens.clamp(max=cdf.shape[1] - 1)
     return responses
@@ -295,15 +293,14 @@ def sample(policy: Any, contexts: list[list[int]], u: Tensor, temperature: float
 # --- forward passes ---------------------------------------------------------------------------------------------------
 def hidden_at(model: Any, at: Any, ids: Tensor, mask: Tensor, positions: Any = None, cache: Any = None) -> Tensor:
     """Last hidden states (n, d) in fp32 at the n cells `at` of the flattened ids (B, t), or at the B last ones (None).
-
-    mask: (B, past + t), False at padding, or (B, t, t), who sees whom. Positions count real tokens, as the original's.
-    """
+    mask: (B, past + t), False at padding, or (B, t, t), who sees whom. Positions count real tokens: the original's."""
     if positions is None:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     if mask.dim() == 3:
         mask = torch.where(mask.unsqueeze(1), 0.0, torch.finfo(torch.float32).min)
     inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-    hidden = model.base_model(ids, use_cache=cache is not None, **inputs).last_hidden_state
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=getattr(model.base_model, "autocast", False)):
+        hidden = model.base_model(ids, use_cache=cache is not None, **inputs).last_hidden_state
     return (hidden[:, -1].contiguous() if at is None else hidden.flatten(0, 1).index_select(0, at)).float()
 
 
@@ -312,7 +309,8 @@ class Actor(nn.Module):
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
-        self.lm, self._no_split_modules = lm, lm._no_split_modules  # for engines that spread weights over processes
+        self.lm = lm
+        self._no_split_modules = lm._no_split_modules  # for engines that spread weights over processes
 
     def forward(self, at: Tensor | None, *inputs: Any) -> tuple[Tensor]:
         """Logits (n, V) in fp32 at the n cells `at`: see hidden_at."""
@@ -332,25 +330,21 @@ class RewardModel(nn.Module):
         return self.gain * self.lm.score(hidden_at(self.lm, at, *inputs)).sum(-1) + self.bias
 
 
-def pack(trees: Sequence[Sequence[Sequence[int]]], device: Any) -> tuple[Tensor, ...]:
+def pack(trees: list[list[list[int]]], device: Any) -> tuple[Tensor, ...]:
     """The inputs of hidden_at for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
-
-    A context is fed once; its branches see it and themselves. Trees share rows, 1, 1.5 or 2 times as wide as the
-    largest, whichever pads least: [[a b], [c], [d e]], [[f], [g], [h]] and [[i], [j], []] become
+    A context is fed once; its branches see it and themselves. Trees share rows, as wide as the largest: [[a b], [c],
+    [d e]], [[f], [g], [h]] and [[i], [j], []] become
         ids   a b c d e    tree  1 1 1 1 1    branch  0 0 1 2 2    positions  0 1 2 2 3
               f g h i j          2 2 2 3 3            0 1 2 0 1               0 1 1 0 1
     Before the inputs come the first and the last cell of every context and branch, (n, 1 + K), counted through all
     rows: [[0, 2, 3], [5, 6, 7], [8, 9, 10]] and [[1, 2, 4], [5, 6, 7], [8, 9, 9]]."""
-    lengths, layouts = np.array([[len(part) for part in tree] for tree in trees]), []
-    sizes = lengths.sum(1)
-    for width in (sizes.max(), sizes.max() * 3 // 2, sizes.max() * 2):
-        room, begin = np.full(len(sizes), width), np.zeros_like(sizes)
-        for i in np.argsort(-sizes, kind="stable"):  # first fit, the largest first
-            row = (room >= sizes[i]).argmax()
-            begin[i], room[row] = (row + 1) * width - room[row], room[row] - sizes[i]
-        layouts.append(((room < width).sum() * width, width, begin))
-    total, width, begin = min(layouts, key=lambda layout: layout[0])
-    first, cells = begin[:, None] + lengths.cumsum(1) - lengths, np.zeros((4, total), int)
+    lengths = np.array([[len(part) for part in tree] for tree in trees])
+    sizes, width = lengths.sum(1), lengths.sum(1).max()
+    room, begin = np.full(len(sizes), width), np.zeros_like(sizes)
+    for i in np.argsort(-sizes, kind="stable"):  # first fit, the largest first
+        row = (room >= sizes[i]).argmax()
+        begin[i], room[row] = (row + 1) * width - room[row], room[row] - sizes[i]
+    first, cells = begin[:, None] + lengths.cumsum(1) - lengths, np.zeros((4, (room < width).sum() * width), int)
     for i, tree in enumerate(trees):
         at, branch = slice(begin[i], begin[i] + sizes[i]), np.repeat(np.arange(len(tree)), lengths[i])
         positions = np.arange(sizes[i]) - (first[i] - begin[i] - len(tree[0]))[branch] * (branch > 0)
@@ -386,13 +380,12 @@ def find(name: str) -> str:
 
 
 @contextlib.contextmanager
-def blame(flag: str, args: Any, why: str = "") -> Iterator[None]:
+def blame(flag: str, args: Any, why: str = "") -> Any:
     """What goes wrong in here becomes a ValueError of one line: the flag, its value, and why."""
     try:
         yield
     except Exception as error:
-        cause = error if isinstance(error, ValueError) else error.__cause__ or error
-        reason = why or str(cause) or f"{type(cause).__name__} (empty?)"
+        reason = why or str(error if isinstance(error, ValueError) else error.__cause__ or error) or repr(error)
         raise ValueError(f"--{flag} {getattr(args, flag)}: {' '.join(reason.split())[:300]}") from error
 
 
@@ -406,20 +399,25 @@ def fetch(auto_class: Any, flag: str, args: Any, **kwargs: Any) -> Any:
 
 
 @torch.no_grad()
-def load(auto_class: Any, flag: str, args: Any, tokenizer: Any, longest: int, device: Any, **kwargs: Any) -> Any:
-    """A model in fp32, with all its weights and, as the original, without dropout. With bf16 its trunk is autocast, the
-    heads stay in fp32: logits of 100 in bf16 are off by 0.25. ValueError for what would be wrong in silence."""
-    name, config = f"--{flag} {getattr(args, flag)}", fetch(AutoConfig, flag, args, **kwargs)
-    if find_adapter_config_file(find(getattr(args, flag))):
-        raise ValueError(f"{name}: is a LoRA adapter, which would not be trained; the merged model would do")
-    for part in (config, text := config.get_text_config()):
-        vars(part).update({key: 0.0 for key, x in vars(part).items() if "drop" in key and isinstance(x, float)})
+def load(flag: str, args: Any, tokenizer: Any, longest: int, device: Any, **kwargs: Any) -> Any:
+    """A model in fp32, with all its weights and a LoRA adapter's, without dropout as the original. With bf16 its trunk
+    is autocast, but no head: logits of 100 in bf16 are off by 0.25. ValueError for what would be wrong in silence."""
+    name, own = f"--{flag} {getattr(args, flag)}", args
+    if adapter := find_adapter_config_file(find(getattr(args, flag))):
+        base = json.loads(Path(adapter).read_text())["base_model_name_or_path"]
+        args = dataclasses.replace(args, **{flag: base})
+        own = own if Path(adapter).with_name("config.json").exists() else args
+    text = (config := fetch(AutoConfig, flag, own, **kwargs)).get_text_config()
+    auto_class = AutoModelForSequenceClassification if kwargs or flag == "reward_model" else AutoModelForCausalLM
     how = {"attn_implementation": "eager" if device.type == "cpu" else "sdpa"}  # there 3 to 4 times faster
     how |= {"config": config, "dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = fetch(auto_class, flag, args, **how)
     odd = [x for x in info["unexpected_keys"] if re.search(r"\.\d+\..*weight$", x)]
-    if odd := odd + [x for x in info["missing_keys"] if not kwargs]:
+    if odd := odd + [x for x in info["missing_keys"] if not kwargs and not adapter]:
         raise ValueError(f"{name}: {min(odd)} is not both in its weights and in a {type(model).__name__} of its config")
+    if adapter:
+        peft = importlib.import_module("peft")
+        model = peft.PeftModel.from_pretrained(model, os.path.dirname(adapter)).merge_and_unload().requires_grad_(True)
     for module in model.to(device).modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # a pad that is also the eos gets its gradient
@@ -438,8 +436,24 @@ def load(auto_class: Any, flag: str, args: Any, tokenizer: Any, longest: int, de
         off = (packed - torch.stack(plain)).abs().max() / (packed.max() - packed.min())
     if off > 1e-3 or getattr(text, "final_logit_softcapping", None):
         raise ValueError(f"{name}: is off by {off:.1%} on packed rows (alibi? a short sliding window? capped logits?)")
-    if args.dtype == "bf16":
-        model.base_model.forward = torch.autocast(device.type, torch.bfloat16)(model.base_model.forward)
+    model.base_model.autocast = args.dtype == "bf16"
+    return model
+
+
+def freeze(model: Any, args: Args) -> Any:
+    """The model, where only LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on linear layers but the head or, as in
+    trlX's hydra, the --unfrozen_layers and what is above them are to be trained."""
+    if args.lora_rank:
+        head = ["score"] if hasattr(model, "score") else None
+        how = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "modules_to_save": head}
+        model.add_adapter(importlib.import_module("peft").LoraConfig(target_modules="all-linear", **how))
+    if layers := getattr(args, "unfrozen_layers", 0):
+        top = next(next(x for x in model.modules() if isinstance(x, nn.ModuleList))[-layers].parameters())
+        for p in itertools.takewhile(lambda p: p is not top, model.parameters()):
+            p.requires_grad_(False)
+    for name, p in model.named_parameters():
+        if name.endswith("base_layer.weight") and args.dtype == "bf16":
+            p.data = p.data.bfloat16()
     return model
 
 
@@ -468,18 +482,16 @@ def bos(tokenizer: Any) -> list[int]:
     return [token for token in tokenizer("").input_ids[:1] if token == tokenizer.bos_token_id]
 
 
-def encode(values: Sequence[Any], tokenizer: Any, args: Args) -> list[list[int]]:
+def encode(values: list[Any], tokenizer: Any, args: Args) -> list[list[int]]:
     """Token ids, without BOS, of texts, chats (lists of messages) or padded rows of token ids; [] for anything else."""
     reader = tokenizer if args.token_ids_of in (None, args.base_model) else fetch(AutoTokenizer, "token_ids_of", args)
     own, begin, rows = reader.get_vocab() == tokenizer.get_vocab(), bos(tokenizer), []
     for value in values:
         kind, row = type(value[0]) if isinstance(value, list) and value else None, []
-        if kind not in (None, dict, int):
-            raise ValueError(f"a list of {kind.__name__} is no text; texts, messages or token ids would do")
         if kind is dict:
             value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
         if kind is int:
-            row = [token for token in value if token != args.label_pad]
+            row = [token for token in value if token != 50259]  # the label files' padding
             value = None if own else reader.decode(row)
         row = tokenizer(value, add_special_tokens=False).input_ids if isinstance(value, str) else row
         if max(row, default=0) >= len(tokenizer):
@@ -491,25 +503,23 @@ def encode(values: Sequence[Any], tokenizer: Any, args: Args) -> list[list[int]]
 def load_table(flag: str, args: Any) -> Any:
     """The splits of the file, the folder, or the hub's owner/name[:config] that the flag names; one is `train`."""
     with blame(flag, args):
-        path = Path(find(getattr(args, flag))).absolute()  # the hub's cache has links
-        where = [str(path)] if path.exists() else getattr(args, flag).split(":")
-        if path.is_file():
-            where = [str(path.parent), None, None, path.name]
+        path = Path(name := find(getattr(args, flag))).absolute()  # the hub's cache has links
+        where = [str(path.parent), None, None, path.name] if path.is_file() else name.split(":")
         splits = datasets.load_dataset(*where)
         if "train" not in splits:
             raise ValueError(f"has splits {list(splits)}; train would do")
         return splits
 
 
-def load_queries(tokenizer: Any, args: Args, need: int) -> list[dict[str, Any]]:
+def load_queries(tokenizer: Any, args: Args, need: int, flag: str = "query_dataset") -> list[dict[str, Any]]:
     """Up to `need` queries in an order drawn from --seed: dicts with what the reward model reads (input_ids), what the
     policy reads (context) and, for a --reward_fn, the columns of the table."""
-    table = load_table("query_dataset", args)["train"].shuffle(generator=np.random.default_rng([args.seed, 2]))
+    table = load_table(flag, args)["train"].shuffle(generator=np.random.default_rng([args.seed, 2]))
     found = [x for x in ("text", "query", "prompt", "messages", "article", "content") if x in table.column_names][:1]
     columns, queries, lost = table.column_names if getattr(args, "reward_fn", None) else [], [], 0
     start, end, begin = token_id(tokenizer, args.start_text), token_id(tokenizer, args.end_text), bos(tokenizer)
     prefix, suffix = encode([args.query_prefix, args.query_suffix], tokenizer, args)
-    with blame("query_dataset", args):
+    with blame(flag, args):
         for rows in table.select_columns(columns or found).iter(10_000):  # no more of millions than are needed
             for i, tokens in enumerate(encode(rows[found[0]], tokenizer, args) if found else ()):
                 long = args.long_queries or ("drop" if end is None else "keep_start")
@@ -521,8 +531,8 @@ def load_queries(tokenizer: Any, args: Args, need: int) -> list[dict[str, Any]]:
                 break
         if len(queries) <= getattr(args, "eval_queries", 0):
             raise ValueError(f"{len(queries)} queries in {found} of {table.column_names}; more, or `text`, would do")
-    if lost:
-        logger.warning(f"--query_dataset {args.query_dataset}: left out {lost} rows without text or fitting query")
+    if lost and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"--{flag} {getattr(args, flag)}: left out {lost} rows without text or fitting query\n")
     return queries[:need]
 
 
@@ -556,7 +566,7 @@ def read_preferences(table: Any, tokenizer: Any, args: Args) -> list[Label]:
         if bool(cut) == bool(query) and all(both) and both[0] != both[1]:
             labels.append((bos(tokenizer) + cut, both[::-1] if coin else both, coin))
     if lost := len(table) - len(labels):
-        logger.warning(f"left out {lost} of {len(table)} pairs: a text empty, a prompt too long, or both the same")
+        sys.stderr.write(f"left out {lost} of {len(table)} pairs: a text empty, a prompt too long, or both the same\n")
     if lost > 0.1 * len(table):
         raise ValueError(f"{lost} of {len(table)} pairs are of no use; other limits would do")
     return labels
@@ -597,59 +607,59 @@ def open_run(accelerator: Any, args: Args, preset: str, state: dict[str, Any]) -
     args.output_dir = str(folder)
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
+        with blame("output_dir", args, "another run is at work there; another folder would do"):
             fcntl.flock(os.open(folder / "lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--output_dir {folder}: another run is at work there; another folder would do") from None
         (folder / "metrics.jsonl").open("a" if args.resume else "x").close()
     accelerator.wait_for_everyone()
     state |= {"processes": world, "id": os.urandom(4).hex()}
-    if checkpoint := max(folder.glob(CHECKPOINTS), default=None):
-        try:
-            accelerator.load_state(str(checkpoint))
-            state = json.loads((checkpoint / "state.json").read_text())
-        except Exception as error:
-            raise ValueError(f"--resume: {checkpoint} is damaged; without it the one before would do") from error
+    if done := max(folder.glob("checkpoints/*/state.json"), default=None):
+        with blame("resume", args, f"{done.parent} is damaged; without it the one before would do"):
+            accelerator.load_state(str(done.parent))
+            state = json.loads(done.read_text())
     if state["processes"] != world:  # shuffles and whitening are per rank
         raise ValueError(f"--resume: {folder} is a run of {state['processes']} processes; as many would do")
     if accelerator.is_main_process:
-        with (folder / "metrics.jsonl").open("r+b") as file:
-            if not all(file.readline().endswith(b"\n") for _ in range(state["update"])):
-                raise ValueError(f"--resume: {file.name} lacks lines; {state['update']} would do")
-            file.truncate()
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[: state["update"]]
+        os.truncate(folder / "metrics.jsonl", sum(map(len, lines)))
         record = {"script": Path(__file__).stem, "preset": preset, "torch": torch.__version__, "args": vars(args)}
         (folder / "args.tmp").write_text(json.dumps(record, indent=2))
         (folder / "args.tmp").rename(folder / "args.json")
     if args.track:
-        run = {"wandb": {"name": folder.name, "id": state["id"], "resume": "allow"}}
-        accelerator.init_trackers("rlhf", config=vars(args) | {"preset": preset}, init_kwargs=run)
+        accelerator.init_trackers(
+            "rlhf", vars(args), {"wandb": {"id": state["id"], "name": folder.name, "resume": "allow"}}
+        )
     return folder, state
 
 
+def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
+    """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)
+    totals = accelerator.reduce(torch.stack([torch.stack(pair).double().sum(0) for pair in pairs])).tolist()
+    return {name: total / count for name, (total, count) in zip(names, totals, strict=True)}
+
+
 def save_checkpoint(accelerator: Any, folder: Path, state: dict[str, Any]) -> None:
-    """checkpoints/<updates made>, complete or not there; two stay. Random numbers follow from seed, update and row."""
+    """checkpoints/<updates made>; its last file is state.json; two stay. Randomness follows from seed, update, row."""
     path = folder / "checkpoints" / f"{state['update']:07d}"
-    accelerator.save_state(str(new := path.with_suffix(".tmp")))
+    accelerator.save_state(str(path))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (new / "state.json").write_text(json.dumps(state))
         os.sync()
-        new.rename(path)
-        for old in sorted(folder.glob(CHECKPOINTS))[:-2]:
+        (path / "state.tmp").write_text(json.dumps(state))
+        (path / "state.tmp").rename(path / "state.json")
+        for old in sorted(path.parent.glob("*"))[:-2]:
             shutil.rmtree(old)
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tensor]) -> None:
-    """A Hugging Face folder, and value_head.safetensors, of the `weights` of `model` and of what is around it, which by
-    themselves may be shards; complete or not there."""
-    new, names = folder.with_name(f"{folder.name}.tmp"), {f"lm.{x}" for x, _ in model.named_parameters()}  # ties once
-    model.save_pretrained(new, state_dict={x[3:]: weights[x] for x in weights if x in names})
-    tokenizer.save_pretrained(new)
-    if head := {x.split(".")[1]: weights[x] for x in weights if x.startswith("value_head.")}:
-        save_file(head, new / "value_head.safetensors")
-    os.sync()
-    shutil.rmtree(folder, ignore_errors=True)
-    new.rename(folder)
+def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tensor], prefix: str = "lm.") -> None:
+    """A Hugging Face folder, and value_head.safetensors, of the `weights` of `model`; nothing, if there are none."""
+    names = {prefix + name for name, _ in model.named_parameters()} if weights else {}  # tied ones once
+    if mine := {name.removeprefix(prefix): x for name, x in weights.items() if name in names}:
+        model.save_pretrained(folder, state_dict=mine)
+        model.config.save_pretrained(folder), tokenizer.save_pretrained(folder)  # an adapter comes without
+        if head := {name.split(".")[1]: x for name, x in weights.items() if name.startswith("value_head.")}:
+            save_file(head, folder / "value_head.safetensors")
 
 
 def parse_args() -> tuple[str, Args]:
@@ -664,23 +674,18 @@ def parse_args() -> tuple[str, Args]:
         raise ValueError(f"--output_dir {args.output_dir}, --resume {args.resume}: a new folder, or both, would do")
     if record.exists():
         old = json.loads(record.read_text())
-        if old["script"] != Path(__file__).stem:
-            raise ValueError(f"--resume: {record.parent} is a run of {old['script']}.py; one of this script would do")
-        if (record.parent / "samples.jsonl").exists():
-            sys.exit(sys.stderr.write(f"--resume: {record.parent} is finished\n") * 0)
-        preset, args = old["preset"], tyro.cli(Args, default=Args(**old["args"]), args=argv)
+        with blame("output_dir", args, f"is a run of {old['script']}.py"):
+            preset, args = old["preset"], tyro.cli(Args, default=Args(**old["args"]), args=argv)
         changed = [f"{name} {x} (was {old['args'][name]})" for name, x in vars(args).items() if x != old["args"][name]]
         sys.stderr.write(f"--resume: {', '.join(changed)}\n")
     for name, x in vars(args).items():
-        needs = re.match("total|num|eval|temp|kl_t|kl_h|max|micro|batch|rloo|.*length", name)
-        if isinstance(x, int | float) and name != "penalty_reward_value":
-            if not 0 <= x < math.inf or needs and x == 0:
-                raise ValueError(f"--{name} {x}: {'more than 0' if needs else '0 or more'}, and finite, would do")
+        needs = re.match("total|num|eval_q|temp|top|target|kl_t|kl_h|max|micro|batch|rloo|(query|response)_l", name)
+        if isinstance(x, int | float) and "penalty" not in name and not (0 <= x < math.inf and (x or not needs)):
+            raise ValueError(f"--{name} {x}: {'more than 0' if needs else '0 or more'}, and finite, would do")
     return preset, args
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a sample
     try:
         main(*(run := parse_args()))
     except (KeyboardInterrupt, ArithmeticError, ImportError, OSError, ValueError) as error:
@@ -689,6 +694,7 @@ if __name__ == "__main__":
         time.sleep(2 * (os.environ.get("RANK", "0") != "0"))  # so that the first process speaks for all
         text = " ".join((str(error) or "stopped by a signal").split())
         if isinstance(error, KeyboardInterrupt | FloatingPointError):
-            text += f"; the newest checkpoint: {max(Path(run[1].output_dir).glob(CHECKPOINTS), default='none')}"
+            newest = max(Path(run[1].output_dir).glob("checkpoints/*/state.json"), default="none")
+            text += f"; the newest checkpoint: {newest}"
         sys.stderr.write(f"{Path(__file__).name}: {text}\n")
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 2) from None
