@@ -294,17 +294,19 @@ def rloo_update(accelerator: Any, policy: Any, optimizer: Any, batch: Any, epoch
         start = len(records)
         # the loss is a sum; accelerate divides it by the micro-batches and averages gradients over the processes
         scale = accelerator.gradient_accumulation_steps / batch["advantages"][minibatch].numel()
+        if texts := batch.get("texts"):  # theirs is a mean over all tokens of all ranks too
+            tokens = accelerator.reduce(one * sum(len(texts[i]) - 1 for i in minibatch.tolist())).clamp(min=1)
+            weight = (
+                args.ptx_coef * accelerator.gradient_accumulation_steps * accelerator.num_processes / scale / tokens
+            )
         for rows in micro_batches(minibatch, batch["trees"], args.micro_batch_size):
             with accelerator.accumulate(policy):
                 logprobs, entropy = forward_response(policy, batch, rows, args.temperature)
                 old = [batch[name][rows] for name in ("logprobs", "advantages", "kept")]
                 loss, pairs = rloo_loss(logprobs, *old, args.cliprange, args.token_level)
-                if batch["texts"]:
-                    ptx = ptx_loss(policy, [batch["texts"][i] for i in rows.tolist()], old[-1].device)
-                    loss, pairs["ppo/loss/ptx"] = (
-                        loss + args.ptx_coef * pairs["ppo/loss/policy"][1] * ptx,
-                        (ptx.detach(), one),
-                    )
+                if texts:
+                    ptx, count = ptx_loss(policy, [texts[i] for i in rows.tolist()], one.device)
+                    loss, pairs["ppo/loss/ptx"] = loss + weight * ptx, (ptx.detach(), count)
                 accelerator.backward(loss * scale)
                 if accelerator.sync_gradients:
                     norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
@@ -405,12 +407,9 @@ def score(reward: Any, queries: list[Any], responses: list[Any], tokenizer: Any,
     columns = {x: [query[x] for query in asked] for x in [*inspect.signature(reward).parameters][2:] if x in asked[0]}
     texts = (tokenizer.batch_decode(x, skip_special_tokens=True) for x in ([x["input_ids"] for x in asked], responses))
     try:
-        made = reward(*texts, **columns)
-        if not isinstance(made, list) or not isinstance(made[0], list):
-            scores[:, -1] = torch.as_tensor(made, dtype=torch.float32).cpu().view(len(asked))
-        else:
-            for row, x, response in zip(scores, made, responses, strict=True):
-                row[: len(response)] = torch.tensor(x).view(len(response))
+        for row, x, response in zip(scores, reward(*texts, **columns)[:], responses, strict=True):
+            part = row[: len(response)] if isinstance(x, list) else row[-1:]
+            part.copy_(torch.as_tensor(x).view(len(part)))
         return scores
     except (Exception, SystemExit) as error:  # no ValueError, so that its traceback is shown
         raise RuntimeError(f"--reward_fn {args.reward_fn}: no {len(asked)} floats, or lists of tokens'") from error
@@ -491,8 +490,7 @@ def forward_response(policy: Any, batch: Any, rows: Tensor, temperature: float, 
     Where `kept` is False they mean nothing. With `full`, log-probabilities are of the whole vocabulary, (.., V)."""
     responses = batch["responses"][rows]
     first, last, *inputs = pack([batch["trees"][i] for i in rows.tolist()], responses.device)
-    # A token is predicted in the cell before its own: for the first of a branch that is the last of the context. What
-    # is not kept is not in the tree, and read at the last cell of its branch.
+    # A token is predicted in the cell before it, the first in the context's last. What is not kept reads the last cell.
     steps = torch.arange(-1, responses.shape[-1] - 1, device=first.device)
     at = torch.minimum(first[:, 1:, None] + steps, last[:, 1:, None])
     at[:, :, 0] = last[:, :1]
@@ -503,12 +501,13 @@ def forward_response(policy: Any, batch: Any, rows: Tensor, temperature: float, 
     return [x.view(*responses.shape, *x.shape[1:]) for x in (logprobs, entropy, *others)]
 
 
-def ptx_loss(policy: Any, texts: list[list[int]], device: Any) -> Tensor:
-    """Cross entropy per token of texts, a scalar: PPO-ptx (Ouyang et al. 2022, arXiv:2203.02155, equation 2)."""
-    responses = nn.utils.rnn.pad_sequence([torch.tensor(text[1:], device=device) for text in texts], batch_first=True)
-    batch = {"responses": responses, "trees": [[text[:1], text[1:-1]] for text in texts]}
-    logprobs, *_ = forward_response(policy, batch, torch.arange(len(texts)), 1.0)
-    return -torch.cat([x[: len(text) - 1] for x, text in zip(logprobs, texts, strict=True)]).mean()
+def ptx_loss(policy: Any, texts: list[list[int]], device: Any) -> tuple[Tensor, Tensor]:
+    """Cross entropy of texts, summed, and the count of their tokens: PPO-ptx (Ouyang et al. 2022, arXiv:2203.02155)."""
+    responses = [torch.tensor([*text[1:], 0], device=device) for text in texts]
+    batch = {"responses": nn.utils.rnn.pad_sequence(responses, True), "trees": [[x[:1], x[1:-1]] for x in texts]}
+    logprobs = forward_response(policy, batch, torch.arange(len(texts)), 1.0)[0]
+    logprobs = torch.cat([row[: len(text) - 1] for row, text in zip(logprobs, texts, strict=True)])
+    return -logprobs.sum(), torch.ones_like(logprobs).sum()
 
 
 # --- models and data --------------------------------------------------------------------------------------------------
@@ -559,8 +558,9 @@ def load(flag: str, args: Any, tokenizer: Any, longest: int, device: Any, **kwar
     is autocast, but no head: logits of 100 in bf16 are off by 0.25. ValueError for what would be wrong in silence."""
     name, own = f"--{flag} {getattr(args, flag)}", args
     if adapter := find_adapter_config_file(find(getattr(args, flag))):
-        base = json.loads(Path(adapter).read_text())["base_model_name_or_path"]
-        args = dataclasses.replace(args, **{flag: base})
+        if args.lora_rank and flag == "base_model":  # what is saved would name the base of its base
+            raise ValueError(f"{name}: is an adapter; --lora_rank 0, or the merged model, would do")
+        args = dataclasses.replace(args, **{flag: json.loads(Path(adapter).read_text())["base_model_name_or_path"]})
         own = own if Path(adapter).with_name("config.json").exists() else args
     text = (config := fetch(AutoConfig, flag, own, **kwargs)).get_text_config()
     auto_class = AutoModelForSequenceClassification if kwargs or flag == "reward_model" else AutoModelForCausalLM
@@ -603,7 +603,8 @@ def freeze(model: Any, args: Args) -> Any:
         how = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "modules_to_save": head}
         model.add_adapter(importlib.import_module("peft").LoraConfig(target_modules="all-linear", **how))
     if layers := getattr(args, "unfrozen_layers", 0):
-        top = next(next(x for x in model.modules() if isinstance(x, nn.ModuleList))[-layers].parameters())
+        with blame("unfrozen_layers", args):
+            top = next(next(x for x in model.modules() if isinstance(x, nn.ModuleList))[-layers].parameters())
         for p in itertools.takewhile(lambda p: p is not top, model.parameters()):
             p.requires_grad_(False)
     for name, p in model.named_parameters():
@@ -776,7 +777,7 @@ def show(folder: Path, before: list[Any], after: list[Any]) -> None:
     """samples.jsonl: held-out queries before and after; and the mean scores."""
     rows = [x | {f"{name}_after": y[name] for name in y if name != "query"} for x, y in zip(before, after, strict=True)]
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    means = [sum(row["score"] for row in part) / len(part) for part in (before, after)]
+    means = [np.mean([row["score"] for row in part]) for part in (before, after)]
     tqdm.write(f"mean score {means[0]:.2f} before, {means[1]:.2f} after, see {folder}")
 
 

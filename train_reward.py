@@ -136,13 +136,12 @@ def main(preset: str, args: Args) -> None:
     wrapped, optimizer = accelerator.prepare(wrapped, make_optimizer(wrapped, args))
     reward = accelerator.unwrap_model(wrapped)  # the same module, for forward passes without gradients
     folder, state = open_run(accelerator, args, preset, {"update": 0})
-    signals = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append(number))
 
     # 2. train: one epoch over the labels, in the order that rank 0 draws
     order, num_updates = np.random.RandomState(args.seed).permutation(len(labels)), len(labels) // args.batch_size
-    first = state["update"]
+    first, signals = state["update"], []
     for update in (bar := tqdm(range(first, num_updates), initial=first, total=num_updates, disable=rank > 0)):
         start = update * args.batch_size
         decay = 1 - start / len(labels) if args.lr_schedule == "linear" else 1
@@ -186,10 +185,8 @@ def main(preset: str, args: Args) -> None:
         (folder / "results.json").write_text(json.dumps(statistics, indent=2))
         accelerator.log({"test/accuracy": statistics.get("test/accuracy", math.nan)})
         texts = [(tokenizer.decode(query), tokenizer.batch_decode(responses), x) for query, responses, x in held_out]
-        rows = [
-            dict(zip(("query", "responses", "best"), x, strict=True)) | {"rewards": y}
-            for x, y in zip(texts, rewards.tolist(), strict=True)
-        ]
+        names = ("query", "responses", "best", "rewards")
+        rows = [dict(zip(names, (*x, y), strict=True)) for x, y in zip(texts, rewards.tolist(), strict=True)]
         (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tqdm.write(f"{folder}: {statistics}")
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # first the model, or gloo can wait for ever
@@ -404,8 +401,9 @@ def load(flag: str, args: Any, tokenizer: Any, longest: int, device: Any, **kwar
     is autocast, but no head: logits of 100 in bf16 are off by 0.25. ValueError for what would be wrong in silence."""
     name, own = f"--{flag} {getattr(args, flag)}", args
     if adapter := find_adapter_config_file(find(getattr(args, flag))):
-        base = json.loads(Path(adapter).read_text())["base_model_name_or_path"]
-        args = dataclasses.replace(args, **{flag: base})
+        if args.lora_rank and flag == "base_model":  # what is saved would name the base of its base
+            raise ValueError(f"{name}: is an adapter; --lora_rank 0, or the merged model, would do")
+        args = dataclasses.replace(args, **{flag: json.loads(Path(adapter).read_text())["base_model_name_or_path"]})
         own = own if Path(adapter).with_name("config.json").exists() else args
     text = (config := fetch(AutoConfig, flag, own, **kwargs)).get_text_config()
     auto_class = AutoModelForSequenceClassification if kwargs or flag == "reward_model" else AutoModelForCausalLM
@@ -448,7 +446,8 @@ def freeze(model: Any, args: Args) -> Any:
         how = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "modules_to_save": head}
         model.add_adapter(importlib.import_module("peft").LoraConfig(target_modules="all-linear", **how))
     if layers := getattr(args, "unfrozen_layers", 0):
-        top = next(next(x for x in model.modules() if isinstance(x, nn.ModuleList))[-layers].parameters())
+        with blame("unfrozen_layers", args):
+            top = next(next(x for x in model.modules() if isinstance(x, nn.ModuleList))[-layers].parameters())
         for p in itertools.takewhile(lambda p: p is not top, model.parameters()):
             p.requires_grad_(False)
     for name, p in model.named_parameters():

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from ours import load
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 import ppo_rlhf
 import rloo_rlhf
@@ -184,7 +184,7 @@ def main() -> None:
     ppo_rlhf.fast_math(device, "fp32")
     for model in options.models:
         with common.model_folder(model) as folder:
-            lm = load(AutoModelForCausalLM, folder, args, device)
+            lm = load(folder, args, device)
         queries = None
         if model == "tiny":
             queries = rloo_rlhf.load_queries(common.tokenizer(), rloo_rlhf.Args(eval_queries=1), options.episodes)

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from ours import load
-from transformers import AutoModelForCausalLM
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 import rloo_rlhf
@@ -37,8 +36,7 @@ def fresh_samples(folder: Path, seed: int) -> tuple[list[str], list[str], float]
     queries = rloo_rlhf.load_queries(tokenizer, args, 512)
     end = rloo_rlhf.token_id(tokenizer, args.truncate_token)
     policy, ref = (
-        rloo_rlhf.Actor(load(AutoModelForCausalLM, str(path), args, torch.device("cpu")))
-        for path in (folder, common.ROOT / "tiny" / "model")
+        rloo_rlhf.Actor(load(str(path), args, torch.device("cpu"))) for path in (folder, common.ROOT / "tiny" / "model")
     )
     u = rloo_rlhf.uniforms(seed, 10**6, len(queries), args.response_length)
     rows = torch.arange(len(queries)).view(1, -1)

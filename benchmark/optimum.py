@@ -24,10 +24,11 @@ import torch
 from matplotlib.figure import Figure
 from ours import load
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import ppo_rlhf
 import rloo_rlhf
+from tf_adam import make_optimizer
 
 VOCABULARY, LENGTH, CONTEXT, BETA = 8, 3, [0], 1.0
 SHAPE = (VOCABULARY,) * LENGTH
@@ -97,7 +98,7 @@ def train(algorithm: str, seed: int, updates: int = UPDATES, points: int = 25, *
     accelerator = common.new_accelerator(steps)
     policy_class = script.ActorCritic if script is ppo_rlhf else script.Actor
     policy, ref = policy_class(make_lm(seed)), policy_class(make_lm(seed).requires_grad_(False))
-    optimizer = script.AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
+    optimizer = make_optimizer(policy, args)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     update_policy = script.ppo_update if script is ppo_rlhf else script.rloo_update
     rewards, shuffle, curve, seconds = make_rewards(seed), np.random.RandomState(seed), [], 0.0
@@ -191,8 +192,8 @@ def draw(policy: Any, ref: Any, reward: Any, queries: Any, tokenizer: Any, copie
         part = queries[8 * i : 8 * i + 8]
         minibatches = [torch.arange(len(part))] if policy is not ref else []  # no passes: all ratios are 1
         batch = rloo_rlhf.rollout(policy, ref, part, u, minibatches, end, args)
-        scores = ppo_rlhf.score(reward, part, batch["truncated"], tokenizer, args)
-        scores = ppo_rlhf.penalize(scores, batch["found"], args.penalty_reward_value, args.penalty_mode)
+        scores = ppo_rlhf.score(reward, part, batch["truncated"], tokenizer, args).sum(1)
+        scores = torch.where(batch["found"], scores, args.penalty_reward_value)
         log_ratio = torch.zeros(len(part), copies)
         if policy is not ref:
             log_ratio = ((batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]).sum(-1)
@@ -210,7 +211,7 @@ def estimated(options: argparse.Namespace) -> None:
     queries = ppo_rlhf.load_queries(tokenizer, args, options.queries)
     reward = ppo_rlhf.load_reward(args, "tiny", tokenizer, longest, device)
     folders = [args.base_model] + ([options.policy] if options.policy else [])
-    ref, *others = (rloo_rlhf.Actor(load(AutoModelForCausalLM, name, args, device)) for name in folders)
+    ref, *others = (rloo_rlhf.Actor(load(name, args, device)) for name in folders)
     row = estimate_optimum(draw(ref, ref, reward, queries, tokenizer, options.samples, args)[0].double(), beta)
     for policy in others:
         rewards, kl = draw(policy, ref, reward, queries, tokenizer, options.policy_samples, args)

@@ -10,11 +10,11 @@ from typing import Any
 import common
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from torch import Tensor
 
 import ppo_rlhf
 import rloo_rlhf
+from tf_adam import make_optimizer
 
 END = 13  # a truncate token, `.` in GPT-2's vocabulary: the text is random anyway
 
@@ -36,39 +36,20 @@ class Clock:
         self.seconds[phase] += time.perf_counter() - start
 
 
-def load(auto_class: Any, folder: str, args: Any, device: torch.device, **kwargs: Any) -> Any:
+def load(folder: str, args: Any, device: torch.device, **kwargs: Any) -> Any:
     """A model as the scripts have it, for texts as long as `args` say."""
     args.base_model = folder
     longest = args.query_length + args.response_length
-    return ppo_rlhf.load(auto_class, "base_model", args, common.tokenizer(), longest, device, **kwargs)
-
-
-class TwoTrunks(nn.Module):
-    """Policy and value function with a model each, the usual alternative to ppo_rlhf.ActorCritic."""
-
-    def __init__(self, lm: Any, value_lm: Any) -> None:
-        super().__init__()
-        self.lm, self.value_lm = lm, value_lm
-        self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1, device=lm.device)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
-
-    def forward(self, at: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """Logits (n, V) and values (n,) at n cells; no values at the last ones, as sampling needs none."""
-        hidden = ppo_rlhf.hidden_at(self.lm, at, *inputs)
-        logits = self.lm.get_output_embeddings()(hidden)
-        if at is None:
-            return logits, hidden.new_zeros(len(hidden))
-        return logits, self.value_head(ppo_rlhf.hidden_at(self.value_lm, at, *inputs)).sum(-1)
+    return ppo_rlhf.load("base_model", args, common.tokenizer(), longest, device, **kwargs)
 
 
 class Frozen:
     """Reference and reward model, which contenders share."""
 
     def __init__(self, folder: str, args: Any, device: torch.device) -> None:
-        self.ref = rloo_rlhf.Actor(load(AutoModelForCausalLM, folder, args, device).requires_grad_(False))
+        self.ref = rloo_rlhf.Actor(load(folder, args, device).requires_grad_(False))
         torch.manual_seed(1)
-        self.reward = load(AutoModelForSequenceClassification, folder, args, device, num_labels=1)
+        self.reward = load(folder, args, device, num_labels=1)
         self.reward.requires_grad_(False)
 
 
@@ -84,13 +65,12 @@ class Ours:
         self.rows = self.args.batch_size // self.copies
         micro = max(1, self.args.micro_batch_size // self.copies)
         self.steps = math.ceil(self.rows / self.args.num_minibatches / micro)
-        lm = load(AutoModelForCausalLM, folder, self.args, device)
-        if value_trunk:
-            policy = TwoTrunks(lm, load(AutoModelForCausalLM, folder, self.args, device).base_model)
-        else:
-            policy = (self.script.ActorCritic if algorithm == "ppo" else self.script.Actor)(lm)
+        lm = load(folder, self.args, device)
+        policy = rloo_rlhf.Actor(lm)
+        if algorithm == "ppo":
+            policy = ppo_rlhf.ActorCritic(lm, load(folder, self.args, device) if value_trunk else None)
         self.accelerator = common.new_accelerator(self.steps, reset=False)
-        optimizer = self.script.AdamTF(policy.parameters(), lr=self.args.lr, eps=self.args.adam_eps)
+        optimizer = make_optimizer(policy, self.args)
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.actor, self.device = self.accelerator.unwrap_model(self.policy), device
         self.shuffle, self.updates = np.random.RandomState(1), 0
@@ -108,9 +88,10 @@ class Ours:
             epochs = torch.from_numpy(np.stack(shuffles)).view(args.num_epochs, args.num_minibatches, -1)
             with clock("score"), timed_sampling(script, clock):
                 batch = script.rollout(self.actor, frozen.ref, asked, u, epochs[0], END, args)
-                scores = script.score(frozen.reward, asked, batch["truncated"], None, args).to(self.device)
+                scores = script.score(frozen.reward, asked, batch["truncated"], None, args).sum(1).to(self.device)
             clock.seconds["score"] -= clock.seconds["sample"]
-            scores = script.penalize(scores, batch["found"], args.penalty_reward_value, args.penalty_mode)
+            endless = args.penalty_reward_value + (args.penalty_mode == "add") * scores
+            scores = torch.where(batch["found"], scores, endless)
             log_ratio = (batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]
             if script is ppo_rlhf:
                 batch["rewards"] = script.token_rewards(scores, log_ratio, batch["kept"], args.kl_coef)

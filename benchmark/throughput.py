@@ -41,7 +41,7 @@ import torch
 from ours import Frozen, Ours, load
 from plain import Plain, PlainFrozen
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 from trl_peer import FOLDER, Peer
 
@@ -247,7 +247,7 @@ def measure_speed(options: argparse.Namespace, folder: str) -> None:
             apart[algorithm] = common.in_child("--check", algorithm, folder)
             if options.dtype == "fp32" and not apart[algorithm] < 0.01:
                 raise SystemExit(f"{algorithm}: the steps of ours and plain are {apart[algorithm]:.2g} apart")
-    lm = load(AutoModelForCausalLM, folder, setting.args(names[0]), common.device())
+    lm = load(folder, setting.args(names[0]), common.device())
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     floors: dict[str, dict[str, Any]] = {}
     for _ in range(options.rounds):
