@@ -244,7 +244,7 @@ def main(preset: str, args: Args) -> None:
     # 7. evaluate and save
     after = evaluate(actor, ref, reward, eval_queries, end, tokenizer, args)
     weights = accelerator.get_state_dict(policy)  # every rank has its part in putting them together
-    means = dict(zip(trained, accelerator.get_state_dict(average).values(), strict=True))
+    means = dict(zip(trained, accelerator.get_state_dict(average).values(), strict=rank == 0))
     if rank == 0:
         save_model(folder / "policy", actor.lm, tokenizer, weights)
         save_model(folder / "policy_ema", actor.lm, tokenizer, means and weights | means)

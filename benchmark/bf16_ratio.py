@@ -20,7 +20,6 @@ CPUs that have to emulate it. Exit status 1 if a ratio of the scripts is clipped
 
 import argparse
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import common
@@ -106,10 +105,7 @@ def through_update(algorithm: str, lm: Any, batch: dict[str, Tensor], micro: int
     noise = torch.randn(batch["logprobs"].shape, generator=torch.Generator().manual_seed(0))
     noise = noise.to(batch["responses"].device)
     batch |= {"rewards": noise, "advantages": noise.sum(-1)}
-    args = SimpleNamespace(
-        temperature=TEMPERATURE, micro_batch_size=micro, rloo_k=copies, cliprange=CLIPRANGE, cliprange_value=0.2,
-        vf_coef=0.1, gamma=1.0, lam=0.95, whiten_rewards=True, token_level=False,
-    )  # fmt: skip
+    args = script.Args(temperature=TEMPERATURE, micro_batch_size=micro, cliprange=CLIPRANGE)
     update = script.ppo_update if algorithm == "ppo" else script.rloo_update
     records = update(accelerator, policy, optimizer, batch, torch.arange(rows).view(1, 1, -1), args)
     metrics = rloo_rlhf.reduce_means(accelerator, records)
@@ -125,7 +121,7 @@ def measure(model: str, lm: Any, algorithm: str, length: int, queries: Any, opti
     if queries is None:
         contexts = common.random_contexts(lengths, lm.config.vocab_size, 0)
         queries = [{"context": context} for context in contexts]
-    args = SimpleNamespace(temperature=TEMPERATURE, mask_truncated=False, truncate_after=0, micro_batch_size=micro)
+    args = rloo_rlhf.Args(temperature=TEMPERATURE, truncate_after=0, micro_batch_size=micro)
     u, everyone = rloo_rlhf.uniforms(1, 1, episodes, length).to(device), torch.arange(rows)
     table, sequence, actor = [], algorithm == "rloo", rloo_rlhf.Actor(lm)
     for dtype in options.dtypes:

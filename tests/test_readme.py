@@ -70,6 +70,9 @@ def commands(page: str) -> list[list[str]]:
     """The words of every command that is shown and runs a script, from its name on."""
     found = []
     for line in PAGES[page].splitlines():
+        recipe = re.search(r"\$\(sed 's/#\.\*//' (\S+)\)", line)
+        if recipe:
+            line = line.replace(recipe[0], " ".join(re.sub("#.*", "", (ROOT / recipe[1]).read_text()).split()))
         for command in line.partition("  #")[0].strip(" `").split(" && "):
             words = command.split()
             if words[:1] in (["python"], ["accelerate"]) or words[1:2] == ["accelerate"]:
@@ -118,7 +121,8 @@ def test_every_metric_that_a_run_logs_is_listed_and_no_other(tmp_path: Path) -> 
             listed |= {first + x + last for x in middle.split(",")}
     kit, logged = fork_tools.fill(tmp_path / "kit"), set()
     for script in (PPO, REWARD):
-        status, _, errors = fork_tools.run(script, [*WORDS[script], "--output_dir", script[:-3]], kit)
+        more = "--ptx_coef 1 --ptx_dataset queries.jsonl --eval_every 1".split() if script == PPO else []
+        status, _, errors = fork_tools.run(script, [*WORDS[script], *more, "--output_dir", script[:-3]], kit)
         assert status == 0, errors
         logged |= set(read_lines(kit / script[:-3] / "metrics.jsonl")[0])
     assert logged == listed
@@ -145,7 +149,7 @@ def test_reward_functions_of_tiny_score_what_the_scripts_give_them(
     queries = [{"input_ids": tokenizer(query).input_ids} for query, _ in texts]
     responses = [tokenizer(response).input_ids for _, response in texts]
     args = ppo_rlhf.Args(reward_fn="tiny.rewards:happy")
-    assert ppo_rlhf.score(rewards.happy, queries, responses, tokenizer, args).tolist() == [2.0, 0.0]
+    assert ppo_rlhf.score(rewards.happy, queries, responses, tokenizer, args).sum(1).tolist() == [2.0, 0.0]
     sizes = {"dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "vocab_size": len(tokenizer)}
     config = DistilBertConfig(**sizes, pad_token_id=0, id2label={0: "NEGATIVE", 1: "POSITIVE"})
     model = DistilBertForSequenceClassification(config).eval()
@@ -156,7 +160,7 @@ def test_reward_functions_of_tiny_score_what_the_scripts_give_them(
     scores = ppo_rlhf.score(rewards.classifier, queries, responses, tokenizer, args)
     rewards.load.cache_clear()
     logits = [model(torch.tensor([tokenizer(query + response).input_ids])).logits[0, 1] for query, response in texts]
-    torch.testing.assert_close(scores, torch.stack(logits))
+    torch.testing.assert_close(scores.sum(1), torch.stack(logits))
 
 
 # Faults
