@@ -99,7 +99,7 @@ class Args:
     lr_warmup: int = 0  # Updates n in which it rises: the first has lr / (n + 1)
     adam: Literal["tf", "torch"] = "tf"  # Adam as TensorFlow computes it (original), or torch.optim.Adam
     adam_eps: float = 1e-5  # Adam's epsilon
-    adam_betas: tuple[float, float] = (0.9, 0.999)  # Decay rates of Adam's averages of gradients and of their squares
+    adam_betas: list[float] = dataclasses.field(default_factory=lambda: [0.9, 0.999])  # Decay rates of its averages
     weight_decay: float = 0.0  # Of matrices, decoupled as in AdamW
     max_grad_norm: float | None = None  # Gradients of a larger norm are scaled down to it
     target_kl: float | None = None  # No more optimizer steps on a batch after one whose approxkl is above this
@@ -599,8 +599,8 @@ def freeze(model: Any, args: Args) -> Any:
     """The model, where only LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on linear layers but the head or, as in
     trlX's hydra, the --unfrozen_layers and what is above them are to be trained."""
     if args.lora_rank:
-        head = ["score"] if hasattr(model, "score") else None
-        how = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "modules_to_save": head}
+        head, task = (["score"], "SEQ_CLS") if hasattr(model, "score") else (None, "CAUSAL_LM")
+        how = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "modules_to_save": head, "task_type": task}
         model.add_adapter(importlib.import_module("peft").LoraConfig(target_modules="all-linear", **how))
     if layers := getattr(args, "unfrozen_layers", 0):
         with blame("unfrozen_layers", args):
@@ -769,7 +769,8 @@ def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tens
     if mine := {name.removeprefix(prefix): x for name, x in weights.items() if name in names}:
         model.save_pretrained(folder, state_dict=mine)
         model.config.save_pretrained(folder), tokenizer.save_pretrained(folder)  # an adapter comes without
-        if head := {name.split(".")[1]: x for name, x in weights.items() if name.startswith("value_head.")}:
+        head = {name.split(".")[1]: x for name, x in weights.items() if name.startswith("value_head.")}
+        if head and (prefix == "critic." or not any(name.startswith("critic.") for name in weights)):
             save_file(head, folder / "value_head.safetensors")
 
 
@@ -798,7 +799,7 @@ def parse_args() -> tuple[str, Args]:
         changed = [f"{name} {x} (was {old['args'][name]})" for name, x in vars(args).items() if x != old["args"][name]]
         sys.stderr.write(f"--resume: {', '.join(changed)}\n")
     for name, x in vars(args).items():
-        needs = re.match("total|num|eval_q|temp|top|target|kl_t|kl_h|max|micro|batch|rloo|(query|response)_l", name)
+        needs = re.match("total|num|eval_q|temp|top|target|score|kl_[th]|max|micro|batch|rloo|(query|response)_l", name)
         if isinstance(x, int | float) and "penalty" not in name and not (0 <= x < math.inf and (x or not needs)):
             raise ValueError(f"--{name} {x}: {'more than 0' if needs else '0 or more'}, and finite, would do")
     return preset, args

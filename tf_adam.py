@@ -74,6 +74,8 @@ def make_optimizer(model: torch.nn.Module, args: Any) -> torch.optim.Optimizer:
     head and a critic, with args.critic_lr if there is one. A group has its learning rate as `initial_lr`, for
     schedules, and `is_critic`.
     """
+    if len(args.adam_betas) != 2:
+        raise ValueError(f"--adam_betas {args.adam_betas}: two numbers would do")
     groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad:

@@ -20,8 +20,8 @@ from tiny_models import EOS, save_classifier, save_model
 from tokenizers import processors
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-PAD, BOS = 77, 49
-DATA = {"base_model": "gpt2", "query_dataset": "data/texts.jsonl", "label_pad": PAD, "query_length": 7}
+PAD, BOS = twin.PAD, 49
+DATA = {"base_model": "gpt2", "query_dataset": "data/texts.jsonl", "query_length": 7}
 DATA |= {"long_queries": None, "query_prefix": "w4 w5", "query_suffix": "w6", "start_text": "w2", "end_text": "w3"}
 DATA |= {"response_length": 9, "temperature": 0.8, "seed": 8, "adam": "tf", "adam_eps": 1e-4}
 RL = DATA | {"reward_model": "gpt2-judge", "eval_queries": 3, "truncate_token": "w9", "truncate_after": 1}
@@ -39,17 +39,34 @@ LABELS = DATA | {"label_dataset": "data/labels.jsonl", "num_labels": 17, "normal
 LABELS |= {"micro_batch_size": 2, "truncate_token": "w9", "lr": 2e-3}
 TEXTS = {"label_dataset": "data/preferences", "num_labels": None, "normalization_samples": 8, "batch_size": 6}
 TEXTS |= {"response_length": 6, "long_queries": "keep_end"}
+STEPS = {"adam_betas": (0.7, 0.95), "weight_decay": 0.5, "max_grad_norm": 0.5, "lr_warmup": 2}
+STEPS |= {"lr_schedule": "constant"}
+PTX = {"ptx_coef": 0.3, "ptx_dataset": "data/pretraining.jsonl", "ema": 0.6}
+PPO_B = STEPS | {"kl_estimator": "full", "score_norm": "whiten", "score_clip": 0.9, "whiten_advantages": False}
+PPO_B |= {"critic": "reward", "critic_lr": 3e-3, "critic_warmup": 1, "unfrozen_layers": 1, "num_epochs": 3}
+PPO_B |= {"eval_every": 2}
+PPO_C = PTX | {"whiten": "global", "critic": "policy", "kl_estimator": "k3", "target_kl": 5e-3, "critic_lr": 1e-2}
+PPO_C |= {"weight_decay": 0.3, "kl_target": 0.13}
+RLOO_B = PTX | {"kl_estimator": "k2", "score_norm": "scale", "top_p": 0.9, "eval_every": 2, "unfrozen_layers": 1}
+RLOO_B |= {"lr": 1e-3, "kl_coef": 0.5}
+RLOO_C = PTX | {"kl_estimator": "abs", "score_norm": "whiten", "score_clip": 0.9, "target_kl": 2e-3, "lr": 1e-3}
+RLOO_C |= {"token_level": True, "unfrozen_layers": 1, "batch_size": 36, "total_episodes": 100}
 RESULTS = {PPO: twin.reinforce, RLOO: twin.reinforce, REWARD: twin.train_reward}
 RUNS = {
     "ppo": (PPO, 1, PPO_A),
     "ppo, eos, two processes": (PPO, 2, PPO_A | ENDS),
     "ppo, words masked": (PPO, 1, PPO_A | MASKED),
+    "ppo, critic from the reward model": (PPO, 1, PPO_A | PPO_B),
+    "ppo, critic from the policy, two processes": (PPO, 2, PPO_A | ENDS | PPO_C),
     "best of three": (REWARD, 1, LABELS | LLAMA),
     "preferences, eos, two processes": (REWARD, 2, LABELS | TEXTS | {"truncate_token": "eos"}),
     "preferences": (REWARD, 1, LABELS | LLAMA | TEXTS | {"long_queries": "keep_start"}),
+    "preferences, other steps": (REWARD, 1, LABELS | TEXTS | STEPS),
     "rloo": (RLOO, 1, RLOO_A),
     "rloo, eos, two processes": (RLOO, 2, RLOO_A | ENDS | {"batch_size": 36, "total_episodes": 100}),
     "rloo of tokens": (RLOO, 1, RLOO_A | {"token_level": True, "lr": 1e-3}),
+    "rloo, upper layer": (RLOO, 1, RLOO_A | STEPS | RLOO_B),
+    "rloo of tokens, two processes": (RLOO, 2, RLOO_A | ENDS | RLOO_C),
 }
 
 
@@ -84,6 +101,10 @@ def fill(folder: Path) -> Path:
 
     texts = [text([*tokens(0, 4), 2, *tokens(2, 5), 3, *tokens(0, 6)]) for _ in range(14)]
     texts[3], texts[5], texts[7] = "w9 w8 w3", "w8 w3 w2", "w9 w2 w8"  # no start; nothing after it; no end
+    pretraining = [text(tokens(1, 12)) for _ in range(11)] + [
+        text(tokens(30, 31)),
+        "w7",
+    ]  # too long; with nothing after
     pairs = [{x: text(tokens(1, 11)) for x in ("prompt", "chosen", "rejected")} for _ in range(32)]
     pairs[7] |= {"chosen": "w4 w5 w6 w7 w8 w9 w10", "rejected": "w4 w5 w6 w7 w8 w9 w11"}  # as far as they are read
     rows = [[padded(tokens(1, 8)) for _ in range(4)] for _ in range(25)]
@@ -93,6 +114,7 @@ def fill(folder: Path) -> Path:
         "data/texts": [{"content": "w8 w2 w9 w3", "query": text} for text in texts],
         "tokens": [{"query": padded(tokens(2, 11))} for _ in range(14)],
         "data/labels": [dict(zip(names, row, strict=True)) | {"best": 2 * (i % 3 == 1)} for i, row in enumerate(rows)],
+        "data/pretraining": [{"text": text} for text in pretraining],
         "data/preferences/train": pairs[:20],
         "data/preferences/test": pairs[20:],
     }
@@ -109,7 +131,7 @@ def words(settings: dict[str, Any]) -> list[str]:
         if isinstance(x, bool):
             found.append(f"--{name}" if x else f"--no-{name}")
         else:
-            found += [f"--{name}", "none" if x is None else str(x)]
+            found += [f"--{name}", *("none" if y is None else str(y) for y in (x if isinstance(x, tuple) else [x]))]
     return found
 
 
@@ -134,8 +156,8 @@ def compare(made: Any, expected: Any, where: str = "") -> list[str]:
 
 def compare_weights(folder: Path, expected: SimpleNamespace) -> list[str]:
     """Weights that are not moved as in the twin, to 1e-3 of the move or 2e-6."""
-    odd, files = [], sorted({name.partition(":")[0] for name in expected.weights})
-    made = {f"{file}:{name}": x for file in files for name, x in load_file(folder / f"{file}.safetensors").items()}
+    odd, files = [], {str(x.relative_to(folder))[:-12]: load_file(x) for x in folder.rglob("*.safetensors")}
+    made = {f"{file}:{name}": x for file, weights in files.items() for name, x in weights.items()}
     if made.keys() != expected.weights.keys():
         return [f"weights: {sorted(made.keys() ^ expected.weights.keys())}"]
     for name, x in made.items():
@@ -160,6 +182,7 @@ def differences(script: str, world: int, settings: dict[str, Any], kit: Path, ou
         odd += compare(made, expected.results, "results")
         odd += compare({x: config[f"reward_{x}"] for x in ("gain", "bias")}, {x: made[x] for x in ("gain", "bias")})
     constant = {"first_ratio_error"} | ({"objective/kl_coef"} if settings.get("kl_target") is None else set())
+    constant |= {"objective/score_clipfrac"} if settings.get("score_clip") is None else set()
     moving = sorted(expected.metrics[0].keys() - constant)
     odd += [f"{x} stands still" for x in moving if len({row[x] for row in expected.metrics}) == 1]
     return odd + compare_weights(out, expected)
