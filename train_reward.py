@@ -647,8 +647,8 @@ def save_checkpoint(accelerator: Any, folder: Path, state: dict[str, Any]) -> No
         os.sync()
         (path / "state.tmp").write_text(json.dumps(state))
         (path / "state.tmp").rename(path / "state.json")
-        for old in sorted(path.parent.glob("*"))[:-2]:
-            shutil.rmtree(old)
+        for old in sorted(path.parent.glob("*/state.json"))[:-2]:
+            shutil.rmtree(old.parent)
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tensor], prefix: str = "lm.") -> None:

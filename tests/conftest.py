@@ -24,7 +24,6 @@ GOLDEN = ROOT / "tests" / "golden"
 def pytest_addoption(parser: pytest.Parser) -> None:
     with contextlib.suppress(ValueError):  # where the project is installed, pyproject.toml has registered it
         parser.addoption("--golden", help="folder with recorded arrays to replay")
-    parser.addoption("--kills", default=1, type=int, help="random moments at which each script is killed")
     parser.addoption("--faults", action="store_true", help="break every line that README.md's table of details names")
 
 

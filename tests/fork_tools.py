@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import functools
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -32,6 +33,7 @@ COMMON = "--query_dataset queries.jsonl --response_length 5 --query_length 6 --s
 COMMON += "--output_dir out --checkpoint_every 1 --base_model model --batch_size 4 --micro_batch_size 2"
 RL = "--reward_model judge --eval_queries 2 --num_epochs 2 --total_episodes 16 --truncate_token none --lr 1e-2"
 WORDS = dict.fromkeys(SCRIPTS, [*COMMON.split(), *RL.split()])
+WORDS[PPO] = [*WORDS[PPO], *"--ema 0.9 --critic reward".split()]  # all that a run can leave
 WORDS[RLOO] = [*WORDS[RLOO], "--rloo_k", "2"]
 WORDS[REWARD] = [*COMMON.split(), *"--label_dataset labels.jsonl --num_labels 16 --normalization_samples 4".split()]
 UPDATES = 4
@@ -63,9 +65,7 @@ def run_here(script: str, words: Sequence[str], folder: Path, name: str, changes
     for stream, ending in ((1, "out"), (2, "err")):
         handle = os.open(f"{folder}-{name}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, stream)
-    how = {"encoding": env.get("PYTHONIOENCODING"), "line_buffering": True}
-    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb"), **how)
-    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb"), errors="backslashreplace", **how)
+    sys.stdout, sys.stderr = (io.TextIOWrapper(os.fdopen(stream, "wb"), line_buffering=True) for stream in (1, 2))
     for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         os.environ.pop(key, None)
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | env
@@ -147,6 +147,13 @@ def plain(script: str, world: int) -> Path:
     return folder
 
 
+class Evil:
+    """Whoever unpickles this makes the folder `marker`."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("marker",)
+
+
 # Changes to a run
 
 
@@ -204,45 +211,16 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | No
     sys.addaudithook(watch)
 
 
-def give_nan(what: str, call: int) -> None:
-    """The `call`-th loss (of a micro-batch) or gradient norm is no number."""
-    import torch
+def give_nan(call: int) -> None:
+    """The `call`-th loss of a micro-batch is no number."""
+    import accelerate
 
-    for module, name, kind in (
-        (torch, "maximum", "loss"),
-        (torch.nn.functional, "cross_entropy", "loss"),
-        (torch.nn.utils, "get_total_norm", "gradient"),
-    ):
-        if kind == what:
-            setattr(module, name, nan_at(getattr(module, name), call * (2 if name == "maximum" and is_ppo() else 1)))
+    backward, calls = accelerate.Accelerator.backward, itertools.count(1)
 
+    def changed(self: Any, loss: Any) -> None:
+        backward(self, loss * (float("nan") if next(calls) == call else 1))
 
-def is_ppo() -> bool:
-    return Path(sys.argv[0]).name == PPO
-
-
-def nan_at(function: Callable[..., Any], call: int) -> Callable[..., Any]:
-    calls = [0]
-
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return function(*args, **kwargs) * (float("nan") if calls[0] == call else 1)
-
-    return changed
-
-
-def log_steps(log: str) -> None:
-    """Every step of the optimizer is a letter in that file."""
-    from tf_adam import AdamTF
-
-    step = AdamTF.step
-
-    def noted(self: Any, *args: Any) -> Any:
-        with open(log, "a") as file:
-            file.write("s")
-        return step(self, *args)
-
-    AdamTF.step = noted
+    accelerate.Accelerator.backward = changed
 
 
 def log_unpickling(log: str) -> None:

@@ -3,8 +3,6 @@
 import gc
 
 import fork_tools  # noqa: F401
-import matplotlib.pyplot as plt
-import pandas as pd
 import torch.distributed.checkpoint.state_dict  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 import tyro  # noqa: F401
@@ -15,8 +13,5 @@ from transformers.models.auto import modeling_auto, tokenization_auto  # noqa: F
 from transformers.models.gpt2 import modeling_gpt2, tokenization_gpt2  # noqa: F401
 from transformers.utils import peft_utils  # noqa: F401
 
-plt.switch_backend("agg")
-pd.DataFrame({"x": [1.0, 2.0]}).plot(subplots=True)[0].figure.savefig("/dev/null", format="png")
-plt.close("all")
 conversion_mapping.get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand of them
 gc.freeze()

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import load
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
 
 import ppo_rlhf
 import train_reward
@@ -29,17 +27,14 @@ def folder_of(file: Path, name: str) -> Path:
     return file.parent / name if (file.parent / name).is_dir() else HERE / name
 
 
-def script_args(hparams: dict[str, Any]) -> SimpleNamespace:
-    """The Args of ppo_rlhf.py that hyper-parameters of the original amount to."""
+def script_args(hparams: dict[str, Any]) -> ppo_rlhf.Args:
+    """The Args of ppo_rlhf.py that hyper-parameters of the original amount to; the truncate token is an id."""
     ppo, rewards, task = hparams["ppo"], hparams["rewards"], hparams["task"]
     same = ("lr", "vf_coef", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards", "batch_size")
     args = {name: ppo[name] for name in (*same, "total_episodes")} | {"micro_batch_size": ppo["batch_size"]}
     args |= {name: task[name] for name in ("truncate_token", "truncate_after", "penalty_reward_value")}
-    args |= {"num_minibatches": ppo["nminibatches"], "num_epochs": ppo["noptepochs"], "mask_truncated": False}
-    args |= {"temperature": task["policy"]["temperature"], "seed": hparams["run"]["seed"]}
-    adaptive = rewards.get("adaptive_kl") or dict.fromkeys(("target", "horizon"))
-    args |= {"kl_target": adaptive["target"], "kl_horizon": adaptive["horizon"]}
-    return SimpleNamespace(kl_coef=rewards["kl_coef"], **args)
+    args |= {"num_minibatches": ppo["nminibatches"], "num_epochs": ppo["noptepochs"], "kl_coef": rewards["kl_coef"]}
+    return ppo_rlhf.Args(temperature=task["policy"]["temperature"], seed=hparams["run"]["seed"], **args)
 
 
 def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
@@ -57,7 +52,7 @@ def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
 def load_reward(folder: Path) -> train_reward.RewardModel:
     """The recorded reward model. Its head has a bias b: gain * (w h + b) + bias = gain * w h + (gain b + bias)."""
     heads = load_file(folder / "heads.safetensors")
-    reward = train_reward.RewardModel(load(folder, AutoModelForSequenceClassification, num_labels=1))
+    reward = train_reward.RewardModel(load(folder, num_labels=1))
     reward.lm.score.weight.data.copy_(heads["scalar_head.weight"])
     reward.gain.data.copy_(heads["reward_gain"])
     reward.bias.data.copy_(heads["reward_gain"] * heads["scalar_head.bias"][0] + heads["reward_bias"])

@@ -5,15 +5,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPTNeoXConfig
+from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import PreTrainedTokenizerFast as Fast
 
 LABELS, PAD, EOS = "datasets--vwxyzjn--lm-human-preferences", 50259, "<|endoftext|>"
-GPT2, PYTHIA, TRL = "models--gpt2", "models--cleanrl--EleutherAI_pythia-1b-deduped__{}__tldr", "datasets--trl-lib--tldr"
+GPT2 = "models--gpt2"
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 1024}
-NEOX = SMALL | {"intermediate_size": 16, "vocab_size": 50_304, "bos_token_id": 0, "eos_token_id": 0}
 
 
 def byte_words() -> list[str]:
@@ -22,12 +20,12 @@ def byte_words() -> list[str]:
     return [chr(byte) for byte in shown] + [chr(256 + i) for i in range(256 - len(shown))]
 
 
-def make_tokenizer(eos_first: bool, **special: str) -> Any:
-    """A byte-level tokenizer of GPT-2's size, of bytes and " w256", " w257", ..; EOS is last or, as in NeoX, first."""
-    words = [EOS] * eos_first + byte_words() + [f"\u0120w{i}" for i in range(256, 50_256)] + [EOS] * (not eos_first)
+def make_tokenizer() -> Any:
+    """A byte-level tokenizer of GPT-2's size, of bytes and " w256", " w257", ..; EOS is last."""
+    words = [*byte_words(), *(f"\u0120w{i}" for i in range(256, 50_256)), EOS]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return Fast(tokenizer_object=tokenizer, **special, **dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOS))
+    return Fast(tokenizer_object=tokenizer, **dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOS))
 
 
 def snapshot(cache: Path, name: str) -> Path:
@@ -47,15 +45,9 @@ def make_label(rng: random.Random, length: int, response: int) -> dict[str, Any]
 
 def fill(cache: Path) -> Path:
     """The files of all presets of all scripts."""
-    rng, gpt2, pythia = random.Random(0), make_tokenizer(False), make_tokenizer(True, pad_token="[PAD]")
-    for name, auto_class, config, tokenizer in (
-        (GPT2, AutoModelForCausalLM, GPT2Config(**SMALL), gpt2),
-        (PYTHIA.format("sft"), AutoModelForCausalLM, GPTNeoXConfig(**NEOX), pythia),
-        (PYTHIA.format("reward"), AutoModelForSequenceClassification, GPTNeoXConfig(**NEOX, num_labels=1), pythia),
-    ):
-        folder = snapshot(cache, name)
-        auto_class.from_config(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    rng, folder = random.Random(0), snapshot(cache, GPT2)
+    AutoModelForCausalLM.from_config(GPT2Config(**SMALL)).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     folder = snapshot(cache, LABELS)
     for name, length, response in (("5k", 64, 24), ("60k", 500, 75)):
         for task in ("sentiment", "descriptiveness") if name == "5k" else ("cnndm", "tldr"):
@@ -63,9 +55,6 @@ def fill(cache: Path) -> Path:
             labels = [make_label(rng, length, response) for _ in range(12)]
             lines = "\n".join(map(json.dumps, labels)) if task == "tldr" else json.dumps(labels)  # either is json
             (folder / task / f"offline_{name}.json").write_text(lines)
-    (folder := snapshot(cache, TRL) / "data").mkdir()
-    texts = [f"SUBREDDIT: r/advice\n\nPOST: {'So it went on. ' * i}\n\nTL;DR:" for i in range(12)]
-    pd.DataFrame({"prompt": texts, "completion": " Yes."}).to_parquet(folder / "train-00000-of-00001.parquet")
     for i, file in enumerate([path for path in cache.glob("*/snapshots/**/*") if path.is_file()]):
         (blobs := cache / file.relative_to(cache).parts[0] / "blobs").mkdir(exist_ok=True)
         file.rename(blobs / f"{i:040x}")  # the client keeps contents apart, under names without an ending

@@ -1,10 +1,8 @@
 """Running the scripts in the tests: in this process, or as a user does."""
 
+import importlib
 import json
-import logging
 import os
-import runpy
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,8 +11,6 @@ from typing import Any
 
 import datasets
 import pytest
-import torch
-from conftest import ROOT
 
 # `accelerate launch --cpu` starts one process only, whatever --num_processes says: two on a CPU are launched as on GPUs
 LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
@@ -22,34 +18,23 @@ LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_
 RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 
 
-def run_script(script: str, words: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python script words` in `folder`, in this process, on the CPU. What libraries log goes where stderr goes now."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", [str(ROOT / script), *words])
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder.with_name(f"{folder.name}-cache"))
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    for name in RANKS:
-        monkeypatch.delenv(name, raising=False)
-    for name in (None, "transformers", "datasets", "accelerate"):
-        for handler in logging.getLogger(name).handlers:
-            if type(handler) is logging.StreamHandler:
-                monkeypatch.setattr(handler, "stream", sys.stderr)
-    precision, handler = torch.get_float32_matmul_precision(), signal.getsignal(signal.SIGINT)
-    try:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        signal.signal(signal.SIGINT, handler)
+def call(script: str, words: Sequence[str], folder: Path, patch: pytest.MonkeyPatch, name: str = "main") -> Any:
+    """The script's main, or its parse_args alone, with these words in `folder`, in this process, on the CPU."""
+    patch.chdir(folder)
+    patch.setattr(sys, "argv", [script, *words])
+    patch.setattr(sys, "path", sys.path[:])  # to which --reward_fn adds
+    patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder.with_name(f"{folder.name}-cache"))
+    patch.setenv("ACCELERATE_USE_CPU", "true")
+    module = importlib.import_module(script[:-3])
+    return module.parse_args() if name == "parse_args" else module.main(*module.parse_args())
 
 
-def start(words: Sequence[str], folder: Path, **env: str) -> subprocess.Popen:
+def start(words: Sequence[str], folder: Path) -> subprocess.Popen:
     """A process `python words` in `folder`: one thread, no GPU, no network, caches of its own."""
-    given = {name: value for name, value in os.environ.items() if name not in RANKS}
-    given |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": f"{folder}-cache"} | env
+    env = {name: value for name, value in os.environ.items() if name not in RANKS}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": f"{folder}-cache"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, *words], cwd=folder, env=given, text=True, encoding="utf-8", **pipes)
+    return subprocess.Popen([sys.executable, *words], cwd=folder, env=env, text=True, encoding="utf-8", **pipes)
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -10,10 +10,9 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from conftest import ROOT
-from fork_tools import MODEL, REWARD, SCRIPTS, WORDS, copy, kit, plain, run_on
+from fork_tools import SCRIPTS, WORDS, copy, kit, plain, run_on
 from run_tools import read_lines
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 
 def environment(engine: str) -> dict[str, str]:
@@ -39,8 +38,8 @@ def sharded(script: str, folder: Path, *changes: Any, status: int = 0, more: tup
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_fsdp2_gives_what_ddp_gives_and_goes_on(script: str, tmp_path: Path) -> None:
-    """Interrupted after the second of four updates, too."""
-    folder, change = copy(kit(), tmp_path), (fork_tools.strike, "open out/metrics.jsonl", 3, signal.SIGINT)
+    """Interrupted after the second of four updates, too; PPO with a critic and an average of weights."""
+    folder, change = copy(kit(), tmp_path), (fork_tools.strike, "open out/metrics.jsonl", 2, signal.SIGINT)
     every = ("--checkpoint_every", "0")
     assert len(read_lines(sharded(script, folder, change, status=130, more=every) / "out/metrics.jsonl")) == 2
     log = tmp_path / "unpickled"
@@ -49,14 +48,12 @@ def test_fsdp2_gives_what_ddp_gives_and_goes_on(script: str, tmp_path: Path) -> 
     one, other = plain(script, 2) / "out", folder / "out"
     for mine, theirs in zip(*(read_lines(x / "metrics.jsonl") for x in (one, other)), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-4)
-    names = [sorted(path.name for path in (x / MODEL[script]).iterdir()) for x in (one, other)]
-    assert names[0] == names[1]
-    for name in [name for name in names[0] if name.endswith("safetensors")]:
-        mine, theirs = (load_file(x / MODEL[script] / name) for x in (one, other))
+    models = [{file.relative_to(x) for file in x.glob("[pcr]*/*.*")} for x in (one, other)]
+    assert models[0] == models[1] and len(models[0]) > 3
+    for name in [name for name in models[0] if name.suffix == ".safetensors"]:
+        mine, theirs = (load_file(x / name) for x in (one, other))
         assert set(mine) == set(theirs)
-        assert all((x - theirs[key]).abs().max() < 1e-4 for key, x in mine.items())
-    auto = AutoModelForSequenceClassification if script == REWARD else AutoModelForCausalLM
-    assert all(x.isfinite().all() for x in auto.from_pretrained(other / MODEL[script]).parameters())
+        assert all((x - theirs[key]).abs().max() < 1e-4 for key, x in mine.items()), name
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])

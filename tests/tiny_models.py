@@ -15,23 +15,37 @@ import ppo_rlhf
 
 VOCABULARY, EOS = 50, 0
 COMMON = {"vocab_size": VOCABULARY, "initializer_range": 0.25, "bos_token_id": EOS, "eos_token_id": EOS}
-LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-LLAMA |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "attention_dropout": 0.1}
-NEOX = LLAMA | {"hidden_dropout": 0.1, "classifier_dropout": 0.1}
-FALCON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_dropout": 0.1}
-FALCON |= {"attention_dropout": 0.1, "alibi": False, "max_position_embeddings": 64}
-CONFIGS = {
-    "gpt2": (transformers.GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),  # dropout 0.1
-    "gpt_neox": (transformers.GPTNeoXConfig, NEOX),
+COMMON |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": None}
+COMMON |= {"max_position_embeddings": 64, "attention_dropout": 0.1}
+LLAMA = COMMON | {"intermediate_size": 64, "num_key_value_heads": 2}
+GEMMA = LLAMA | {"head_dim": 8, "query_pre_attn_scalar": 8}
+CONFIGS = {  # GPT-2 has dropout without being told
+    "gpt2": (transformers.GPT2Config, COMMON),
+    "gpt_neox": (transformers.GPTNeoXConfig, LLAMA | {"hidden_dropout": 0.1, "classifier_dropout": 0.1}),
     "llama": (transformers.LlamaConfig, LLAMA),
     "qwen3": (transformers.Qwen3Config, LLAMA | {"head_dim": 8}),
-    "falcon": (transformers.FalconConfig, FALCON),
+    "falcon": (transformers.FalconConfig, COMMON | {"alibi": False, "hidden_dropout": 0.1}),
+    "gemma3": (transformers.Gemma3TextConfig, GEMMA | {"sliding_window": 32, "initializer_range": 0.15}),
+    "mistral": (transformers.MistralConfig, LLAMA | {"sliding_window": 64}),
+    "phi3": (transformers.Phi3Config, LLAMA),
+    "opt": (transformers.OPTConfig, COMMON | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.25}),
+    "olmo2": (transformers.Olmo2Config, LLAMA),
+}
+REFUSED = {
+    "bloom": (transformers.BloomConfig, COMMON),
+    "falcon with alibi": (transformers.FalconConfig, COMMON | {"alibi": True}),
+    "mpt": (transformers.MptConfig, COMMON | {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}),
+    "mamba": (transformers.MambaConfig, COMMON | {"state_size": 4}),
+    "gemma2": (transformers.Gemma2Config, GEMMA | {"initializer_range": 0.005}),  # small logits, hardly capped
+    "cohere": (transformers.CohereConfig, LLAMA | {"logit_scale": 0.1}),
+    "mistral with a short window": (transformers.MistralConfig, LLAMA | {"sliding_window": 8}),
+    "gemma3 with a short window": (transformers.Gemma3TextConfig, GEMMA | {"sliding_window": 8}),
 }
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    config_class, values = CONFIGS[name]
-    return config_class(**COMMON | values | changes)
+    config_class, values = (CONFIGS | REFUSED)[name]
+    return config_class(**values | changes)
 
 
 def randomize(model: torch.nn.Module) -> None:
@@ -64,10 +78,10 @@ def save_classifier(folder: Path, name: str, **changes: Any) -> Path:
     return save_model(folder, name, AutoModelForSequenceClassification, num_labels=1, **changes)
 
 
-def load(folder: Path, auto_class: Any = AutoModelForCausalLM, dtype: str = "fp32", **kwargs: Any) -> Any:
+def load(folder: Path, flag: str = "base_model", dtype: str = "fp32", **kwargs: Any) -> Any:
     """A model as the scripts load it, for rows of up to 24 tokens of any of its embeddings."""
-    args, tokenizer = SimpleNamespace(base_model=str(folder), dtype=dtype), SimpleNamespace(get_vocab=lambda: {"": 0})
-    return ppo_rlhf.load(auto_class, "base_model", args, tokenizer, 24, torch.device("cpu"), **kwargs)
+    args, tokenizer = ppo_rlhf.Args(dtype=dtype, **{flag: str(folder)}), SimpleNamespace(get_vocab=lambda: {"": 0})
+    return ppo_rlhf.load(flag, args, tokenizer, 24, torch.device("cpu"), **kwargs)
 
 
 def load_actor(folder: Path, dtype: str = "fp32") -> ppo_rlhf.ActorCritic:
@@ -80,16 +94,11 @@ def load_actor(folder: Path, dtype: str = "fp32") -> ppo_rlhf.ActorCritic:
 
 
 def make_actor(name: str, attn_implementation: str = "eager", **changes: Any) -> ppo_rlhf.ActorCritic:
-    """A policy straight from a config, without dropout, for tests that are not about loading."""
+    """A policy straight from a config, for tests that are not about loading."""
     torch.manual_seed(0)
-    config = make_config(name, **changes)
-    for key in [key for key in vars(config) if "drop" in key]:
-        setattr(config, key, 0.0)
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
+    lm = AutoModelForCausalLM.from_config(make_config(name, **changes), attn_implementation=attn_implementation)
     randomize(lm)
-    actor = ppo_rlhf.ActorCritic(lm)
-    torch.nn.init.normal_(actor.value_head.weight, std=0.2)
-    return actor
+    return ppo_rlhf.ActorCritic(lm.eval())
 
 
 def make_queries(contexts: list[list[int]]) -> list[dict[str, list[int]]]:
@@ -108,7 +117,7 @@ def make_batch(contexts: list[list[int]], responses: Any, kept: Tensor | None = 
     return {"trees": trees, "responses": tokens, "kept": kept}
 
 
-def forward(policy: Any, batch: dict[str, Any], temperature: float = 0.7) -> tuple[Tensor, ...]:
+def forward(policy: Any, batch: dict[str, Any], temperature: float = 0.7) -> list[Tensor]:
     """forward_response of all rows, without gradients."""
     with torch.no_grad():
         return ppo_rlhf.forward_response(policy, batch, torch.arange(len(batch["trees"])), temperature)
