@@ -49,8 +49,6 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from tf_adam import make_optimizer
 
-Pairs = dict[str, tuple[Tensor, Tensor]]  # a metric's name -> its sum and count
-
 
 @dataclasses.dataclass
 class Args:
@@ -163,8 +161,7 @@ def main(preset: str, args: Args) -> None:
         accelerator.prepare_model(average, evaluation_mode=True)  # so that checkpoints hold it
     before = evaluate(ref, ref, reward, eval_queries, end, tokenizer, args)
     folder, state = open_run(accelerator, args, preset, {"update": 0, "kl_coef": args.kl_coef})
-    first, kl_coef, signals, one = state["update"], state["kl_coef"], [], torch.ones((), device=device)
-    score_clip = args.score_clip or math.inf
+    first, kl_coef, signals, score_clip = state["update"], state["kl_coef"], [], args.score_clip or math.inf
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append(number))
     shuffle = np.random.RandomState(args.seed + 100_003 * rank)
@@ -176,7 +173,7 @@ def main(preset: str, args: Args) -> None:
         mine = range((update * world + rank) * n, (update * world + rank + 1) * n)
         asked = [queries[i % len(queries)] for i in mine]
         u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[rank * episodes :][:episodes]
-        batch = rollout(actor, ref, asked, u.to(device), shuffles[update, 0], end, args)
+        batch = rollout(policy, ref, asked, u.to(device), shuffles[update, 0], end, args)
         batch["texts"] = [texts[i % len(texts)]["input_ids"] for i in mine if texts]
 
         # 2. score: the reward of the truncated response, or a penalty where it never ends
@@ -205,8 +202,10 @@ def main(preset: str, args: Args) -> None:
         totals = {"kl": log_ratio, "kl_k3": kl_penalty(log_ratio, "k3"), "entropy": -batch["logprobs"] * batch["kept"]}
         totals |= {"scores": scores, "scores_scaled": scaled, "found_end": batch["found"], "length": batch["length"]}
         totals |= {"non_score_reward": -kl_coef * penalty, "score_total": batch["rewards"]}
-        totals |= {"score_clipfrac": scaled.abs() >= score_clip, "signals": one * len(signals)}
-        records.append({f"objective/{name}": (x.sum().float(), one * episodes) for name, x in totals.items()})
+        totals |= {"score_clipfrac": scaled.abs() >= score_clip, "signals": scores.new_tensor(len(signals))}
+        records.append(
+            {f"objective/{name}": (x.sum().float(), scores.new_tensor(episodes)) for name, x in totals.items()}
+        )
         records.append({"objective/kl_per_token": (log_ratio.sum(), batch["kept"].sum())})
         metrics = {"ppo/episode": (update + 1) * args.batch_size, "ppo/lr": optimizer.param_groups[0]["lr"]}
         metrics |= {"objective/kl_coef": kl_coef} | reduce_means(accelerator, records)
@@ -245,8 +244,7 @@ def main(preset: str, args: Args) -> None:
 
 # --- the algorithm ----------------------------------------------------------------------------------------------------
 def kl_penalty(log_ratio: Tensor, kind: str) -> Tensor:
-    """Estimates of KL(policy || reference) at sampled tokens from log pi - log ref (Schulman 2020, "Approximating KL
-    divergence"): k1, k2, k3, or abs as in TRL. For `full` it is the sum over the vocabulary already."""
+    """KL from log pi - log ref of sampled tokens: k1, k2, k3 (Schulman 2020), TRL's abs; `full` is the KL already."""
     kinds = {"k2": log_ratio**2 / 2, "k3": (-log_ratio).clamp(max=40).exp() - 1 + log_ratio, "abs": log_ratio.abs()}
     return kinds.get(kind, log_ratio)
 
@@ -265,7 +263,7 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
 
 def rloo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float, token_level: bool
-) -> tuple[Tensor, Pairs]:
+) -> tuple[Tensor, Any]:
     """Clipped policy loss, SUMMED over responses, so that micro-batches add up, and (sum, count) pairs for the metrics.
     Advantages (n, K), the rest (n, K, R). The ratio is that of responses or, token_level, of tokens; at 1 the gradient
     of either is REINFORCE's, -advantage * grad log pi(response)."""
@@ -286,9 +284,8 @@ def rloo_loss(
     return sums["ppo/loss/policy"], {name: (total.detach(), mask.sum()) for name, total in sums.items()}
 
 
-def rloo_update(accelerator: Any, policy: Any, optimizer: Any, batch: Any, epochs: Tensor, args: Args) -> list[Pairs]:
-    """All optimizer steps on one batch of rollouts; `epochs` (num_epochs, num_minibatches, rows) holds the shuffles.
-    The gradient is that of a mean over all ranks, in any number of micro-batches. Returns (sum, count) pairs."""
+def rloo_update(accelerator: Any, policy: Any, optimizer: Any, batch: Any, epochs: Tensor, args: Args) -> list[Any]:
+    """All optimizer steps on one batch; `epochs` (num_epochs, num_minibatches, rows) has shuffles. Returns pairs."""
     records, one = [], torch.ones((), device=batch["kept"].device)
     for minibatch in epochs.flatten(0, 1):
         start = len(records)
@@ -301,7 +298,8 @@ def rloo_update(accelerator: Any, policy: Any, optimizer: Any, batch: Any, epoch
             )
         for rows in micro_batches(minibatch, batch["trees"], args.micro_batch_size):
             with accelerator.accumulate(policy):
-                logprobs, entropy = forward_response(policy, batch, rows, args.temperature)
+                outputs = batch.pop("pass", None) or forward_response(policy, batch, rows, args.temperature)
+                logprobs, entropy = outputs
                 old = [batch[name][rows] for name in ("logprobs", "advantages", "kept")]
                 loss, pairs = rloo_loss(logprobs, *old, args.cliprange, args.token_level)
                 if texts:
@@ -361,14 +359,15 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
     return hit.cumsum(1) - hit.long() == 0, hit.any(1) | (token is None)
 
 
-@torch.no_grad()
 def rollout(policy: Any, ref: Any, queries: list[Any], u: Tensor, minibatches: Tensor, end: Any, args: Args) -> Any:
     """A batch: responses (B, R), or (B / K, K, R) for K > 1; which tokens count (kept), who found an end, truncated
     responses as lists, what forward_response feeds (trees), logprobs, ref_logprobs and, if the policy has them, values.
-    With the first epoch's minibatches these are the passes of the update: its first ratio is 1."""
+    With the first epoch's minibatches these are the passes of the update: its first ratio is 1. A single one stays."""
     k = len(u) // len(queries)
     with torch.autocast(u.device.type, enabled=False):  # around the trunk's: weights are rounded once, not per token
-        responses = sample(policy, [query["context"] for query in queries], u, args.temperature, args.top_p)
+        responses = sample(
+            getattr(policy, "module", policy), [query["context"] for query in queries], u, args.temperature, args.top_p
+        )
     stays, found = truncate(responses, end, args.truncate_after)
     kept, rows, length = stays if args.mask_truncated else torch.ones_like(stays), responses.tolist(), stays.sum(1)
     fed = [row[: n - 1] for row, n in zip(rows, kept.sum(1).tolist(), strict=True)]  # the last predicts nothing
@@ -376,16 +375,19 @@ def rollout(policy: Any, ref: Any, queries: list[Any], u: Tensor, minibatches: T
     shape = u.shape if k == 1 else (len(queries), k, -1)
     batch = {"responses": responses.view(shape), "kept": kept.view(shape), "found": found, "trees": trees}
     batch |= {"length": length, "truncated": [row[:n] for row, n in zip(rows, length.tolist(), strict=True)]}
-    for minibatch in minibatches:
-        for group in micro_batches(minibatch, trees, args.micro_batch_size):
-            logprobs, _, *values = forward_response(policy, batch, group, args.temperature)
-            ref_logprobs = forward_response(ref, batch, group, args.temperature)[0]
-            parts = dict(zip(("logprobs", "ref_logprobs", "values"), (logprobs, ref_logprobs, *values), strict=False))
-            if args.kl_estimator == "full":
+    groups = [group for minibatch in minibatches for group in micro_batches(minibatch, trees, args.micro_batch_size)]
+    for group in groups:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and len(groups) == 1):  # for the first optimizer step
+            outputs = logprobs, _, *values = forward_response(policy, batch, group, args.temperature)
+        batch["pass"] = outputs if len(groups) == 1 else None
+        ref_logprobs = forward_response(ref, batch, group, args.temperature)[0]
+        parts = dict(zip(("logprobs", "ref_logprobs", "values"), (logprobs, ref_logprobs, *values), strict=False))
+        if args.kl_estimator == "full":
+            with torch.no_grad():
                 p, q = (forward_response(x, batch, group, args.temperature, full=True)[0] for x in (policy, ref))
-                parts["full_kl"] = (p.exp() * (p - q)).sum(-1)
-            for name, x in parts.items():
-                batch.setdefault(name, torch.zeros_like(batch["kept"], dtype=x.dtype))[group] = x
+            parts["full_kl"] = (p.exp() * (p - q)).sum(-1)
+        for name, x in parts.items():
+            batch.setdefault(name, torch.zeros_like(batch["kept"], dtype=x.dtype))[group] = x.detach()
     return batch
 
 
@@ -512,8 +514,7 @@ def ptx_loss(policy: Any, texts: list[list[int]], device: Any) -> tuple[Tensor, 
 
 # --- models and data --------------------------------------------------------------------------------------------------
 def fast_math(device: torch.device, dtype: str) -> None:
-    """TF32 for the fp32 heads under bf16; on a CPU oneDNN's product, twice as fast, unless that is bf16; and glibc
-    keeps its memory: clearing fresh pages for large tensors takes a tenth of an update and more."""
+    """TF32 for fp32 heads under bf16; on a CPU oneDNN's product, unless that is bf16; glibc keeps its memory (10 %)."""
     for option in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
         getattr(ctypes.CDLL(None), "mallopt", max)(*option)  # other libraries have none
     if device.type == "cpu" or dtype == "bf16":
@@ -736,13 +737,12 @@ def open_run(accelerator: Any, args: Args, preset: str, state: dict[str, Any]) -
         (folder / "args.tmp").write_text(json.dumps(record, indent=2))
         (folder / "args.tmp").rename(folder / "args.json")
     if args.track:
-        accelerator.init_trackers(
-            "rlhf", vars(args), {"wandb": {"id": state["id"], "name": folder.name, "resume": "allow"}}
-        )
+        run = {"id": state["id"], "name": folder.name, "resume": "allow"}
+        accelerator.init_trackers("rlhf", vars(args), {"wandb": run})
     return folder, state
 
 
-def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
+def reduce_means(accelerator: Any, records: list[Any]) -> dict[str, float]:
     """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
     names = list(dict.fromkeys(name for record in records for name in record))
     pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)

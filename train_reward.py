@@ -48,7 +48,6 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from tf_adam import make_optimizer
 
-Pairs = dict[str, tuple[Tensor, Tensor]]  # a metric's name -> its sum and count
 Label = tuple[list[int], list[list[int]], int]  # query, N responses, which is best
 
 
@@ -206,7 +205,7 @@ def hits(rewards: Tensor, best: Tensor) -> Tensor:
     return rewards.gather(1, best.unsqueeze(1)).squeeze(1) > rewards.amax(1) - 1e-5
 
 
-def reward_update(accelerator: Any, model: Any, optimizer: Any, labels: list[Label], args: Args) -> list[Pairs]:
+def reward_update(accelerator: Any, model: Any, optimizer: Any, labels: list[Label], args: Args) -> list[Any]:
     """One optimizer step on this rank's share of a batch: mean cross entropy over all ranks. Returns metrics' pairs."""
     records = []
     for part in torch.arange(len(labels)).split(args.micro_batch_size):
@@ -355,8 +354,7 @@ def pack(trees: list[list[list[int]]], device: Any) -> tuple[Tensor, ...]:
 
 # --- models and data --------------------------------------------------------------------------------------------------
 def fast_math(device: torch.device, dtype: str) -> None:
-    """TF32 for the fp32 heads under bf16; on a CPU oneDNN's product, twice as fast, unless that is bf16; and glibc
-    keeps its memory: clearing fresh pages for large tensors takes a tenth of an update and more."""
+    """TF32 for fp32 heads under bf16; on a CPU oneDNN's product, unless that is bf16; glibc keeps its memory (10 %)."""
     for option in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
         getattr(ctypes.CDLL(None), "mallopt", max)(*option)  # other libraries have none
     if device.type == "cpu" or dtype == "bf16":
@@ -624,13 +622,12 @@ def open_run(accelerator: Any, args: Args, preset: str, state: dict[str, Any]) -
         (folder / "args.tmp").write_text(json.dumps(record, indent=2))
         (folder / "args.tmp").rename(folder / "args.json")
     if args.track:
-        accelerator.init_trackers(
-            "rlhf", vars(args), {"wandb": {"id": state["id"], "name": folder.name, "resume": "allow"}}
-        )
+        run = {"id": state["id"], "name": folder.name, "resume": "allow"}
+        accelerator.init_trackers("rlhf", vars(args), {"wandb": run})
     return folder, state
 
 
-def reduce_means(accelerator: Any, records: list[Pairs]) -> dict[str, float]:
+def reduce_means(accelerator: Any, records: list[Any]) -> dict[str, float]:
     """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
     names = list(dict.fromkeys(name for record in records for name in record))
     pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)

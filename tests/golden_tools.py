@@ -34,6 +34,8 @@ def script_args(hparams: dict[str, Any]) -> ppo_rlhf.Args:
     args = {name: ppo[name] for name in (*same, "total_episodes")} | {"micro_batch_size": ppo["batch_size"]}
     args |= {name: task[name] for name in ("truncate_token", "truncate_after", "penalty_reward_value")}
     args |= {"num_minibatches": ppo["nminibatches"], "num_epochs": ppo["noptepochs"], "kl_coef": rewards["kl_coef"]}
+    adaptive = rewards.get("adaptive_kl") or {"target": None, "horizon": 1.0}
+    args |= {"kl_target": adaptive["target"], "kl_horizon": adaptive["horizon"]}
     return ppo_rlhf.Args(temperature=task["policy"]["temperature"], seed=hparams["run"]["seed"], **args)
 
 

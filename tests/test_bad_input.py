@@ -27,7 +27,6 @@ def fine(queries, responses):
 def broken(queries, responses):
     return [0.0 / len(responses[:0])]
 """
-LABEL = {"query": [5, 6, 7], "sample0": [8, 9, 10], "sample1": [11, 12, 13], "best": 0}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,6 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "functions.py").write_text(FUNCTIONS)
     lines = (folder / "queries.jsonl").read_text()
     files = {"empty.jsonl": "", "cut.jsonl": lines[:-9], "numbers.jsonl": to_lines({"text": 3}), "queries.doc": lines}
-    files |= {f"{best}.jsonl": to_lines(*[LABEL | {"best": best}] * 16) for best in (True, 2, -1)}
     for name, text in (files | {"queries.JSONL": lines}).items():
         (folder / name).write_text(text)
     (folder / "evil.pkl").write_bytes(pickle.dumps(Evil(), 2))
@@ -129,7 +127,6 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, "--query_dataset numbers.jsonl", "@.*0 queries"),
     (REWARD, "--label_dataset nowhere.jsonl", NO_FILE),
     (REWARD, "--label_dataset empty.jsonl", "@."),
-    *((REWARD, f"--label_dataset {best}.jsonl", "@.*best") for best in (True, 2, -1)),
     (REWARD, "--num_labels 50", "20 labels for --num_labels 50"),
     (REWARD, "--num_labels 3", "3 labels for --num_labels 3, --batch_size 4"),
     # the run's folder
@@ -155,11 +152,10 @@ def test_these_files_load_and_rows_that_are_no_query_are_counted(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     rows = [*read_lines(kit() / "queries.jsonl"), {"text": None}]
-    text = "\n".join(row["text"] or "" for row in rows) + "\n" if name == "lines.txt" else to_lines(*rows)
+    (tmp_path / "lines.txt").write_text("\n".join(row["text"] or "" for row in rows) + "\n")
+    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(to_lines(*rows).encode()))
     if name.endswith((".csv", ".parquet")):
         getattr(datasets.Dataset.from_list(rows), f"to_{name[6:]}")(tmp_path / name)
-    else:
-        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     args = ppo_rlhf.Args(query_dataset=name, start_text=None, end_text=None, eval_queries=2)
@@ -168,22 +164,16 @@ def test_these_files_load_and_rows_that_are_no_query_are_counted(
     assert f"--query_dataset {name}: left out 1 rows" in capsys.readouterr().err
 
 
-def test_a_reward_function_that_raises_keeps_its_traceback(faults: Path, tmp_path: Path) -> None:
-    folder = copy(faults, tmp_path)
-    words = [*WORDS[RLOO], "--reward_model", "none", "--reward_fn", "functions:broken"]
-    code, _, errors = run(RLOO, words, folder)
-    assert code == 1
-    assert f'{folder}/functions.py", line 5, in broken' in errors and "ZeroDivisionError" in errors
-    assert "--reward_fn functions:broken" in errors.splitlines()[-1]
-
-
-def test_a_user_sees_one_line_or_the_traceback_on_demand(faults: Path, tmp_path: Path) -> None:
+def test_a_user_sees_one_line_or_on_demand_and_of_a_reward_function_the_traceback(faults: Path, tmp_path: Path) -> None:
     folder, words = copy(faults, tmp_path), [*WORDS[PPO], "--base_model", "no/such"]
     code, printed, errors = run(PPO, words, folder)
     assert (code, printed, len(errors.splitlines())) == (2, "", 1)
     assert errors.startswith(f"{PPO}: --base_model no/such: ")
     code, _, errors = run(PPO, words, folder, RLHF_DEBUG="1")
     assert code == 1 and "Traceback" in errors and "ValueError: --base_model no/such" in errors
+    code, _, errors = run(RLOO, [*WORDS[RLOO], *f"{OWN} functions:broken".split()], folder)
+    assert code == 1 and f'{folder}/functions.py", line 5, in broken' in errors and "ZeroDivisionError" in errors
+    assert "--reward_fn functions:broken" in errors.splitlines()[-1]
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path) -> None:

@@ -129,15 +129,10 @@ def test_queries_that_are_none_are_refused_in_a_line() -> None:
         ppo_rlhf.load_table("query_dataset", start(ppo_rlhf, query_dataset="set")[1])
 
 
-@pytest.mark.parametrize(
-    ("begin", "chosen", "rejected"),
-    [
-        (HUMAN, " No, near.", " Yes."),
-        ("It is", " bread", " break"),
-        ("Q?\nA:", "\nYes", "\nNo"),
-        ("", "Yes", "Yes, sir"),
-    ],
-)
+BEGINS = [(HUMAN, " No, near.", " Yes."), ("It is", " bread", " break"), ("Q?\nA:", "\nYes", "\nNo")]
+
+
+@pytest.mark.parametrize(("begin", "chosen", "rejected"), [*BEGINS, ("", "Yes", "Yes, sir")])
 def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin: str, chosen: str, rejected: str) -> None:
     """The raw form of Anthropic's HH: the dialogues stand whole in both columns. A prompt that is given stays whole."""
     for row in ({}, {"prompt": None}):
@@ -172,7 +167,8 @@ def test_preferences_as_chats_are_read_as_the_template_writes_them() -> None:
 
 def test_labels_with_gaps_are_refused_in_a_line() -> None:
     """Two identical samples are none: people saw both, and either is right."""
-    for change in ({"sample1": []}, {"sample1": [PAD]}, {"query": [PAD]}, {"best": 2}, {"best": None}, {"best": 0.5}):
+    bad = [{"best": x} for x in (2, -1, None, 0.5, True)]
+    for change in ({"sample1": []}, {"sample1": [PAD]}, {"query": [PAD]}, *bad):
         refuse(read_labels, [LABEL | change] * 2, "sample")
     refuse(read_labels, [LABEL, LABEL, LABEL | {"sample0": None}], "sample")
     refuse(read_labels, [LABEL | {"sample3": [9]}] * 2, "sample3")
@@ -199,18 +195,6 @@ def test_a_function_gets_the_columns_that_it_names(script: Any, expected: list[f
     for wrong in NO_FLOATS:
         with pytest.raises(RuntimeError, match=f"--reward_fn test_data:named: no {len(expected)} floats, or lists"):
             script.score(wrong, *given)
-
-
-def test_other_layers_than_the_weights_are_refused_in_a_line() -> None:
-    """In silence it would train another model."""
-    config = Path("gpt2/config.json").read_text()
-    for count, says in ((1, r"\.1\."), (3, r"\.2\.")):
-        shutil.copytree("gpt2", name := f"layers{count}")
-        Path(name, "config.json").write_text(config.replace('"n_layer": 2', f'"n_layer": {count}'))
-        for script in SCRIPTS:
-            tokenizer, args = start(script, base_model=name)
-            with pytest.raises(ValueError, match=f"^--base_model {name}: [^\n]*{says}"):
-                script.load("base_model", args, tokenizer, 14, torch.device("cpu"))
 
 
 def test_none_is_none_with_and_without_an_equals_sign(monkeypatch: pytest.MonkeyPatch) -> None:

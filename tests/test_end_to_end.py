@@ -57,10 +57,6 @@ def test_models_load_with_plain_transformers_and_have_moved(script: str) -> None
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
         inputs = tokenizer("w1 w2 w3", return_tensors="pt")
         assert model.generate(**inputs, min_new_tokens=5, max_new_tokens=5, pad_token_id=0).shape == (1, 8)
-    if script == PPO:
-        head = load_file(folder.with_name("critic") / "value_head.safetensors")
-        assert {name: tuple(x.shape) for name, x in head.items()} == {"weight": (1, model.config.n_embd), "bias": (1,)}
-        assert all(x.abs().max() > 0 for x in head.values())
 
 
 def test_accelerates_launcher_starts_the_embedded_default_from_any_folder(tmp_path: Path) -> None:
@@ -85,11 +81,7 @@ def test_the_newest_reward_model_of_the_preset_is_taken(tmp_path: Path, monkeypa
         save_classifier(folder, "gpt2", reward_bias=float(i))
         os.utime(folder, (1_000_000 + i, 1_000_000 + i))
     (tmp_path / "runs" / "train_reward-tiny-3-d").mkdir()  # a run that is not finished
-    for preset, given, bias in (
-        ("tiny", None, 1.0),
-        ("sentiment", None, 2.0),
-        ("tiny", "runs/train_reward-tiny-2-b/reward_model", 0.0),
-    ):
-        args = ppo_rlhf.Args(reward_model=given)
+    for preset, given, bias in (("tiny", None, 1.0), ("sentiment", None, 2.0), ("tiny", "train_reward-tiny-2-b", 0.0)):
+        args = ppo_rlhf.Args(reward_model=given and f"runs/{given}/reward_model")
         reward = ppo_rlhf.load_reward(args, preset, tokenizer, 24, torch.device("cpu"))
         assert (reward.config.reward_bias, args.reward_model is None) == (bias, False)

@@ -1,12 +1,13 @@
 """Replays of arrays recorded from OpenAI's lm-human-preferences (TensorFlow, fp32) through the scripts' functions."""
 
+import contextlib
 import copy
 import itertools
 import json
 import math
-import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -98,57 +99,87 @@ def test_query_cut_equals_the_original(golden_08: Path) -> None:
         assert [cut[i] + [pad] * (length - len(cut[i])) for i in kept] == case["rows"], case["name"]
 
 
-def test_the_stream_of_queries_equals_the_original(golden_08: Path) -> None:
-    """300 shuffled texts, tokenised and cut, over and over: 40 batches of 16."""
-    corpus = json.loads(golden_08.with_suffix(".json").read_text())["sampler"]["corpus"]
-    tokenizer = GPT2Tokenizer.from_pretrained(folder_of(golden_08, "hf_policy"))
-    random.seed(0)
-    random.shuffle(corpus)
-    batches = load_golden(golden_08)[0]["sampler/batches"]
-    recorded = rows_of(batches.reshape(-1, batches.shape[-1]), len(tokenizer))
-    stop = tokenizer.encode(".")[0]
-    cut = [ppo_rlhf.cut_query(tokenizer.encode(text), batches.shape[-1], stop, stop) for text in corpus]
-    assert recorded == list(itertools.islice(itertools.cycle(filter(None, cut)), len(recorded)))
+def test_the_tokenizer_equals_the_original(golden_09: Path) -> None:
+    tokenizer = GPT2Tokenizer.from_pretrained(folder_of(golden_09, "hf_policy"))
+    records = json.loads(golden_09.read_text())
+    assert len(records) > 10
+    for record in records:
+        assert tokenizer.encode(record["text"]) == record["tokens"]
+        assert tokenizer.decode(record["tokens"]) == record["decoded"]
+
+
+class AllRanks:
+    """An accelerator of one process that plays all ranks in turn: gradients of all of them, then one optimizer step."""
+
+    def __init__(self, world: int) -> None:
+        self.num_processes, self.gradient_accumulation_steps = world, 1
+        self.sync_gradients, self.accumulate = False, contextlib.nullcontext  # none is whole before the last rank
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return x * self.num_processes  # every rank has as many tokens
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / self.num_processes).backward()  # as DistributedDataParallel averages
+
+
+def update(policy, optimizer, batches, epochs, args, arrays, step: str) -> None:
+    """ppo_update with the statistics of every minibatch and their means; of several ranks, minibatch by minibatch."""
+    minibatches = list(itertools.product(range(args.num_epochs), range(args.num_minibatches)))
+    if len(batches) > 1:
+        wait = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
+        for (i, j), rank in itertools.product(minibatches, range(len(batches))):
+            last, mine = optimizer if rank == len(batches) - 1 else wait, epochs[rank][i : i + 1, j : j + 1]
+            ppo_rlhf.ppo_update(AllRanks(len(batches)), policy, last, batches[rank], mine, args)
+        return
+    device = Accelerator(cpu=True)
+    records = ppo_rlhf.ppo_update(device, policy, optimizer, batches[0], epochs[0], args)
+    parts, size = {f"{step}/stats/ppo/": records}, len(records) // len(minibatches)
+    parts |= {f"{step}/mb{i}/stats/": records[i * size : (i + 1) * size] for i in range(len(minibatches))}
+    for prefix, part in parts.items():
+        metrics = ppo_rlhf.reduce_means(device, part)
+        recorded = {name: arrays[key] for name in metrics if (key := prefix + name.removeprefix("ppo/")) in arrays}
+        assert len(recorded) > 10 or not any(key.startswith(prefix) for key in arrays)
+        for name, x in recorded.items():
+            assert metrics[name] == pytest.approx(float(x), rel=2e-4, abs=2e-6), prefix + name
 
 
 def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
-    """Rewards, shuffles, statistics and weights after every recorded PPO step; of one of several ranks, before it."""
-    arrays, record = load_golden(golden_04)
-    args, device = script_args(record["hparams"]), Accelerator(cpu=True)
+    """Rewards, shuffles, statistics, weights and KL coefficient after every recorded PPO step, of all ranks."""
+    first, record = load_golden(golden_04)
+    args, rows = script_args(record["hparams"]), len(first["s0/rollout/scores"])
+    names = re.sub(r"(rank|_r)\d+", r"\1*", golden_04.name) if rows < args.batch_size else golden_04.name
+    files = sorted(golden_04.parent.glob(names))
+    assert len(files) == args.batch_size // rows
+    ranks = [load_golden(file)[0] for file in files]
     policy, ref = (load_actor(folder_of(golden_04, name)) for name in ("hf_policy", "hf_ref"))
-    optimizer, count = AdamTF(policy.parameters(), lr=args.lr, eps=1e-5), args.num_epochs * args.num_minibatches
+    optimizer, kl_coef = AdamTF(policy.parameters(), lr=args.lr, eps=1e-5), args.kl_coef
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     assert num_updates == record.get("n_updates_total", num_updates)
-    rank = re.search(r"(?:rank|_r)(\d+)", golden_04.stem)
-    shuffle = np.random.RandomState(args.seed + 100_003 * int(rank[1] if rank else 0))
-    for step in sorted({key.split("/")[0] for key in arrays if re.match(r"s\d+/rollout", key)}):
-        before = copy.deepcopy(named_weights(policy))
-        contexts = rows_of(arrays[f"{step}/rollout/queries"], policy.lm.config.vocab_size)
-        batch = make_batch(contexts, arrays[f"{step}/rollout/responses"])
-        for name in ("logprobs", "values", "ref_logprobs", "scores"):
-            batch[name] = torch.from_numpy(arrays[f"{step}/rollout/{name}"])
-        if f"{step}/rollout/postprocessed_responses" in arrays:  # a real rollout: everything can be made again
-            replay_rollout(golden_04, policy, ref, contexts, batch, arrays, step, args)
-        # the coefficient adapts in main, whose runs have twins
-        given = batch["logprobs"] - batch["ref_logprobs"], batch["kept"], float(arrays[f"{step}/kl_coef_used"])
-        batch["rewards"] = ppo_rlhf.token_rewards(batch["scores"], *given)
-        assert off(batch["rewards"], arrays[f"{step}/rollout/rewards"]) < 1e-5
-        perms = np.stack([shuffle.permutation(len(contexts)) for _ in range(args.num_epochs)])
-        assert np.array_equal(perms, arrays[f"{step}/perms"])
-        if len(contexts) < args.batch_size:
-            return  # the gradient is that of all ranks, as in the twins
-        epochs = torch.from_numpy(perms).reshape(args.num_epochs, args.num_minibatches, -1)
+    shuffles = [np.random.RandomState(args.seed + 100_003 * rank) for rank in range(len(ranks))]
+    for step in sorted({key.split("/")[0] for key in first if re.match(r"s\d+/rollout", key)}):
+        before, batches, epochs, kls = copy.deepcopy(named_weights(policy)), [], [], []
+        assert float(first[f"{step}/kl_coef_used"]) == pytest.approx(kl_coef, rel=1e-6)
+        for arrays, shuffle in zip(ranks, shuffles, strict=True):
+            contexts = rows_of(arrays[f"{step}/rollout/queries"], policy.lm.config.vocab_size)
+            batch = make_batch(contexts, arrays[f"{step}/rollout/responses"])
+            for name in ("logprobs", "values", "ref_logprobs", "scores"):
+                batch[name] = torch.from_numpy(arrays[f"{step}/rollout/{name}"])
+            if f"{step}/rollout/postprocessed_responses" in arrays:  # a real rollout: everything can be made again
+                replay_rollout(golden_04, policy, ref, contexts, batch, arrays, step, args)
+            log_ratio = batch["logprobs"] - batch["ref_logprobs"]
+            batch["rewards"] = ppo_rlhf.token_rewards(batch["scores"], log_ratio, batch["kept"], kl_coef)
+            assert off(batch["rewards"], arrays[f"{step}/rollout/rewards"]) < 1e-5
+            perms = np.stack([shuffle.permutation(len(contexts)) for _ in range(args.num_epochs)])
+            assert np.array_equal(perms, arrays[f"{step}/perms"])
+            epochs.append(torch.from_numpy(perms).reshape(args.num_epochs, args.num_minibatches, -1))
+            batches.append(batch)
+            kls.append(log_ratio.sum(1).mean().item())
         optimizer.param_groups[0]["lr"] = args.lr * (1 - int(step[1:]) / num_updates)
-        records = ppo_rlhf.ppo_update(device, policy, optimizer, batch, epochs, args)
-        parts, size = {f"{step}/stats/ppo/": records}, len(records) // count
-        parts |= {f"{step}/mb{i}/stats/": records[i * size : (i + 1) * size] for i in range(count)}
-        for prefix, part in parts.items():
-            metrics = ppo_rlhf.reduce_means(device, part)
-            recorded = {name: arrays[key] for name in metrics if (key := prefix + name.removeprefix("ppo/")) in arrays}
-            assert len(recorded) > 10 or not any(key.startswith(prefix) for key in arrays)
-            for name, x in recorded.items():
-                assert metrics[name] == pytest.approx(float(x), rel=2e-4, abs=2e-6), prefix + name
-        assert_moved_alike(policy, before, arrays, f"{step}/weights_after/policy/")
+        update(policy, optimizer, batches, epochs, args, first, step)
+        assert_moved_alike(policy, before, first, f"{step}/weights_after/policy/")
+        if args.kl_target is not None:  # as in main, whose runs have twins
+            kl_coef *= 1 + np.clip(np.mean(kls) / args.kl_target - 1, -0.2, 0.2) * args.batch_size / args.kl_horizon
+        assert float(first[f"{step}/kl_coef_after"]) == pytest.approx(kl_coef, rel=1e-6)
 
 
 def replay_rollout(file: Path, policy, ref, contexts, batch, arrays, step: str, args) -> None:

@@ -108,9 +108,6 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
     assert (process.returncode, printed, errors) == (-signal.SIGINT, "", "")
 
 
-# What may not go on
-
-
 def parse(script: str, words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return call(script, words, folder, monkeypatch, "parse_args")[1]
 
@@ -133,14 +130,13 @@ def test_a_finished_run_is_finished_once_more_by_its_own_script_alone(
 
 
 def test_settings_come_from_the_run_and_flags_given_beside_it_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    unfinished = plain(PPO, 1)
-    old = json.loads((unfinished / "out/args.json").read_text())["args"]
-    args = parse(PPO, ["--output_dir", "out", "--resume"], unfinished, monkeypatch)
+    old = json.loads((plain(PPO, 1) / "out/args.json").read_text())["args"]
+    args = parse(PPO, ["--output_dir", "out", "--resume"], plain(PPO, 1), monkeypatch)
     assert vars(args) == old | {"resume": True}
     words = ["--output_dir", "out", "--resume", "--kl_target", "none", "--no-whiten_rewards", "--seed", "1"]
-    args = parse(PPO, words, unfinished, monkeypatch)
+    args = parse(PPO, words, plain(PPO, 1), monkeypatch)
     assert vars(args) == old | {"resume": True, "kl_target": None, "whiten_rewards": False}
     line = capsys.readouterr().err.splitlines()[-1]
     assert "kl_target None (was 6.0), whiten_rewards False (was True)" in line and "seed" not in line

@@ -87,9 +87,7 @@ def load(folder: Path, flag: str = "base_model", dtype: str = "fp32", **kwargs: 
 def load_actor(folder: Path, dtype: str = "fp32") -> ppo_rlhf.ActorCritic:
     """The policy as ppo_rlhf.py loads it, with a random value head instead of one of zeros."""
     actor = ppo_rlhf.ActorCritic(load(folder, dtype=dtype))
-    generator = torch.Generator().manual_seed(7)
-    for parameter in actor.value_head.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    torch.nn.init.normal_(actor.value_head.weight, std=0.25, generator=torch.Generator().manual_seed(7))
     return actor
 
 
