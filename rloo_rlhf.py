@@ -298,8 +298,8 @@ def rloo_update(accelerator: Any, policy: Any, optimizer: Any, batch: Any, epoch
             )
         for rows in micro_batches(minibatch, batch["trees"], args.micro_batch_size):
             with accelerator.accumulate(policy):
-                outputs = batch.pop("pass", None) or forward_response(policy, batch, rows, args.temperature)
-                logprobs, entropy = outputs
+                outputs = batch.pop("pass", {}).get(tuple(rows.tolist()))  # of these rows in this order
+                logprobs, entropy = outputs or forward_response(policy, batch, rows, args.temperature)
                 old = [batch[name][rows] for name in ("logprobs", "advantages", "kept")]
                 loss, pairs = rloo_loss(logprobs, *old, args.cliprange, args.token_level)
                 if texts:
@@ -379,7 +379,7 @@ def rollout(policy: Any, ref: Any, queries: list[Any], u: Tensor, minibatches: T
     for group in groups:
         with torch.set_grad_enabled(torch.is_grad_enabled() and len(groups) == 1):  # for the first optimizer step
             outputs = logprobs, _, *values = forward_response(policy, batch, group, args.temperature)
-        batch["pass"] = outputs if len(groups) == 1 else None
+        batch["pass"] = {tuple(group.tolist()): outputs} if len(groups) == 1 else {}
         ref_logprobs = forward_response(ref, batch, group, args.temperature)[0]
         parts = dict(zip(("logprobs", "ref_logprobs", "values"), (logprobs, ref_logprobs, *values), strict=False))
         if args.kl_estimator == "full":
