@@ -36,19 +36,20 @@ def git(*words: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores that this process may use, threads that it does use, and the GPU if there is one."""
+    """CPU, cores that this process may use, threads that it does use, load of the last minute, the GPU."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": models[0] if models else "", "cores": cores, "threads": torch.get_num_threads(), "gpu": gpu}
+    used = {"threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 2), "gpu": gpu}
+    return {"cpu": models[0] if models else "", "cores": cores} | used
 
 
 def write(name: str, tag: str, args: argparse.Namespace, rows: list[dict[str, Any]], **more: Any) -> Path:
-    """results/<name>-<tag>.json with commit, versions, machine and arguments, so that a figure can be made again."""
+    """results/<name>-<tag>.json with commit, versions, machine, load and arguments, so that it can be made again."""
     record = {
         "version": tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"],
-        "commit": git("rev-parse", "HEAD"),
+        "commit": git("log", "-1", "--format=%H", "--", *SCRIPTS, "tiny"),  # the last that changed what is measured
         "scripts_changed_since": git("diff", "--name-only", "HEAD", "--", *SCRIPTS).split(),
         "versions": {module.__name__: module.__version__ for module in (torch, transformers, accelerate)},
         "machine": machine(),

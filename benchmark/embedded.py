@@ -15,12 +15,8 @@ from typing import Any
 
 import common
 import numpy as np
-import torch
+from judge import Judge
 from matplotlib.figure import Figure
-from ours import load
-from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-
-import rloo_rlhf
 
 
 def run(script: str, out: Path, *flags: str) -> None:
@@ -28,21 +24,6 @@ def run(script: str, out: Path, *flags: str) -> None:
     if not out.exists():
         command = [sys.executable, str(common.ROOT / script), "--output_dir", str(out), *flags]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
-def fresh_samples(folder: Path, seed: int) -> tuple[list[str], list[str], float]:
-    """Truncated responses of the policy in `folder` and of the reference to all held-out queries, and the mean KL."""
-    args, tokenizer = rloo_rlhf.Args(seed=seed, query_dataset="tiny/queries/test.jsonl"), common.tokenizer()
-    queries = rloo_rlhf.load_queries(tokenizer, args, 512)
-    end = rloo_rlhf.token_id(tokenizer, args.truncate_token)
-    policy, ref = (
-        rloo_rlhf.Actor(load(str(path), args, torch.device("cpu"))) for path in (folder, common.ROOT / "tiny" / "model")
-    )
-    u = rloo_rlhf.uniforms(seed, 10**6, len(queries), args.response_length)
-    rows = torch.arange(len(queries)).view(1, -1)
-    batches = [rloo_rlhf.rollout(model, ref, queries, u, rows, end, args) for model in (policy, ref)]
-    kl = (batches[0]["logprobs"] - batches[0]["ref_logprobs"]).sum(1).mean().item()
-    return *(tokenizer.batch_decode(batch["truncated"]) for batch in batches), kl
 
 
 def plot(curves: dict[str, list[list[dict[str, float]]]], path: Path) -> None:
@@ -68,27 +49,28 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--folder", default="runs/embedded", help="where the runs go; finished ones are used again")
     args = parser.parse_args()
-    folder, judge = Path(args.folder), SentimentIntensityAnalyzer()
+    folder = Path(args.folder)
     rows: list[dict[str, Any]] = []
     curves: dict[str, list[list[dict[str, float]]]] = {"PPO": [], "RLOO": []}
     for seed in args.seeds:
         reward = folder / f"reward-{seed}"
         run("train_reward.py", reward, "--seed", str(seed))
         accuracy = json.loads((reward / "results.json").read_text())["test/accuracy"]
+        judge = Judge(seed, reward / "reward_model")
+        reference = judge(judge.ref)
         for name, script in (("PPO", "ppo_rlhf.py"), ("RLOO", "rloo_rlhf.py")):
             out = folder / f"{name}-{seed}"
             run(script, out, "--seed", str(seed), "--reward_model", str(reward / "reward_model"))
-            after, before, kl = fresh_samples(out / "policy", seed)
+            found = judge(judge.actor(out / "policy"))
             metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-            vader = [[judge.polarity_scores(text)["compound"] for text in texts] for texts in (before, after)]
             rows.append(
                 {
                     "algorithm": name,
                     "seed": seed,
-                    "vader_before": sum(vader[0]) / len(vader[0]),
-                    "vader_after": sum(vader[1]) / len(vader[1]),
-                    "kl": kl,
-                    "distinct": len(set(after)) / len(after),
+                    "vader_before": float(np.mean(reference["gold"])),
+                    "vader_after": float(np.mean(found["gold"])),
+                    "kl": float(np.mean(found["kl"])),
+                    "distinct": found["distinct"],
                     "accuracy": accuracy,
                     "score": sum(row["objective/scores"] for row in metrics[-10:]) / 10,
                 }

@@ -1,10 +1,10 @@
 """PPO and RLOO in plain PyTorch and transformers, written the way public reference implementations are.
 
-Queries are padded to the full query length, `generate` samples, log-probabilities come from the logits of all positions
-and the whole vocabulary, the reward model computes a reward at every position, RLOO repeats its queries K times,
-TensorFlow's Adam is a loop over parameters, and statistics are fetched with `.item()`. It computes the same numbers as
-the scripts; throughput.py checks that before it compares speeds. The same precision flags, hyperparameters and random
-weights as the contender that it stands against; nothing here is tuned against either.
+Queries are padded to the longest of the batch, `generate` samples, log-probabilities come from the logits of all
+positions and the whole vocabulary, the reward model computes a reward at every position, RLOO repeats its queries K
+times, TensorFlow's Adam is a loop over parameters, and statistics are fetched with `.item()`. It computes the same
+numbers as the scripts; throughput.py checks that before it compares speeds. The same precision flags, hyperparameters
+and random weights as the contender that it stands against; nothing here is tuned against either.
 """
 
 import contextlib
@@ -84,10 +84,8 @@ def whiten(x: Tensor, shift_mean: bool = True) -> Tensor:
 class Plain:
     """A policy and its optimizer; `update` does one update on given contexts. `fast`: with the scripts' product."""
 
-    def __init__(
-        self, algorithm: str, folder: str, device: torch.device, query_length: int, args: Any, fast: bool
-    ) -> None:
-        self.algorithm, self.args, self.device, self.query_length = algorithm, args, device, query_length
+    def __init__(self, algorithm: str, folder: str, device: torch.device, args: Any, fast: bool) -> None:
+        self.algorithm, self.args, self.device = algorithm, args, device
         self.copies = args.rloo_k if algorithm == "rloo" else 1
         self.precision = "medium" if fast else "highest"
         self.attention = {"attn_implementation": "eager"} if fast and device.type == "cpu" else {}
@@ -101,12 +99,14 @@ class Plain:
         bf16 = self.args.dtype == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
 
-    def forward(self, model: Any, tokens: Tensor, mask: Tensor) -> Any:
+    def forward(self, model: Any, tokens: Tensor, mask: Tensor, **kwargs: Any) -> Any:
         """A forward pass over everything; positions count real tokens."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        return model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, output_hidden_states=True, use_cache=False
-        )
+        return model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False, **kwargs)
+
+    def pass_of_policy(self, tokens: Tensor, mask: Tensor) -> Any:
+        """PPO's value head needs hidden states; nobody else does."""
+        return self.forward(self.lm, tokens, mask, output_hidden_states=self.algorithm == "ppo")
 
     def logprobs(self, logits: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and scaled logits at the response, from logits (B, T, V) of all positions."""
@@ -118,8 +118,8 @@ class Plain:
         return self.model.scalar_head(hidden[:, -length - 1 : -1]).squeeze(-1).float()
 
     def pad(self, contexts: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Queries and mask, padded on the left to the full length, every query K times."""
-        queries = torch.full((len(contexts), self.query_length), PAD)
+        """Queries and mask, padded on the left to the longest, every query K times."""
+        queries = torch.full((len(contexts), max(map(len, contexts))), PAD)
         mask = torch.zeros_like(queries)
         for i, context in enumerate(contexts):
             queries[i, -len(context) :] = torch.tensor(context)
@@ -168,7 +168,7 @@ class Plain:
             length, logprobs, ref_logprobs, values = responses.shape[1], [], [], []
             with clock("score"), self.autocast(), torch.no_grad():
                 for rows in torch.arange(len(tokens)).split(args.micro_batch_size):
-                    output = self.forward(self.lm, tokens[rows], seen[rows])
+                    output = self.pass_of_policy(tokens[rows], seen[rows])
                     logprobs.append(self.logprobs(output.logits, responses[rows])[0])
                     if self.algorithm == "ppo":
                         values.append(self.values(output.hidden_states[-1], length))
@@ -221,7 +221,7 @@ class Plain:
         """Mean loss of a micro-batch; its statistics to self.stats."""
         args, responses, old = self.args, batch["responses"][part], batch["logprobs"][part]
         with self.autocast():
-            output = self.forward(self.lm, batch["tokens"][part], batch["seen"][part])
+            output = self.pass_of_policy(batch["tokens"][part], batch["seen"][part])
             logprobs, logits = self.logprobs(output.logits.float(), responses)
             if self.algorithm == "ppo":
                 values = self.values(output.hidden_states[-1], responses.shape[1])

@@ -119,25 +119,23 @@ DETAILS = [Detail(*row) for row in (
 # The records that make the tables: others in results/ are left alone
 RECORDS = {
     "embedded": ["embedded-tiny"],
-    "ratio": ["bf16_ratio-tiny", "bf16_ratio-gpt2", "bf16_ratio-gpt2-53"],
+    "ratio": ["bf16_ratio-tiny", "bf16_ratio-gpt2"],
     "optimum": ["optimum-enumerated"],
     "estimated": ["optimum-estimated-ppo", "optimum-estimated-rloo"],
-    "memory": ["memory_speed-tiny-fp32", "memory_speed-gpt2-fp32-speed", "memory_speed-gpt2-fp32-memory"],
+    "memory": ["memory_speed-tiny-fp32", "memory_speed-gpt2-fp32"],
     "speed": [
-        "throughput-gpt2-book-bf16",
-        "throughput-gpt2-book-fp32",
-        "throughput-gpt2-full-bf16",
-        "throughput-gpt2-full-bf16-memory",
-        "throughput-gpt2-full-fp32",
-        "throughput-gpt2-full-fp32-memory",
-        "throughput-tiny-tiny-bf16",
         "throughput-tiny-tiny-fp32",
-        "throughput-gpt2-full-bf16-trl",
-        "throughput-gpt2-full-fp32-trl",
+        "throughput-tiny-tiny-bf16",
+        "throughput-gpt2-book-fp32",
+        "throughput-gpt2-book-bf16",
+        "throughput-gpt2-book-fp32-memory",
     ],
     "scaling": ["scaling-cpu-fp32"],
+    "adam": ["adam-first-update"],
+    "ablations": ["ablations-tiny"],
+    "overoptimisation": ["overoptimisation-tiny"],
 }
-RECORDS["bars"] = RECORDS["speed"]
+RECORDS |= {"bars": RECORDS["speed"], "rewards": RECORDS["ablations"]}
 
 
 def records(table: str) -> list[dict[str, Any]]:
@@ -183,6 +181,67 @@ def embedded_table() -> str:
             f"| {row['algorithm']} | {row['seed']} | {row['vader_before']:.2f} | {row['vader_after']:.2f} | "
             f"{row['kl']:.1f} | {row['distinct']:.1%} | {row['accuracy']:.2f} |"
         )
+    return "\n".join(table)
+
+
+def ablations_table() -> str:
+    """Every choice, PPO's by their effect and then RLOO's, from results/ablations-tiny.json."""
+    (record,) = records("ablations")
+    table = ["| choice | gold | less the default's | KL | less the default's | proxy | distinct | failed |"]
+    table.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    rows = sorted(
+        record["table"],
+        key=lambda row: ("RLOO" in row["choice"], row["choice"] != "RLOO, K 4", -row["gold_difference"]),
+    )
+    for row in rows:
+        cells = [row["choice"]]
+        for kind, digits in (("gold", 2), ("kl", 1)):
+            x, spread = row[f"{kind}_difference"], row[f"{kind}_interval"]
+            cell = f"{x:+.{digits}f} ± {spread:.{digits}f}" if spread is not None else "-"
+            cells += [f"{row[kind]:.{digits}f}", f"**{cell}**" if spread is not None and abs(x) > spread else cell]
+        table.append(f"| {' | '.join(cells)} | {row['proxy']:.2f} | {row['distinct']:.0%} | {row['failed']:.0%} |")
+    return "\n".join(table)
+
+
+def rewards_table() -> str:
+    """The reward models of the ablations, before and after their training."""
+    table = [
+        "| seed | mean and deviation of the new model | of the trained one | gain | bias | accuracy | best constant |"
+    ]
+    table.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for row in records("rewards")[0]["rewards"]:
+        spread = " | ".join(f"{row[x]['mean']:.2f}, {row[x]['std']:.2f}" for x in ("before", "after"))
+        rest = " | ".join(f"{row[x]:.2f}" for x in ("gain", "bias", "test/accuracy", "test/constant"))
+        table.append(f"| {row['seed']} | {spread} | {rest} |")
+    return "\n".join(table)
+
+
+def overoptimisation_table() -> str:
+    """Where gold scores are highest and where they end, from results/overoptimisation-tiny.json; means over seeds."""
+    (record,) = records("overoptimisation")
+    table = ["| labels | | coefficient | best gold | at KL | proxy there | gold at the end | KL | proxy |"]
+    table.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in record["table"]:
+        groups.setdefault((row["labels"], row["algorithm"], row["kl_coef"]), []).append(row)
+    for (labels, name, coef), rows in sorted(groups.items(), key=lambda x: (x[0][0] or 10**9, "of" in x[0][1])):
+        kinds = ("gold_top", "kl_top", "proxy_top", "gold_end", "kl_end", "proxy_end")
+        means = {kind: sum(row[kind] for row in rows) / len(rows) for kind in kinds}
+        cells = " | ".join(f"{x:.{1 if kind[:2] == 'kl' else 2}f}" for kind, x in means.items())
+        table.append(f"| {labels or 'all'} | {name} | {'-' if coef is None else coef} | {cells} |")
+    return "\n".join(table)
+
+
+def adam_table() -> str:
+    """How far each epoch of a first update goes, from results/adam-first-update.json."""
+    names = {"original": "TensorFlow's, recorded", "tf": "ours", "torch": "PyTorch's"}
+    table = [
+        "| rollouts | lr | Adam | approxkl after 1, 2, 3 steps | clip fraction |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in records("adam")[0]["rows"]:
+        kl, clip = (", ".join(f"{x:.3g}" for x in row[kind][1:]) for kind in ("approxkl", "clipfrac"))
+        table.append(f"| {row['work']} | {row['lr']:g} | {names[row['adam']]} | {kl} | {clip} |")
     return "\n".join(table)
 
 
@@ -234,7 +293,7 @@ def memory_table() -> str:
             rows.setdefault((shape, row["variant"]), {}).update(row)
     table = ["| shape, dtype, episodes | | peak memory | episodes per second |", "| --- | --- | --- | --- |"]
     for (shape, variant), row in rows.items():
-        memory, speed = (f"{row[name]:.2f}" if name in row else "" for name in ("memory_ratio", "speed_ratio"))
+        memory, speed = (f"{row[name]:.2f}" if name in row else "-" for name in ("memory_ratio", "speed_ratio"))
         table.append(f"| {shape} | {names[variant]} | {memory} | {speed} |")
     return "\n".join(table)
 
@@ -285,7 +344,7 @@ def bars() -> dict[tuple[Any, ...], dict[str, float]]:
             if not ours:
                 continue
             values = found.setdefault((*(args[name] for name in WORK), algorithm), {})
-            for other in ("plain", "plain-fp32", "plain-fast", "trl", "trl-fast"):
+            for other in ("plain", "plain-fast", "trl", "trl-fast"):
                 row = rows.get(f"{other}-{algorithm}", {})
                 if "seconds" in row:
                     values[f"speed {other}"] = row["seconds"]["total"] / ours["seconds"]["total"]
@@ -295,17 +354,14 @@ def bars() -> dict[tuple[Any, ...], dict[str, float]]:
                 values.setdefault("floor", ours["fraction_of_floor"]["total"])
                 if algorithm == "rloo" and "ours-ppo" in rows:
                     values["speed ppo"] = rows["ours-ppo"]["seconds"]["total"] / ours["seconds"]["total"]
-            if args["dtype"] == "fp32" and "speed plain" in values:
-                values["speed plain-fp32"] = values["speed plain"]
     return found
 
 
 def bars_table() -> str:
-    """Ours against plain PyTorch in fp32 and in the same dtype, our PPO, TRL and the floor, and its memory."""
+    """The share of the floor, then ours against plain PyTorch, TRL and our PPO, and its memory."""
     columns = {
         "floor": "share of the floor",
-        "speed plain-fp32": "than plain, fp32",
-        "speed plain": "plain, same dtype",
+        "speed plain": "than plain",
         "speed plain-fast": "plain, fast",
         "speed trl": "TRL",
         "speed trl-fast": "TRL, fast",
@@ -313,6 +369,7 @@ def bars_table() -> str:
         "memory plain": "peak memory, of plain",
         "memory trl": "of TRL",
     }
+    columns = {name: title for name, title in columns.items() if any(name in values for values in bars().values())}
     table = [f"| tokens, episodes, dtype | {' | '.join(columns.values())} |", f"| --- |{' --- |' * len(columns)}"]
     for key, values in bars().items():
         args = dict(zip(WORK, key, strict=False))
@@ -343,6 +400,10 @@ BLOCKS = {
     "README.md": {"details": details_table},
     "benchmark/README.md": {
         "embedded": embedded_table,
+        "ablations": ablations_table,
+        "overoptimisation": overoptimisation_table,
+        "adam": adam_table,
+        "rewards": rewards_table,
         "ratio": ratio_table,
         "optimum": optimum_table,
         "estimated": estimated_table,

@@ -105,7 +105,7 @@ class Contender:
             self.run = Ours(self.algorithm, folder, device, **sizes)
             self.module, self.frozen = self.run.actor, Frozen(folder, args, device)
         else:
-            self.run = Plain(self.algorithm, folder, device, args.query_length, args, impl == "plain-fast")
+            self.run = Plain(self.algorithm, folder, device, args, impl == "plain-fast")
             self.module = self.run.model
             self.frozen = PlainFrozen(folder, device, **self.run.attention)  # fp32 weights in any dtype
         self.lm = getattr(self.module, "lm", self.module)
@@ -178,7 +178,7 @@ def floor(algorithm: str, setting: Setting, lm: Any, scored: int) -> dict[str, A
     pairs = queries * (queries + 1) / 2 + k * ((length - 1) * queries + (length - 1) * length / 2)
     attention = 4 * config.num_hidden_layers * config.hidden_size * pairs.sum()
     body, logits = 2 * inner * (queries.sum() + fed) + attention, 2 * head.numel() * episodes * length
-    share = args.micro_batch_size / args.batch_size
+    share = min(1.0, args.micro_batch_size / args.batch_size)
     rates = {
         "trunk": rate(trunk, max(1, round((queries.sum() + fed) * share)), dtype),
         "head": rate([head], max(1, round(episodes * length * share)), dtype),
@@ -270,6 +270,7 @@ def measure_speed(options: argparse.Namespace, folder: str) -> None:
         seconds = {phase: statistics.median(run[phase] for run in runs[name]) for phase in PHASES}
         row = {"contender": name, "seconds": seconds, "all_seconds": [run["total"] for run in runs[name]]}
         row |= {"episodes_per_second": options.batch_size / seconds["total"], "floor": least}
+        row["tflop_per_second"] = least["gflop"]["total"] / 1e3 / seconds["total"]  # over the chip's peak it is the MFU
         row |= {"fraction_of_floor": {phase: least["seconds"][phase] / seconds[phase] for phase in least["seconds"]}}
         rows.append(row)
         cells = [f"{seconds[phase]:.3f}" for phase in PHASES] + [f"{least['seconds']['total']:.3f}"]
