@@ -24,6 +24,7 @@ import torch
 from ablations import output_to, run, slug
 from judge import Judge
 from matplotlib.figure import Figure
+from scipy.special import comb
 
 import ppo_rlhf
 import rloo_rlhf
@@ -79,18 +80,12 @@ def best_of_n(task: tuple[int, int, int, Path]) -> dict[str, Any]:
     gold = np.array([judge.gold(responses) for responses in draws]).T
     order = proxy.argsort(1)
     proxy, gold, rank = np.take_along_axis(proxy, order, 1), np.take_along_axis(gold, order, 1), np.arange(pool)
-    row: dict[str, Any] = {"labels": labels, "seed": seed, "n": [], "kl": [], "proxy": [], "gold": []}
-    n = 1
-    while n <= pool // 2:
-        # the r-th smallest of the pool is the best of n with probability C(r, n - 1) / C(pool, n)
-        logs = np.array([sum(np.log(np.maximum(r - np.arange(n - 1), 1e-300))) for r in rank])
-        share = np.where(rank >= n - 1, np.exp(logs - logs.max()), 0.0)
-        share /= share.sum()
-        row["n"].append(n)
-        row["kl"].append(float(np.log(n) - (n - 1) / n))
-        row["proxy"].append(float((proxy * share).sum(1).mean()))
-        row["gold"].append(float((gold * share).sum(1).mean()))
-        n *= 2
+    row: dict[str, Any] = {"labels": labels, "seed": seed, "n": [2**i for i in range(int(np.log2(pool)))]}
+    row["kl"] = [float(np.log(n) - (n - 1) / n) for n in row["n"]]
+    shares = [comb(rank, n - 1) / comb(pool, n) for n in row["n"]]  # of the pool's r-th smallest to be the best of n
+    row |= {
+        kind: [float((x * share).sum(1).mean()) for share in shares] for kind, x in (("proxy", proxy), ("gold", gold))
+    }
     return row
 
 
