@@ -1,820 +1,1431 @@
 """RLOO from human preferences for language models, in one file.
 
-A policy continues every query K times, a reward model (train_reward.py) scores the continuations, and RLOO (REINFORCE
-leave-one-out, Ahmadian et al. 2024, arXiv:2402.14740) compares each with the mean of its K - 1 siblings. A response is
-one action, its KL penalty is part of its reward, and there is no value function. All else is as in PPO.
+A policy continues queries, a reward model (train_reward.py) scores the continuations, and the
+policy moves towards higher scores, while a penalty on the KL divergence holds it near the
+reference, the model that it started from. "The original" is OpenAI's lm-human-preferences (Ziegler
+et al. 2019, arXiv:1909.08593); the tests replay arrays that were recorded from it.
 
-    python rloo_rlhf.py                                             # embedded default, two CPU cores
-    python rloo_rlhf.py sentiment --dtype bf16 --track              # OpenAI's sentiment task on one GPU
-    accelerate launch --num_processes 8 rloo_rlhf.py sentiment      # the same on eight: batch sizes are global
-Shapes: B sequences (K per query, next to each other; K = 1 in PPO), R response tokens, V vocabulary, d hidden size.
+RLOO (REINFORCE leave-one-out, Ahmadian et al. 2024, arXiv:2402.14740) compares each of K responses
+to a query, rows that stand together, with the mean of the others: there is no value function.
+
+    python rloo_rlhf.py                                        # embedded default, two CPU cores
+    python rloo_rlhf.py sentiment --dtype bf16 --track         # OpenAI's sentiment task, one GPU
+    accelerate launch --num_processes 8 rloo_rlhf.py sentiment # eight: batch sizes are global
+
+Shapes: B responses in a process's share of a batch, b in a micro-batch, R tokens per response,
+t tokens in a row with its query, V tokens in the vocabulary, d hidden units.
+
+Left out, to stay readable: generation engines, gradient checkpointing, several reward models. A
+function that train_reward.py or rloo_rlhf.py has too is the same there, to the letter; some have a
+parameter that only the others use.
 """
 
 import signal
 
-if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback
+if __name__ == "__main__":  # Ctrl-C during the slow imports ends without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
 import copy
 import ctypes
-import dataclasses
-import fcntl
-import importlib
+import functools
+import glob
 import inspect
 import itertools
 import json
 import math
 import os
+import pkgutil
 import re
+import shlex
 import shutil
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import datasets
 import numpy as np
+import pandas as pd
+import pydantic
+import rich
 import torch
 import tyro
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate import Accelerator, PartialState
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, reduce, set_seed
+from filelock import FileLock
 from huggingface_hub import hf_hub_download
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from rich.table import Table
+from rich.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import Module
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.cache_utils import DynamicCache
-from transformers.utils.peft_utils import find_adapter_config_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Conv1D,
+    DynamicCache,
+    TopPLogitsWarper,
+)
+from transformers import AutoModelForSequenceClassification as AutoClassifier
+from transformers import PreTrainedModel as Model
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils.logging import set_verbosity_error
 
-from tf_adam import make_optimizer
+from tf_adam import clip_gradients, make_optimizer, set_learning_rates
+
+FILE = Path(__file__).resolve()
+Name = Annotated[str, Field(min_length=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+TokenRows = list[list[int]]
+Pair = tuple[Tensor, Tensor]
+logger = get_logger(__name__)  # prints on the first process only
 
 
-@dataclasses.dataclass
+class UserError(ValueError):
+    """What the user can mend: one line, with which the script ends."""
+
+
+class Interrupted(UserError):
+    """Ended by Ctrl-C or SIGTERM, after a checkpoint."""
+
+
+@dataclass
 class Args:
-    """Settings of a run. The name of a preset may come first: sentiment, descriptiveness, cnndm, tldr."""
+    """Settings of a run. A preset may come first: sentiment, descriptiveness, cnndm, tldr."""
+
+    __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
-    seed: int = 1  # Seed of query order, sampling and shuffles (rank r shuffles with seed + 100003 r)
-    output_dir: str | None = None  # Folder for all that this run makes (None: runs/<script>-<preset>-<seed>-<time>)
-    resume: bool = False  # Go on with the run in --output_dir, whose settings hold where no flag is given; or start it
-    checkpoint_every: int = 25  # Updates between checkpoints (0: only when the run is interrupted)
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # Of query order, sampling and shuffles
+    output_dir: Name | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
+    # Go on with the run in --output_dir, with its settings where no flag is given; or start it
+    resume: bool = False
+    checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
-    eval_queries: int = 64  # Held-out queries, sampled before the first and after the last update
+    eval_queries: PositiveInt = 64  # Held-out queries, sampled before and after the training
+
     # models
-    base_model: str = "tiny/model"  # Policy and reference start from this causal LM: a folder or a hub id
-    reward_model: str | None = None  # Classifier with one label: folder or hub id (None: the preset's newest in runs/)
-    reward_fn: str | None = None  # Instead of it `module:function` of (queries, responses, any columns) -> floats
-    dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast with fp32 master weights, fp32 logits and values
-    lora_rank: int = 0  # Train only LoRA adapters of this rank on frozen weights, which bf16 holds in bf16 (0: all)
-    lora_alpha: float = 16.0  # They are scaled by this over the rank
-    unfrozen_layers: int = 0  # Train only so many upper layers; the reference shares the others (0: all)
+    base_model: Name = "tiny/model"  # Policy and reference start from it: a folder or hub id
+    # Classifier with one label: a folder or hub id (None: the preset's newest in runs/)
+    reward_model: Name | None = None
+    # Instead of a reward model: `module:function` of (queries, responses, any columns) -> floats
+    reward_fn: Name | None = None
+    # bf16: autocast with fp32 master weights; frozen weights in bf16; fp32 logits and values
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    lora_rank: NonNegativeInt = 0  # Train only LoRA adapters of this rank (0: all weights)
+    lora_alpha: PositiveFloat = 16.0  # LoRA adapters are scaled by this / --lora_rank
+    # Train only so many upper layers; the reference shares the rest (0: all)
+    unfrozen_layers: NonNegativeInt = 0
+
     # the task
-    query_dataset: str = "tiny/queries"  # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config]
-    token_ids_of: str | None = None  # The model whose token ids stand in columns of them (None: --base_model)
-    query_length: int = 32  # Longest query, in tokens
-    long_queries: Literal["drop", "keep_start", "keep_end"] | None = None  # None: drop, or with --end_text keep_start
-    query_prefix: str = ""  # Text before every query that the policy reads (the reward model does not)
-    query_suffix: str = ""  # Text after every query that the policy reads (the reward model does not)
-    start_text: str | None = "."  # One token: a query begins after its first occurrence in the text (None: at once)
-    end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: it is not)
-    response_length: int = 24  # Tokens sampled per response
-    temperature: float = 0.7  # Divides the logits for sampling, log-probabilities and entropies
-    top_p: float = 1.0  # Sample among the likeliest tokens of this probability; ratios and KL stay those of all
-    truncate_token: str | None = "."  # A response ends with this token; `eos`: the tokenizer's; None: it never ends
-    truncate_after: int = 16  # A truncate token counts from this index on (1: an empty response does not end)
-    penalty_reward_value: float = -1.0  # Penalty for a response without a truncate token
-    penalty_mode: Literal["replace", "add"] = "replace"  # The penalty replaces the score (original) or is added to it
-    mask_truncated: bool = False  # What follows the truncate token is left out of KL and loss (original: stays in)
+
+    # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config] on the hub
+    query_dataset: Name = "tiny/queries"
+    # The model whose token ids stand in its columns (None: --base_model)
+    token_ids_of: Name | None = None
+    query_length: PositiveInt = 32  # Longest query, in tokens
+    # What becomes of queries that are longer (None: drop, or with --end_text keep_start)
+    long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
+    query_prefix: Name | None = None  # Before every query that the policy reads, not the rewards
+    query_suffix: Name | None = None  # After every query that the policy reads, not the rewards
+    # One token: a query begins after its first occurrence (None: at once)
+    start_text: Name | None = "."
+    end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: not)
+    response_length: PositiveInt = 24  # Tokens sampled per response
+    temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
+    # Sample among the likeliest tokens of this probability; ratios and KL are of all tokens
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # Ends a response (`eos`: the tokenizer's; None: nothing does)
+    truncate_token: Name | None = "."
+    truncate_after: NonNegativeInt = 16  # Only at this index or later does that token end it
+    penalty_reward_value: float = -1.0  # For a response without a truncate token
+    # That penalty replaces the score (original) or is added to it
+    penalty_mode: Literal["replace", "add"] = "replace"
+    # Tokens after the truncate token are left out of KL and loss (original: they count)
+    mask_truncated: bool = False
+
     # the algorithm
-    total_episodes: int = 12_800  # Responses sampled in the whole run
-    batch_size: int = 128  # Episodes per update, over all devices
-    micro_batch_size: int = 128  # Rows per forward and backward pass on one device; gradients accumulate
-    num_minibatches: int = 1  # Optimizer steps per epoch
-    num_epochs: int = 4  # Passes over the batch in each update
-    lr: float = 2e-4  # Learning rate, see the schedule
-    lr_schedule: Literal["linear", "constant"] = "linear"  # It decays to 0, or stays
-    lr_warmup: int = 0  # Updates n in which it rises: the first has lr / (n + 1)
-    adam: Literal["tf", "torch"] = "tf"  # Adam as TensorFlow computes it (original), or torch.optim.Adam
-    adam_eps: float = 1e-5  # Adam's epsilon
-    adam_betas: list[float] = dataclasses.field(default_factory=lambda: [0.9, 0.999])  # Decay rates of its averages
-    weight_decay: float = 0.0  # Of matrices, decoupled as in AdamW
-    max_grad_norm: float | None = None  # Gradients of a larger norm are scaled down to it
-    target_kl: float | None = None  # No more optimizer steps on a batch after one whose approxkl is above this
-    ema: float = 0.0  # Decay per update of an average of the policy's weights, saved as policy_ema/ (0: none)
-    ptx_coef: float = 0.0  # Weight of the loss per token of pretraining texts in every step (PPO-ptx)
-    ptx_dataset: str | None = None  # Those texts: see --query_dataset
-    eval_every: int = 0  # Updates between evaluations on the way (0: none)
-    score_norm: Literal["none", "scale", "whiten"] = "none"  # Divide scores by their deviation; subtract their mean too
-    score_clip: float | None = None  # Then clip them to +- this
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"  # What is paid for, see kl_penalty
-    kl_coef: float = 0.15  # Coefficient of the KL penalty at the start
-    kl_target: float | None = 6.0  # KL, in nats per response, that the coefficient adapts to (None: it stays fixed)
-    kl_horizon: float = 2_000.0  # Horizon of that adaptation, in episodes
-    max_kl: float = 200.0  # A KL to the reference, in nats per response, far above any sane one: the run stops
-    cliprange: float = 0.2  # The probability ratio is clipped to 1 +- this
-    rloo_k: int = 4  # Responses per query
-    token_level: bool = False  # Clip the ratio of each token instead of the response's (long ones leave 1 +- 0.2 soon)
+    total_episodes: PositiveInt = 12_800  # Responses sampled in the whole run
+    batch_size: PositiveInt = 128  # Episodes per update, over all devices
+    micro_batch_size: PositiveInt = 128  # Rows per pass on one device; gradients accumulate
+    num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
+    num_epochs: PositiveInt = 4  # Passes over the batch in each update
+    lr: NonNegativeFloat = 2e-4  # Learning rate, see the schedule
+    lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
+    lr_warmup: NonNegativeInt = 0  # Updates n in which --lr rises: the first has lr / (n + 1)
+    # Adam as TensorFlow has it (original), or torch.optim.AdamW
+    adam: Literal["tf", "torch"] = "tf"
+    adam_eps: NonNegativeFloat = 1e-5  # Adam's epsilon
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # Decay rates of Adam's two averages
+    weight_decay: NonNegativeFloat = 0.0  # Of matrices, decoupled as in AdamW
+    max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
+    # No more steps on a batch after one whose approxkl is above this
+    target_kl: PositiveFloat | None = None
+    ema: Decay = 0.0  # Decay per update of an average of the weights, saved in ema/ (0: none)
+    ptx_coef: NonNegativeFloat = 0.0  # Weight of the loss per token of pretraining texts (PPO-ptx)
+    # Pretraining texts, as --query_dataset; the first --query_length tokens of each
+    ptx_dataset: Name | None = None
+    eval_every: NonNegativeInt = 0  # Updates between evaluations on the way (0: none)
+    # Divide scores by their deviation (whiten: subtract their mean before)
+    score_norm: Literal["scale", "whiten"] | None = None
+    score_clip: PositiveFloat | None = None  # Clip scores to +- this, after --score_norm
+    # Estimator of the KL that is paid for in the reward: see kl_penalty
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
+    kl_coef: NonNegativeFloat = 0.15  # Coefficient of the KL penalty at the start
+    # KL (k1, in nats per response) that the coefficient is adapted to reach (None: fixed)
+    kl_target: PositiveFloat | None = 6.0
+    kl_horizon: PositiveFloat = 2_000.0  # Horizon of that adaptation, in episodes
+    # The run stops at a KL (nats per response) above this, or below -1/10 of it
+    max_kl: PositiveFloat = 200.0
+    cliprange: NonNegativeFloat = 0.2  # The probability ratio is clipped to 1 +- this
+    rloo_k: Annotated[int, Field(ge=2)] = 4  # Responses per query
+    token_level: bool = False  # Clip the ratio of each token, not that of the whole response
+    normalize_advantages: bool = False  # To mean 0, variance 1 over the batch (TRL)
 
 
+# A preset is a string of flags, of which later ones win, with the values of OpenAI's launch.py. The
+# label files hold the very queries that people judged.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
-HUB = {"base_model": "gpt2", "token_ids_of": "gpt2", "start_text": None, "end_text": None, "total_episodes": 1_000_000}
-BOOK = HUB | {"query_length": 64, "batch_size": 512, "micro_batch_size": 64, "lr": 1e-5, "kl_horizon": 1e4}
-POST = HUB | {"query_length": 500, "batch_size": 32, "micro_batch_size": 4, "lr": 2e-6, "kl_target": None}
-POST |= {"query_suffix": "\n\nTL;DR:", "response_length": 75, "truncate_token": "\n", "truncate_after": 55}
-POST |= {"long_queries": "keep_start", "kl_coef": 0.03}
-NEWS = {"query_prefix": "Article:\n\n", "temperature": 0.5, "kl_coef": 0.01}
-PRESETS = {"tiny": Args()}  # OpenAI's launch.py. The label files hold the very queries that people judged
-for name, task in {"sentiment": BOOK, "descriptiveness": BOOK, "cnndm": POST | NEWS, "tldr": POST}.items():
-    PRESETS[name] = Args(**task, query_dataset=f"{FILES}/{name}/{'offline_5k' if task is BOOK else 'offline_60k'}.json")
+OPENAI = "--base_model gpt2 --token_ids_of gpt2 --start_text None --end_text None"
+OPENAI += " --total_episodes 1000000"
+BOOKS = f"{OPENAI} --query_length 64 --batch_size 512 --micro_batch_size 64 --lr 1e-5"
+BOOKS += " --kl_horizon 1e4"
+POSTS = f"{OPENAI} --query_length 500 --long_queries keep_start --query_suffix '\n\nTL;DR:'"
+POSTS += " --response_length 75 --truncate_token '\n' --truncate_after 55"
+POSTS += " --batch_size 32 --micro_batch_size 4 --lr 2e-6 --kl_coef 0.03 --kl_target None"
+NEWS = f"{POSTS} --query_prefix 'Article:\n\n' --temperature 0.5 --kl_coef 0.01"
+PRESETS = {
+    "tiny": "",
+    "sentiment": f"{BOOKS} --query_dataset {FILES}/sentiment/offline_5k.json",
+    "descriptiveness": f"{BOOKS} --query_dataset {FILES}/descriptiveness/offline_5k.json",
+    "cnndm": f"{NEWS} --query_dataset {FILES}/cnndm/offline_60k.json",
+    "tldr": f"{POSTS} --query_dataset {FILES}/tldr/offline_60k.json",
+}
+
+
+@dataclass
+class Query:
+    """What is asked once."""
+
+    input_ids: list[int]  # as the reward model reads it
+    context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
+    columns: dict  # its row in the table, for a --reward_fn
+
+
+@dataclass
+class Batch:
+    """B responses of R tokens, and what follows from them."""
+
+    contexts: TokenRows  # B lists of the tokens before each response
+    responses: Tensor  # (B, R), as sampled
+    truncated: TokenRows  # B lists: the responses up to their truncate token
+    lengths: Tensor  # (B,), of truncated
+    found_end: Tensor  # (B,), whether they have a truncate token
+    mask: Tensor  # (B, R), which tokens count in KL, rewards and loss: all, or --mask_truncated
+    logprobs: Tensor  # (B, R), of the policy that sampled them
+    ref_logprobs: Tensor  # (B, R), of the reference
+    full_kl: Tensor  # (B, R), over the whole vocabulary; 0 unless --kl_estimator full
+    # what follows is set after the rollout
+    texts: TokenRows  # B pretraining texts, or none
+    advantages: Tensor  # (B, R)
+
+
+Sums = dict[str, Pair]  # the sum and the count of which a metric is the quotient
 
 
 def main(preset: str, args: Args) -> None:
-    """Set-up, then a loop of updates: rollout, score, reward, advantage, update, log; at the end evaluate and save."""
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), log_with="wandb" if args.track else None)
-    device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
-    if args.rloo_k < 2 or args.batch_size % (world * args.num_minibatches * args.rloo_k):
-        raise ValueError(
-            f"--batch_size {args.batch_size}: no multiple of processes x minibatches x --rloo_k {args.rloo_k} > 1"
-        )
-    episodes = args.batch_size // world  # responses on this rank, in each update
-    n = episodes // args.rloo_k  # their queries
-    num_updates, size = math.ceil(args.total_episodes / args.batch_size), max(1, args.micro_batch_size // args.rloo_k)
-    accelerator.gradient_accumulation_steps = math.ceil(n / args.num_minibatches / size)
-    tokenizer = fetch(AutoTokenizer, "base_model", args)
-    end = token_id(tokenizer, args.truncate_token)
-    queries = load_queries(tokenizer, args, args.eval_queries + num_updates * args.batch_size)
-    longest = max(len(query["context"]) for query in queries) + args.response_length
-    eval_queries, queries = queries[: args.eval_queries], queries[args.eval_queries :]
-    whole = dataclasses.replace(args, start_text=None, end_text=None, query_length=longest, long_queries="keep_start")
-    texts = load_queries(tokenizer, whole, num_updates * args.batch_size, "ptx_dataset") if args.ptx_coef else []
-    reward = load_reward(args, preset, tokenizer, longest, device)
-    lm = freeze(load("base_model", args, tokenizer, longest, device), args)
-    ref_lm = copy.deepcopy(lm, {id(p): p for p in lm.parameters() if not p.requires_grad})  # shares what is not trained
-    policy, ref = Actor(lm), Actor(ref_lm.requires_grad_(False))
-    fast_math(device, args.dtype)
-    policy, optimizer = accelerator.prepare(policy, make_optimizer(policy, args))
-    actor = accelerator.unwrap_model(policy)  # the same module, for forward passes without gradients
-    trained = {name: p for name, p in actor.named_parameters() if p.requires_grad and args.ema}
-    average = nn.ParameterList([p.detach().clone() for p in trained.values()]).requires_grad_(False)
-    if args.ema:
-        accelerator.prepare_model(average, evaluation_mode=True)  # so that checkpoints hold it
-    before = evaluate(ref, ref, reward, eval_queries, end, tokenizer, args)
-    folder, state = open_run(accelerator, args, preset, {"update": 0, "kl_coef": args.kl_coef})
-    first, kl_coef, signals, score_clip = state["update"], state["kl_coef"], [], args.score_clip or math.inf
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: signals.append(number))
-    shuffle = np.random.RandomState(args.seed + 100_003 * rank)
-    shuffles = np.stack([shuffle.permutation(n) for _ in range(num_updates * args.num_epochs)])
-    shuffles = torch.from_numpy(shuffles).view(num_updates, args.num_epochs, args.num_minibatches, -1)
+    """Set-up; a loop of rollout, score, reward, update, log; at the end evaluate and save."""
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), log_with="wandb")
+    rank = accelerator.process_index
+    args = resolve_args(preset, args)
+    if args is None:  # the run is finished
+        return
+    k = args.rloo_k
+    check_settings(args, accelerator.num_processes * args.num_minibatches * k)
+    args.micro_batch_size = max(k, args.micro_batch_size // k * k)
+    num_updates = math.ceil(args.total_episodes / args.batch_size)
+    share = args.batch_size // accelerator.num_processes  # responses of this process in an update
+    mine = slice(rank * share, (rank + 1) * share)
 
-    for update in (bar := tqdm(range(first, num_updates), initial=first, total=num_updates, disable=rank > 0)):
-        # 1. rollout: responses to the queries, and what policy and reference think of their tokens
-        mine = range((update * world + rank) * n, (update * world + rank + 1) * n)
-        asked = [queries[i % len(queries)] for i in mine]
-        u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[rank * episodes :][:episodes]
-        batch = rollout(policy, ref, asked, u.to(device), shuffles[update, 0], end, args)
-        batch["texts"] = [texts[i % len(texts)]["input_ids"] for i in mine if texts]
+    # data and models; what cannot run fails in the first evaluation, before anything is written
+    set_up_backend(args.dtype)
+    set_seed(args.seed)
+    tokenizer = load_tokenizer("base_model", args)
+    end_token = token_id("truncate_token", tokenizer, args)
+    num_queries = args.eval_queries + num_updates * args.batch_size
+    queries = load_queries("query_dataset", tokenizer, args, num_queries)
+    held_out = [query for query in queries[: args.eval_queries] for _ in range(k)]
+    queries = queries[args.eval_queries :]
+    if not queries:
+        raise UserError(f"--eval_queries {args.eval_queries}: none is left to train on")
+    longest = max(len(query.context) for query in held_out + queries) + args.response_length
+    ptx_texts = []
+    if args.ptx_dataset is not None:
+        beginnings = replace(args, start_text=None, end_text=None, long_queries="keep_start")
+        ptx_texts = load_queries("ptx_dataset", tokenizer, beginnings, num_queries)
+    score = load_reward(args, preset, tokenizer, longest)  # sets args.reward_model if it is None
+    lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
+    policy = Actor(lm, k)
+    ref = Actor(ref_lm, k)
+    optimizer = make_optimizer([policy.lm], [], args)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    actor = accelerator.unwrap_model(policy)  # the same module, without DDP around it
+    trained = {name: p for name, p in actor.named_parameters() if p.requires_grad}
+    average = nn.ParameterList()  # of their weights, with --ema
+    if args.ema > 0:
+        average.extend(p.detach().clone() for p in trained.values())
+        average.requires_grad_(False)
+        accelerator.prepare_model(average, evaluation_mode=True)  # now checkpoints include it
+    # Before the training the policy is the reference, which a resumed run has too.
+    before = evaluate(ref, ref, held_out, score, end_token, tokenizer, args)
 
-        # 2. score: the reward of the truncated response, or a penalty where it never ends
-        raw = score(reward, asked, batch["truncated"], tokenizer, args).to(device)  # (B, R + 1)
-        endless = args.penalty_reward_value + (args.penalty_mode == "add") * raw.sum(1)
-        scores = torch.where(batch["found"], raw.sum(1), endless)
-        mean, variance = moments(scores, torch.ones_like(scores), lambda x: accelerator.reduce(x.sum()))
-        scaled = (scores - mean * (args.score_norm == "whiten")) * torch.rsqrt(variance + 1e-8)
-        scaled = (scaled if args.score_norm != "none" else scores).clamp(-score_clip, score_clip)
+    with lock_and_signals(args) as signals:
+        state = {"update": 0, "kl_coef": args.kl_coef}
+        open_run(accelerator, preset, args, state)
+        done = state["update"]
+        # A resumed run draws the shuffles of the updates that are done again, and skips them.
+        shuffles = itertools.islice(draw_epochs(args, rank, share // k), done, None)
+        bar = tqdm(range(done, num_updates), initial=done, total=num_updates, disable=rank > 0)
+        for update in bar:
+            kl_coef = state["kl_coef"]
 
-        # 3. reward: the score minus the KL penalty
-        log_ratio = (batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]
-        penalty = kl_penalty(batch.get("full_kl", log_ratio), args.kl_estimator) * batch["kept"]
-        batch["rewards"] = scaled.view(n, -1) - kl_coef * penalty.sum(2)
+            # 1. rollout: responses to the queries; what policy and reference think of their tokens
+            episodes = range(update * args.batch_size, (update + 1) * args.batch_size)[mine]
+            asked = [queries[i // k % len(queries)] for i in episodes]
+            u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[mine]
+            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # of responses
+            # Micro-batches as in the first epoch: same padding and rounding, so first ratios are 1.
+            batch = rollout(actor, ref, asked, u, epochs[0], end_token, args)
 
-        # 4. advantage and 5. update
-        batch["advantages"] = rloo_advantages(batch["rewards"])
-        decay = 1 - update / num_updates if args.lr_schedule == "linear" else 1
-        for group in optimizer.param_groups:
-            group["lr"] = decay * min(1, (update + 1) / (args.lr_warmup + 1)) * group["initial_lr"]
-        records = rloo_update(accelerator, policy, optimizer, batch, shuffles[update], args)
-        for mean, p in zip(average, trained.values(), strict=True):
-            mean.lerp_(p.detach(), 1 - args.ema)
+            # 2. score: the reward of the truncated response, or a penalty where it never ends
+            raw_scores, _ = score(asked, batch.truncated)  # (B,), also of token scores
+            scores = penalize(raw_scores, batch.found_end, args)  # (B,)
+            final_scores = normalize_scores(scores, args)
 
-        # 6. log; then the KL coefficient adapts to the KL of all ranks
-        totals = {"kl": log_ratio, "kl_k3": kl_penalty(log_ratio, "k3"), "entropy": -batch["logprobs"] * batch["kept"]}
-        totals |= {"scores": scores, "scores_scaled": scaled, "found_end": batch["found"], "length": batch["length"]}
-        totals |= {"non_score_reward": -kl_coef * penalty, "score_total": batch["rewards"]}
-        totals |= {"score_clipfrac": scaled.abs() >= score_clip, "signals": scores.new_tensor(len(signals))}
-        records.append(
-            {f"objective/{name}": (x.sum().float(), scores.new_tensor(episodes)) for name, x in totals.items()}
-        )
-        records.append({"objective/kl_per_token": (log_ratio.sum(), batch["kept"].sum())})
-        metrics = {"ppo/episode": (update + 1) * args.batch_size, "ppo/lr": optimizer.param_groups[0]["lr"]}
-        metrics |= {"objective/kl_coef": kl_coef} | reduce_means(accelerator, records)
-        metrics["ppo/val/ratio_var"] = metrics.pop("ratio_squared") - metrics["ppo/val/ratio"] ** 2
-        stopping, kl, off = metrics.pop("objective/signals") > 0, metrics["objective/kl"], metrics["first_ratio_error"]
-        if max(off, abs(kl) * (update == 0)) > {"fp32": 1e-3, "bf16": 0.02}[args.dtype]:
-            raise FloatingPointError(f"first ratio off 1 by {off:.2g}, first KL {kl:.2g}: the forward passes differ")
-        if args.eval_every and (update + 1) % args.eval_every == 0:
-            rows = evaluate(actor, ref, reward, eval_queries, end, tokenizer, args)
-            metrics |= {f"eval/{name}": sum(row[name] for row in rows) / len(rows) for name in ("score", "kl")}
+            # 3. reward: the KL penalty at every token, and the score at the last one
+            log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
+            token_kl = kl_penalty(log_ratio, args.kl_estimator, batch.full_kl) * batch.mask
+            rewards = token_rewards(final_scores, token_kl, batch.mask, kl_coef).sum(1)  # (B,)
+            batch.advantages = rloo_advantages(rewards.view(-1, k), args).view(-1, 1)
+
+            # 4. update: the optimizer steps on this batch
+            set_learning_rates(optimizer, update, update / num_updates, args)  # after any warm-up
+            if ptx_texts:
+                batch.texts = [ptx_texts[i % len(ptx_texts)].input_ids for i in episodes]
+            records = rloo_update(accelerator, policy, optimizer, batch, epochs, args)
+            for mean, p in zip(average, trained.values(), strict=False):  # empty without --ema
+                mean.lerp_(p.detach(), 1 - args.ema)
+
+            # 5. log; these are summed over tokens, and averaged over responses
+            per_response = {
+                "objective/scores": scores,
+                "objective/scores_scaled": final_scores,
+                "objective/score_total": rewards,
+                "objective/found_end": batch.found_end,
+                "objective/length": batch.lengths,
+                "objective/kl": log_ratio,
+                "objective/kl_k3": kl_penalty(log_ratio, "k3"),
+                "objective/entropy": -batch.logprobs * batch.mask,
+                "objective/non_score_reward": -kl_coef * token_kl,
+            }
+            count = torch.ones_like(scores).sum()
+            records.append({name: (x.sum(), count) for name, x in per_response.items()})
+            metrics = reduce_means(records)
+            metrics["objective/kl_coef"] = kl_coef
+            metrics["ppo/episode"] = (update + 1) * args.batch_size
+            metrics["ppo/lr"] = optimizer.param_groups[0]["lr"]
+            if args.eval_every and (update + 1) % args.eval_every == 0:
+                rows = evaluate(actor, ref, held_out, score, end_token, tokenizer, args)
+                metrics |= rows.mean(numeric_only=True).add_prefix("eval/")
+            if rank == 0:
+                with open(f"{args.output_dir}/metrics.jsonl", "a") as file:
+                    file.write(json.dumps(metrics) + "\n")
+            accelerator.log(metrics, step=update + 1)
+            kl = metrics["objective/kl"]
+            bar.set_postfix(score=metrics["objective/scores"], kl=kl, kl_coef=kl_coef)
+            # Both were measured before this update's steps. A bad policy gets no checkpoint.
+            check_policy(update, metrics["first_ratio_error"], kl, args)
+
+            # 6. adapt the KL coefficient; leave a checkpoint
+            state |= {"update": update + 1, "kl_coef": adapt_kl_coef(kl_coef, kl, args)}
+            is_due = args.checkpoint_every and (update + 1) % args.checkpoint_every == 0
+            signalled = torch.full_like(count, len(signals))  # any process may have had one
+            stopping = sum_over_ranks(signalled) > 0
+            if is_due or stopping or update + 1 == num_updates:
+                save_checkpoint(accelerator, state, args)
+            if stopping:
+                raise Interrupted("stopped by a signal")
+
+        # 7. evaluate and save; all processes put the weights together
+        after = evaluate(actor, ref, held_out, score, end_token, tokenizer, args)
+        weights = accelerator.get_state_dict(policy)
+        averages = accelerator.get_state_dict(average).values()
         if rank == 0:
-            with (folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
-        accelerator.log(metrics, step=update + 1)
-        bar.set_postfix({name: f"{metrics[f'objective/{name}']:.3g}" for name in ("scores", "kl", "kl_coef")})
-        if kl > args.max_kl:
-            raise FloatingPointError(f"the KL is {kl:.4g}, --max_kl {args.max_kl}; a smaller --lr would do")
-        if args.kl_target is not None:  # Ziegler et al. 2019, section 2.2
-            kl_coef *= 1 + min(max(kl / args.kl_target - 1, -0.2), 0.2) * (args.batch_size / args.kl_horizon)
-        if stopping or args.checkpoint_every and (update + 1) % args.checkpoint_every == 0:
-            save_checkpoint(accelerator, folder, state | {"update": update + 1, "kl_coef": kl_coef})
-        if stopping:
-            raise KeyboardInterrupt
-
-    # 7. evaluate and save
-    after = evaluate(actor, ref, reward, eval_queries, end, tokenizer, args)
-    weights = accelerator.get_state_dict(policy)  # every rank has its part in putting them together
-    means = dict(zip(trained, accelerator.get_state_dict(average).values(), strict=rank == 0))
-    if rank == 0:
-        save_model(folder / "policy", actor.lm, tokenizer, weights)
-        save_model(folder / "policy_ema", actor.lm, tokenizer, means and weights | means)
-        show(folder, before, after)
-    policy, optimizer = accelerator.free_memory(policy, optimizer)  # first the model, or gloo can wait for ever
+            with as_user_error("output_dir", args):
+                save_policy(actor, weights, tokenizer, args.output_dir)
+                if args.ema > 0:
+                    ema = weights | dict(zip(trained, averages, strict=True))
+                    save_policy(actor, ema, tokenizer, f"{args.output_dir}/ema")
+                show_samples(accelerator, before, after, args)
+    policy, optimizer = accelerator.free_memory(policy, optimizer)  # or gloo can wait for ever
     accelerator.end_training()
 
 
-# --- the algorithm ----------------------------------------------------------------------------------------------------
-def kl_penalty(log_ratio: Tensor, kind: str) -> Tensor:
-    """KL from log pi - log ref of sampled tokens: k1, k2, k3 (Schulman 2020), TRL's abs; `full` is the KL already."""
-    kinds = {"k2": log_ratio**2 / 2, "k3": (-log_ratio).clamp(max=40).exp() - 1 + log_ratio, "abs": log_ratio.abs()}
-    return kinds.get(kind, log_ratio)
+# --- the algorithm --------------------------------------------------------------------------------
+def kl_penalty(log_ratio: Tensor, kind: str, full_kl: Tensor | None = None) -> Tensor:
+    """The KL to pay for (B, R), from log pi - log ref of the sampled tokens: k1, k2, k3 (Schulman
+    2020: joschu.net/blog/kl-approx.html), abs (TRL), or `full`, that over the vocabulary.
 
-
-def moments(x: Tensor, mask: Tensor, total: Any = torch.sum) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of x over the True entries of mask, two scalars; `total` sums, here or over ranks."""
-    mean = total(x * mask) / total(mask)
-    return mean, total((x - mean) ** 2 * mask) / total(mask)
-
-
-def rloo_advantages(rewards: Tensor) -> Tensor:
-    """Rewards (n, K), a row per query, minus the mean of the other K - 1 in their row (Ahmadian et al., equation 8)."""
-    rewards = rewards - rewards[:, :1]  # changes nothing, but that equal rewards give exactly 0
-    return rewards - (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
-
-
-def rloo_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float, token_level: bool
-) -> tuple[Tensor, Any]:
-    """Clipped policy loss, SUMMED over responses, so that micro-batches add up, and (sum, count) pairs for the metrics.
-    Advantages (n, K), the rest (n, K, R). The ratio is that of responses or, token_level, of tokens; at 1 the gradient
-    of either is REINFORCE's, -advantage * grad log pi(response)."""
-    log_ratio = (logprobs - old_logprobs) * mask
-    if not token_level:
-        log_ratio, mask = log_ratio.sum(-1, keepdim=True), torch.ones_like(mask[..., :1])
-    ratio = log_ratio.clamp(-40, 40).exp()  # so that neither it nor its square overflows
-    advantages = advantages.unsqueeze(-1)
-    policy_loss, policy_loss_clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    terms = {
-        "ppo/loss/policy": torch.maximum(policy_loss, policy_loss_clipped),
-        "ppo/policy/approxkl": 0.5 * log_ratio**2,
-        "ppo/policy/clipfrac": policy_loss_clipped > policy_loss,
-        "ppo/val/ratio": ratio,
-        "ratio_squared": ratio**2,
+    In a reward only k1 has the gradient of KL(pi, ref). The expected one of k3, for example, is
+    grad KL(pi, ref) - grad KL(ref, pi), which is 0 to first order near the reference."""
+    estimates = {
+        "k1": log_ratio,
+        "k2": log_ratio**2 / 2,
+        "k3": (-log_ratio).clamp(max=40).exp() - 1 + log_ratio,
+        "abs": log_ratio.abs(),
+        "full": full_kl,
     }
-    sums = {name: (term * mask).sum() for name, term in terms.items()}
-    return sums["ppo/loss/policy"], {name: (total.detach(), mask.sum()) for name, total in sums.items()}
+    return estimates[kind]
 
 
-def rloo_update(accelerator: Any, policy: Any, optimizer: Any, batch: Any, epochs: Tensor, args: Args) -> list[Any]:
-    """All optimizer steps on one batch; `epochs` (num_epochs, num_minibatches, rows) has shuffles. Returns pairs."""
-    records, one = [], torch.ones((), device=batch["kept"].device)
-    for minibatch in epochs.flatten(0, 1):
-        start = len(records)
-        # the loss is a sum; accelerate divides it by the micro-batches and averages gradients over the processes
-        scale = accelerator.gradient_accumulation_steps / batch["advantages"][minibatch].numel()
-        if texts := batch.get("texts"):  # theirs is a mean over all tokens of all ranks too
-            tokens = accelerator.reduce(one * sum(len(texts[i]) - 1 for i in minibatch.tolist())).clamp(min=1)
-            weight = (
-                args.ptx_coef * accelerator.gradient_accumulation_steps * accelerator.num_processes / scale / tokens
-            )
-        for rows in micro_batches(minibatch, batch["trees"], args.micro_batch_size):
+def penalize(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
+    """Scores (B,), with --penalty_reward_value where there is no truncate token."""
+    if not scores.isfinite().all():
+        source = f"--reward_model {args.reward_model}, --reward_fn {args.reward_fn}"
+        raise UserError(f"{source}: NaN or infinite rewards")
+    penalized = torch.full_like(scores, args.penalty_reward_value)
+    if args.penalty_mode == "add":
+        penalized += scores
+    return torch.where(found_end, scores, penalized)
+
+
+def normalize_scores(scores: Tensor, args: Args) -> Tensor:
+    """Scores (B,) after --score_norm, by the statistics of all processes, and --score_clip."""
+    if args.score_norm is not None:
+        mean, variance = moments(scores, torch.ones_like(scores), sum_over_ranks)
+        if args.score_norm == "whiten":
+            scores = scores - mean
+        scores = scores * torch.rsqrt(variance + 1e-8)
+    if args.score_clip is not None:
+        scores = scores.clamp(-args.score_clip, args.score_clip)
+    return scores
+
+
+def token_rewards(scores: Tensor, token_kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """Rewards (B, R): -kl_coef * token_kl, and the score (B,) at the last token of mask."""
+    is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
+    return -kl_coef * token_kl + scores.unsqueeze(1) * is_last
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """torch.sum, of the tensors of all processes together."""
+    return reduce(x.sum(), "sum")
+
+
+def moments(x: Tensor, mask: Tensor, total: Callable = torch.sum, correction: int = 0) -> Pair:
+    """Mean and variance over mask, two scalars. `total` sums: here, or over all ranks; with a
+    correction of 1 the variance is the unbiased one."""
+    count = total(mask)
+    mean = total(x * mask) / count
+    return mean, total((x - mean) ** 2 * mask) / (count - correction)
+
+
+def rloo_advantages(rewards: Tensor, args: Args) -> Tensor:
+    """Rewards (n, K) minus the mean of the other K - 1 in their row (Ahmadian et al., eq. 8)."""
+    rewards = rewards - rewards[:, :1]  # changes nothing, but that equal rewards give exactly 0
+    others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
+    advantages = rewards - others
+    if args.normalize_advantages:
+        mean, variance = moments(advantages, torch.ones_like(advantages), sum_over_ranks, 1)
+        advantages = (advantages - mean) / (variance.sqrt() + 1e-4)
+    return advantages
+
+
+def rloo_loss(logprobs: Tensor, batch: Batch, rows: Tensor, args: Args) -> tuple[Tensor, Sums]:
+    """Clipped loss of the policy, SUMMED over responses, so that micro-batches add up, from new
+    logprobs (b, R) of rows of the batch; and metrics. The ratio is that of a response or, with
+    --token_level, of a token; at 1 the gradient is REINFORCE's, -advantage * grad log pi."""
+    advantages = batch.advantages[rows]
+    mask = batch.mask[rows]
+    log_ratio = (logprobs - batch.logprobs[rows]) * mask
+    if not args.token_level:
+        log_ratio = log_ratio.sum(1, keepdim=True)
+        mask = torch.ones_like(advantages)
+    ratio = log_ratio.clamp(-40, 40).exp()  # it does not overflow
+    clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+    policy_loss = -advantages * ratio
+    policy_loss_clipped = -advantages * clipped_ratio
+    policy_loss_max = torch.maximum(policy_loss, policy_loss_clipped)
+    policy_terms = {
+        "ppo/loss/policy": policy_loss_max,
+        "rloo/approxkl": 0.5 * log_ratio**2,
+        "rloo/clipfrac": policy_loss_clipped > policy_loss,
+        "ppo/val/ratio": ratio,
+    }
+    return (policy_loss_max * mask).sum(), sums_over(mask, policy_terms)
+
+
+def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> Sums:
+    """Of each term its sum over mask, and the count."""
+    return {name: ((term.detach() * mask).sum(), mask.sum()) for name, term in terms.items()}
+
+
+def rloo_update(
+    accelerator: Accelerator,
+    policy: Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    epochs: Tensor,
+    args: Args,
+) -> list[Sums]:
+    """Makes all optimizer steps on one batch, and returns what is logged of them. epochs
+    (num_epochs, num_minibatches, n) says which rows are in which minibatch."""
+    records = []
+    one = torch.ones((), device=batch.mask.device)  # the count of what is a mean already
+    for step, minibatch in enumerate(epochs.flatten(0, 1)):
+        # Losses are sums. accelerate divides them by the number of micro-batches, and averages
+        # gradients over processes, so that sum * parts / count becomes the mean over everything.
+        groups = micro_batches(minibatch, batch.contexts, args.micro_batch_size)
+        accelerator.gradient_accumulation_steps = len(groups)
+        accelerator.step = 0  # accumulate() counts micro-batches here, and steps at multiples
+        parts = len(groups) * accelerator.num_processes
+        per_response = parts / (len(minibatch) * accelerator.num_processes)
+        num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)  # or 0
+        per_target = parts / sum_over_ranks(num_targets * one).clamp(min=1)
+
+        first_record = len(records)
+        for rows in groups:
             with accelerator.accumulate(policy):
-                outputs = batch.pop("pass", {}).get(tuple(rows.tolist()))  # of these rows in this order
-                logprobs, entropy = outputs or forward_response(policy, batch, rows, args.temperature)
-                old = [batch[name][rows] for name in ("logprobs", "advantages", "kept")]
-                loss, pairs = rloo_loss(logprobs, *old, args.cliprange, args.token_level)
-                if texts:
-                    ptx, count = ptx_loss(policy, [texts[i] for i in rows.tolist()], one.device)
-                    loss, pairs["ppo/loss/ptx"] = loss + weight * ptx, (ptx.detach(), count)
-                accelerator.backward(loss * scale)
+                all_logprobs, _ = forward_response(policy, batch, rows, args.temperature)
+                logprobs = of_tokens(all_logprobs, batch.responses[rows])
+                policy_loss, sums = rloo_loss(logprobs, batch, rows, args)
+                # A term of your own is its sum over these rows, times parts / its count over all.
+                loss = policy_loss * per_response
+                if batch.texts:
+                    ptx_loss, count = text_loss(policy, [batch.texts[i] for i in rows])
+                    loss = loss + args.ptx_coef * ptx_loss * per_target
+                    sums["ppo/loss/ptx"] = (ptx_loss.detach(), count)
+                accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
-                    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of weights in shards
-                    if not norm.isfinite():  # on all ranks, whose gradients are averaged
-                        raise FloatingPointError("the gradient is not finite")
-                    records.append({"ppo/policy/gradient_norm": (norm, one)})
-                optimizer.step()
+                    norm = clip_gradients(policy, args.max_grad_norm)
+                    if not norm.isfinite():  # the same on all processes: none goes on alone
+                        raise UserError("the gradient is not finite")
+                    sums["ppo/policy/gradient_norm"] = (norm, one)
+                optimizer.step()  # accelerate skips both but after the last micro-batch
                 optimizer.zero_grad()
-            records.append(pairs | {"ppo/policy/entropy": ((entropy * old[-1]).sum(), old[-1].sum())})
-            if "first_ratio_error" not in records[0]:  # before any step
-                records[0]["first_ratio_error"] = (((logprobs - old[0]).exp() - 1).abs().max().detach(), one)
-        if args.target_kl and reduce_means(accelerator, records[start:])["ppo/policy/approxkl"] > args.target_kl:
-            break
+            entropies = {"ppo/policy/entropy": entropy(all_logprobs.detach())}
+            records.append(sums | sums_over(batch.mask[rows], entropies))
+            if step == 0:  # the weights have not moved: every ratio has to be 1
+                off = ((logprobs.detach() - batch.logprobs[rows]).exp() - 1).abs().max()
+                records.append({"first_ratio_error": (off, one)})
+
+        if args.target_kl is not None:
+            approxkl = reduce_means(records[first_record:])["rloo/approxkl"]
+            if approxkl > args.target_kl:
+                break
     return records
 
 
-# --- rollout ----------------------------------------------------------------------------------------------------------
+def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
+    """Higher where the KL is above --kl_target, lower where it is below (Ziegler et al. 2019,
+    section 2.2)."""
+    if args.kl_target is None:
+        return kl_coef
+    error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
+
+
+def check_policy(update: int, ratio_error: float, kl: float, args: Args) -> None:
+    """UserError unless the first ratios of the update were 1, the KL of the first update 0, and
+    every KL within --max_kl."""
+    tolerance = {"fp32": 1e-3, "bf16": 0.02}[args.dtype]
+    first_kl = kl if update == 0 else 0.0
+    if not max(ratio_error, abs(first_kl)) <= tolerance:
+        odd = f"first ratio off 1 by {ratio_error:.2g}, first KL {first_kl:.2g}"
+        raise UserError(f"{odd}: the forward passes differ")
+    if not -args.max_kl / 10 <= kl <= args.max_kl:
+        why = "a smaller --lr helps; a negative one: the policy is not what was sampled from"
+        raise UserError(f"the KL is {kl:.4g} with --max_kl {args.max_kl}: {why}")
+
+
+def reduce_means(records: list[Sums]) -> dict:
+    """Sum / count of every metric over all records and processes, in one collective. All processes
+    need the same metrics, in the same order."""
+    totals = Counter()
+    for record in records:
+        for name, pair in record.items():
+            totals[name] += torch.stack(pair).double()
+    reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
+    pairs = zip(totals, reduced, strict=True)
+    return {name: total / max(count, 1) for name, (total, count) in pairs}
+
+
+# --- rollout and scoring --------------------------------------------------------------------------
+def draw_epochs(args: Args, rank: int, share: int) -> Iterator[Tensor]:
+    """Row numbers of the minibatches, (num_epochs, num_minibatches, n), of one update after the
+    other: of each epoch a permutation of the process's rows."""
+    random = np.random.RandomState(args.seed + 100_003 * rank)
+    while True:
+        shuffles = [random.permutation(share) for _ in range(args.num_epochs)]
+        yield torch.from_numpy(np.stack(shuffles)).view(args.num_epochs, args.num_minibatches, -1)
+
+
 def uniforms(seed: int, update: int, batch: int, length: int) -> Tensor:
-    """Uniform numbers (batch, length) to sample with, from seed and update; ranks take their rows of one array."""
-    return torch.from_numpy(np.random.default_rng([seed, 1, update]).random((batch, length), dtype=np.float32))
+    """Uniform numbers (batch, length) to sample with; update 0 is the evaluation. Processes take
+    their rows of one array, so that any number of them draws the same responses."""
+    generator = np.random.default_rng([seed, 1, update])  # 2 is for the order of queries
+    u = torch.from_numpy(generator.random((batch, length), dtype=np.float32))
+    return u.to(PartialState().device)
 
 
 @torch.no_grad()
-def sample(policy: Any, contexts: list[list[int]], u: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
-    """Responses (B, R) ~ softmax(logits / temperature), one forward per token, without an end. The B / K contexts are
-    read once for their K responses. Token t is where the cumulative distribution passes u[:, t], (B, R)."""
-    cache, k, width = DynamicCache(config=policy.lm.config), len(u) // len(contexts), max(map(len, contexts))
-    ids = torch.tensor([[0] * (width - len(x)) + x for x in contexts], device=u.device)
-    mask = torch.tensor([[False] * (width - len(x)) + [True] * len(x) for x in contexts], device=u.device)
-    logits = policy(None, ids, mask, None, cache)[0].repeat_interleave(k, 0)
-    cache.batch_repeat_interleave(k)
-    mask = nn.functional.pad(mask.repeat_interleave(k, 0), (0, u.shape[1]), value=True)
-    responses = torch.empty(u.shape, dtype=torch.long, device=u.device)
+def sample(
+    policy: Module,
+    contexts: TokenRows,
+    u: Tensor,
+    temperature: float,
+    top_p: float = 1.0,
+    has_ended: Callable | None = None,
+) -> Tensor:
+    """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R). Of
+    responses so far has_ended says which (B,) need not go on; if all have ended, zeros follow."""
+    cache = DynamicCache(config=policy.lm.config)
+    ids, mask = left_pad(contexts)
+    responses = torch.zeros_like(u, dtype=torch.long)
     for t in range(u.shape[1]):
-        if t > 0:
-            logits = policy(None, responses[:, t - 1 : t], mask[:, : width + t], None, cache)[0]
-        probs = (logits / temperature).softmax(-1)
-        if top_p < 1:  # to the least likely that is needed
-            high = probs.sort(descending=True).values
-            probs = probs * (probs >= high.gather(1, (high.cumsum(1) - high < top_p).sum(1, keepdim=True) - 1))
-        cdf = probs.cumsum(-1)
-        tokens = torch.searchsorted(cdf, u[:, t : t + 1] * cdf[:, -1:], right=True)
-        responses[:, t : t + 1] = tokens.clamp(max=cdf.shape[1] - 1)
+        logits, _ = policy(ids, mask, cache=cache)
+        logits = logits[:, -1] / temperature
+        if top_p < 1:
+            logits = TopPLogitsWarper(top_p)(None, logits)
+        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1): the cache has the others
+        mask = pad(mask, (0, 1), value=True)
+        responses[:, t : t + 1] = ids
+        # Only every eighth time, because .all() waits for the GPU.
+        if has_ended is not None and t % 8 == 7 and has_ended(responses[:, : t + 1]).all():
+            break
     return responses
 
 
-def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:
-    """Which tokens (B, R) stay, up to the first `token` at index `after` or later (None: all); if it is there, (B,)."""
+def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1)."""
+    cdf = probs.cumsum(-1)
+    tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+    return tokens.clamp(max=probs.shape[1] - 1)
+
+
+def truncate(responses: Tensor, token: int | None, after: int) -> Pair:
+    """A mask (B, R) of the tokens up to the first `token` at index `after` or later (None: of
+    all), and whether there is one, (B,)."""
+    if token is None:
+        everything = torch.ones_like(responses, dtype=torch.bool)
+        return everything, everything.all(1)
     index = torch.arange(responses.shape[1], device=responses.device)
-    hit = (responses == (-1 if token is None else token)) & (index >= after)
-    return hit.cumsum(1) - hit.long() == 0, hit.any(1) | (token is None)
+    is_end = (responses == token) & (index >= after)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    return ends_before == 0, is_end.any(1)
 
 
-def rollout(policy: Any, ref: Any, queries: list[Any], u: Tensor, minibatches: Tensor, end: Any, args: Args) -> Any:
-    """A batch: responses (B, R), or (B / K, K, R) for K > 1; which tokens count (kept), who found an end, truncated
-    responses as lists, what forward_response feeds (trees), logprobs, ref_logprobs and, if the policy has them, values.
-    With the first epoch's minibatches these are the passes of the update: its first ratio is 1. A single one stays."""
-    k = len(u) // len(queries)
-    with torch.autocast(u.device.type, enabled=False):  # around the trunk's: weights are rounded once, not per token
-        responses = sample(
-            getattr(policy, "module", policy), [query["context"] for query in queries], u, args.temperature, args.top_p
-        )
-    stays, found = truncate(responses, end, args.truncate_after)
-    kept, rows, length = stays if args.mask_truncated else torch.ones_like(stays), responses.tolist(), stays.sum(1)
-    fed = [row[: n - 1] for row, n in zip(rows, kept.sum(1).tolist(), strict=True)]  # the last predicts nothing
-    trees = [[query["context"], *fed[i * k : i * k + k]] for i, query in enumerate(queries)]
-    shape = u.shape if k == 1 else (len(queries), k, -1)
-    batch = {"responses": responses.view(shape), "kept": kept.view(shape), "found": found, "trees": trees}
-    batch |= {"length": length, "truncated": [row[:n] for row, n in zip(rows, length.tolist(), strict=True)]}
-    groups = [group for minibatch in minibatches for group in micro_batches(minibatch, trees, args.micro_batch_size)]
-    for group in groups:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and len(groups) == 1):  # for the first optimizer step
-            outputs = logprobs, _, *values = forward_response(policy, batch, group, args.temperature)
-        batch["pass"] = {tuple(group.tolist()): outputs} if len(groups) == 1 else {}
-        ref_logprobs = forward_response(ref, batch, group, args.temperature)[0]
-        parts = dict(zip(("logprobs", "ref_logprobs", "values"), (logprobs, ref_logprobs, *values), strict=False))
-        if args.kl_estimator == "full":
-            with torch.no_grad():
-                p, q = (forward_response(x, batch, group, args.temperature, full=True)[0] for x in (policy, ref))
-            parts["full_kl"] = (p.exp() * (p - q)).sum(-1)
-        for name, x in parts.items():
-            batch.setdefault(name, torch.zeros_like(batch["kept"], dtype=x.dtype))[group] = x.detach()
+@torch.no_grad()
+def rollout(
+    policy: Module,
+    ref: Module,
+    queries: list[Query],
+    u: Tensor,
+    minibatches: Tensor,
+    end_token: int | None,
+    args: Args,
+) -> Batch:
+    """Responses to the queries, from uniforms u (B, R); log-probabilities of their tokens, and
+    values. Rows go through the models in the micro-batches of these minibatches."""
+    contexts = [query.context for query in queries]
+    has_ended = None
+    if args.mask_truncated and end_token is not None:
+        has_ended = lambda x: truncate(x, end_token, args.truncate_after)[1]  # noqa: E731
+    # autocast keeps its bf16 copies of weights until its outermost block ends. That is this one,
+    # though it is off: so weights are cast once, not for every token.
+    with torch.autocast(u.device.type, enabled=False):
+        responses = sample(policy, contexts, u, args.temperature, args.top_p, has_ended)
+
+    until_end, found_end = truncate(responses, end_token, args.truncate_after)
+    lengths = until_end.sum(1)
+    # Every tensor begins as zeros (B, R). Some are filled here, the others in main.
+    zeros = {x.name: torch.zeros_like(u) for x in fields(Batch) if x.type is Tensor}
+    batch = Batch(contexts=contexts, truncated=[], texts=[], **zeros)
+    for row, length in zip(responses.tolist(), lengths.tolist(), strict=True):
+        batch.truncated.append(row[:length])
+    batch.responses = responses
+    batch.lengths = lengths
+    batch.found_end = found_end
+    batch.mask = until_end if args.mask_truncated else torch.ones_like(until_end)
+    for minibatch in minibatches:
+        for rows in micro_batches(minibatch, contexts, args.micro_batch_size):
+            all_logprobs, values = forward_response(policy, batch, rows, args.temperature)
+            all_ref_logprobs, _ = forward_response(ref, batch, rows, args.temperature)
+            batch.logprobs[rows] = of_tokens(all_logprobs, responses[rows])
+            batch.ref_logprobs[rows] = of_tokens(all_ref_logprobs, responses[rows])
+            if args.kl_estimator == "full":
+                log_ratios = all_logprobs - all_ref_logprobs
+                batch.full_kl[rows] = (all_logprobs.exp() * log_ratios).sum(-1)
+            if values is not None:  # RLOO has none
+                batch.values[rows] = values
     return batch
 
 
 @torch.no_grad()
-def score(reward: Any, queries: list[Any], responses: list[Any], tokenizer: Any, args: Args) -> Tensor:
-    """Rewards (B, R + 1), on the CPU, of tokens of K responses per query and, last, of the whole: gain * logit + bias
-    from a classifier, whose config.json has them as `reward_gain` and `reward_bias`; or a function's, of texts and of
-    what it has names for: columns of the queries, response_ids."""
-    k, scores = len(responses) // len(queries), torch.zeros(len(responses), args.response_length + 1)
-    if isinstance(reward, nn.Module):
-        trees = [[query["input_ids"], *responses[i * k : i * k + k]] for i, query in enumerate(queries)]
-        gain, bias = getattr(reward.config, "reward_gain", 1.0), getattr(reward.config, "reward_bias", 0.0)
-        for rows in micro_batches(torch.arange(len(trees)), trees, args.micro_batch_size):
-            _, last, *inputs = pack([trees[i] for i in rows.tolist()], reward.device)
-            logits = reward.score(hidden_at(reward, last[:, 1:].flatten(), *inputs))
-            scores.view(len(trees), k, -1)[rows, :, -1] = gain * logits.view(len(rows), k).cpu() + bias
-        return scores
-    asked = [queries[i // k] | {"response_ids": response} for i, response in enumerate(responses)]
-    columns = {x: [query[x] for query in asked] for x in [*inspect.signature(reward).parameters][2:] if x in asked[0]}
-    texts = (tokenizer.batch_decode(x, skip_special_tokens=True) for x in ([x["input_ids"] for x in asked], responses))
+def score_by_model(model: Model, args: Args, queries: list[Query], responses: TokenRows) -> Pair:
+    """Scores (B,) of a classifier with one label: see scalar_head. And scores of tokens (B, R),
+    which are 0."""
+    head = scalar_head(model)
+    texts = [query.input_ids + row for query, row in zip(queries, responses, strict=True)]
+    scores = torch.zeros(len(texts), device=model.device)
+    for rows in micro_batches(torch.arange(len(texts)), texts, args.micro_batch_size):
+        ids, mask = left_pad([texts[i] for i in rows])
+        scores[rows] = head(hidden_states(model, ids, mask, last=1)).flatten()
+    return scores, scores.new_zeros(len(texts), args.response_length)
+
+
+def score_by_function(
+    function: Callable,
+    tokenizer: Tokenizer,
+    args: Args,
+    queries: list[Query],
+    responses: TokenRows,
+) -> Pair:
+    """Scores (B,) and scores of tokens (B, R) from a --reward_fn, which returns for each response a
+    float, or one for each of its tokens. It gets the texts and, if it has parameters of these
+    names, response_ids and columns of the queries' table."""
+    prompts = [query.input_ids for query in queries]
+    texts = [tokenizer.batch_decode(x, skip_special_tokens=True) for x in (prompts, responses)]
+    named = {"response_ids": responses}
+    for name in queries[0].columns:
+        named[name] = [query.columns[name] for query in queries]
+    parameters = inspect.signature(function).parameters
+    if not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+        named = {name: named[name] for name in list(parameters)[2:] if name in named}
+
+    scores = torch.zeros(len(responses), device=PartialState().device)
+    token_scores = scores.new_zeros(len(responses), args.response_length)
     try:
-        for row, x, response in zip(scores, reward(*texts, **columns)[:], responses, strict=True):
-            part = row[: len(response)] if isinstance(x, list) else row[-1:]
-            part.copy_(torch.as_tensor(x).view(len(part)))
-        return scores
-    except (Exception, SystemExit) as error:  # no ValueError, so that its traceback is shown
-        raise RuntimeError(f"--reward_fn {args.reward_fn}: no {len(asked)} floats, or lists of tokens'") from error
+        returned = function(*texts, **copy.deepcopy(named))
+        for i, (score, response) in enumerate(zip(returned, responses, strict=True)):
+            score = torch.as_tensor(score)
+            if score.ndim > 0:
+                token_scores[i, : len(response)] = score.view(len(response))
+            scores[i] = score.sum()
+    except (Exception, SystemExit) as error:  # no UserError: the traceback helps the author
+        wanted = f"{len(responses)} floats, or lists of a float per token"
+        raise RuntimeError(f"--reward_fn {args.reward_fn} failed to return {wanted}") from error
+    return scores, token_scores
 
 
-@torch.no_grad()
-def evaluate(policy: Any, ref: Any, reward: Any, queries: Any, end: Any, tokenizer: Any, args: Args) -> list[Any]:
-    """Query, response, score and KL of the evaluation queries, drawn with the same random numbers at each call."""
-    u = uniforms(args.seed, 0, len(queries), args.response_length).to(next(ref.parameters()).device)
-    batch = rollout(policy, ref, queries, u, torch.arange(len(queries)).view(1, -1), end, args)
-    kl = ((batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]).sum(1).tolist()
-    texts = map(tokenizer.batch_decode, ([query["input_ids"] for query in queries], batch["truncated"]))
-    rows = zip(*texts, score(reward, queries, batch["truncated"], tokenizer, args).sum(1).tolist(), kl, strict=True)
-    return [dict(zip(("query", "response", "score", "kl"), row, strict=True)) for row in rows]
+def evaluate(
+    policy: Module,
+    ref: Module,
+    queries: list[Query],
+    score: Callable,
+    end_token: int | None,
+    tokenizer: Tokenizer,
+    args: Args,
+) -> pd.DataFrame:
+    """A row for each held-out query. All calls sample from the same uniforms. Scores have their
+    penalty, as in training."""
+    u = uniforms(args.seed, 0, len(queries), args.response_length)
+    minibatches = torch.arange(len(queries)).view(1, -1)
+    batch = rollout(policy, ref, queries, u, minibatches, end_token, args)
+    scores, _ = score(queries, batch.truncated)
+    kls = (batch.logprobs - batch.ref_logprobs) * batch.mask
+    columns = {
+        "query": tokenizer.batch_decode([query.input_ids for query in queries]),
+        "response": tokenizer.batch_decode(batch.truncated),
+        "score": penalize(scores, batch.found_end, args).tolist(),
+        "kl": kls.sum(1).tolist(),
+        "found_end": batch.found_end.tolist(),
+        "length": batch.lengths.tolist(),
+    }
+    return pd.DataFrame(columns)
 
 
-# --- forward passes ---------------------------------------------------------------------------------------------------
-def hidden_at(model: Any, at: Any, ids: Tensor, mask: Tensor, positions: Any = None, cache: Any = None) -> Tensor:
-    """Last hidden states (n, d) in fp32 at the n cells `at` of the flattened ids (B, t), or at the B last ones (None).
-    mask: (B, past + t), False at padding, or (B, t, t), who sees whom. Positions count real tokens: the original's."""
-    if positions is None:
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    if mask.dim() == 3:
-        mask = torch.where(mask.unsqueeze(1), 0.0, torch.finfo(torch.float32).min)
-    inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=getattr(model.base_model, "autocast", False)):
-        hidden = model.base_model(ids, use_cache=cache is not None, **inputs).last_hidden_state
-    return (hidden[:, -1].contiguous() if at is None else hidden.flatten(0, 1).index_select(0, at)).float()
+# --- forward passes -------------------------------------------------------------------------------
+def left_pad(rows: TokenRows) -> Pair:
+    """Token ids (B, t), padded on the left, and a mask, which is False at padding."""
+    tensors = [torch.tensor(row) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left")
+    ids = ids.to(PartialState().device)
+    return ids.clamp(min=0), ids >= 0
 
 
-class Actor(nn.Module):
-    """A language model as a policy."""
+def hidden_states(
+    model: Model, ids: Tensor, mask: Tensor, last: int, cache: DynamicCache | None = None
+) -> Tensor:
+    """States (B, last, d), in fp32, at the `last` tokens of ids (B, t). These follow the tokens in
+    the cache, which mask covers too. Positions count real tokens, as the original's do."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=model.base_model.is_autocast):
+        output = model.base_model(
+            ids,
+            attention_mask=mask,
+            position_ids=positions[:, -ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+    return output.last_hidden_state[:, -last:].float()
 
-    def __init__(self, lm: Any) -> None:
+
+def logits_of(lm: Model, states: Tensor) -> Tensor:
+    """Logits (.., V) of states (.., d). Some models scale or cap what their head gives."""
+    logits = lm.get_output_embeddings()(states)
+    config = lm.config.get_text_config()
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    if factor != 1:
+        logits = logits * factor
+    if cap is not None:
+        logits = cap * (logits / cap).tanh()
+    return logits
+
+
+class Actor(Module):
+    """A policy that reads a context once for its k responses, in rows next to each other."""
+
+    def __init__(self, lm: Model, k: int) -> None:
         super().__init__()
         self.lm = lm
-        self._no_split_modules = lm._no_split_modules  # for engines that spread weights over processes
+        self.k = k
 
-    def forward(self, at: Tensor | None, *inputs: Any) -> tuple[Tensor]:
-        """Logits (n, V) in fp32 at the n cells `at`: see hidden_at."""
-        return (self.lm.get_output_embeddings()(hidden_at(self.lm, at, *inputs)),)
-
-
-def pack(trees: list[list[list[int]]], device: Any) -> tuple[Tensor, ...]:
-    """The inputs of hidden_at for n trees [context, branch 1, .., branch K]: ids, who sees whom and positions.
-    A context is fed once; its branches see it and themselves. Trees share rows, as wide as the largest: [[a b], [c],
-    [d e]], [[f], [g], [h]] and [[i], [j], []] become
-        ids   a b c d e    tree  1 1 1 1 1    branch  0 0 1 2 2    positions  0 1 2 2 3
-              f g h i j          2 2 2 3 3            0 1 2 0 1               0 1 1 0 1
-    Before the inputs come the first and the last cell of every context and branch, (n, 1 + K), counted through all
-    rows: [[0, 2, 3], [5, 6, 7], [8, 9, 10]] and [[1, 2, 4], [5, 6, 7], [8, 9, 9]]."""
-    lengths = np.array([[len(part) for part in tree] for tree in trees])
-    sizes, width = lengths.sum(1), lengths.sum(1).max()
-    room, begin = np.full(len(sizes), width), np.zeros_like(sizes)
-    for i in np.argsort(-sizes, kind="stable"):  # first fit, the largest first
-        row = (room >= sizes[i]).argmax()
-        begin[i], room[row] = (row + 1) * width - room[row], room[row] - sizes[i]
-    first, cells = begin[:, None] + lengths.cumsum(1) - lengths, np.zeros((4, (room < width).sum() * width), int)
-    for i, tree in enumerate(trees):
-        at, branch = slice(begin[i], begin[i] + sizes[i]), np.repeat(np.arange(len(tree)), lengths[i])
-        positions = np.arange(sizes[i]) - (first[i] - begin[i] - len(tree[0]))[branch] * (branch > 0)
-        cells[:, at] = [x for part in tree for x in part], positions, np.full(sizes[i], i + 1), branch
-    ids, positions, tree, branch = torch.from_numpy(cells).view(4, -1, width).to(device)
-    sees = (branch == 0).unsqueeze(1) | (branch.unsqueeze(1) == branch.unsqueeze(2))
-    sees &= tree.unsqueeze(1) == tree.unsqueeze(2)
-    first = torch.from_numpy(first).to(device)
-    return first, first + torch.from_numpy(lengths).to(device) - 1, ids, sees.tril(), positions
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        last: int = 1,
+        cache: DynamicCache | None = None,
+    ) -> Pair:
+        """Logits (b, last, V), in fp32, at the last tokens of ids (b, t); no values. Tokens before
+        many last ones are the same in k rows next to each other: they are read once."""
+        common = ids.shape[1] - last
+        if last > 1 and common > 0:
+            cache = DynamicCache(config=self.lm.config)
+            hidden_states(self.lm, ids[:: self.k, :common], mask[:: self.k, :common], 1, cache)
+            cache.batch_repeat_interleave(self.k)
+            ids = ids[:, common:]
+        states = hidden_states(self.lm, ids, mask, last, cache)
+        logits = logits_of(self.lm, states)
+        return logits, None
 
 
-def micro_batches(rows: Tensor, trees: list[Any], size: int) -> tuple[Tensor, ...]:
-    """`rows`, each with its tree, in groups of up to `size` branches and of similar length: little is padding."""
-    lengths = torch.tensor([sum(map(len, trees[i])) for i in rows.tolist()])
-    return rows[lengths.argsort(stable=True)].split(max(1, size // (len(trees[0]) - 1)))
+def micro_batches(rows: Tensor, token_rows: TokenRows, size: int) -> tuple:
+    """Row numbers, in groups of up to `size` rows of similar length: less padding."""
+    lengths = torch.tensor([len(token_rows[i]) for i in rows])
+    return rows[lengths.argsort(stable=True)].split(size)
 
 
-def forward_response(policy: Any, batch: Any, rows: Tensor, temperature: float, full: bool = False) -> list[Tensor]:
-    """Log-probabilities and entropies, (b, R) or (b, K, R), of the responses in `rows`, and what else the policy gives.
-    Where `kept` is False they mean nothing. With `full`, log-probabilities are of the whole vocabulary, (.., V)."""
-    responses = batch["responses"][rows]
-    first, last, *inputs = pack([batch["trees"][i] for i in rows.tolist()], responses.device)
-    # A token is predicted in the cell before it, the first in the context's last. What is not kept reads the last cell.
-    steps = torch.arange(-1, responses.shape[-1] - 1, device=first.device)
-    at = torch.minimum(first[:, 1:, None] + steps, last[:, 1:, None])
-    at[:, :, 0] = last[:, :1]
-    logits, *others = policy(at.flatten(), *inputs)
-    logprobs = logits.div_(temperature).log_softmax(-1)
-    entropy = torch.cat([-(x.exp() * x).sum(-1) for x in logprobs.detach().split(64)])  # in blocks that fit a cache
-    logprobs = logprobs if full else logprobs.gather(1, responses.view(-1, 1)).squeeze(1)
-    return [x.view(*responses.shape, *x.shape[1:]) for x in (logprobs, entropy, *others)]
+def forward_response(policy: Module, batch: Batch, rows: Tensor, temperature: float) -> Pair:
+    """Log-probabilities (b, R, V) of all tokens at each step of the responses in these rows of the
+    batch; and the policy's values (b, R)."""
+    ids, mask = left_pad([batch.contexts[i] for i in rows])
+    responses = batch.responses[rows, :-1]  # the last token predicts nothing
+    ids = torch.cat([ids, responses], 1)
+    mask = pad(mask, (0, responses.shape[1]), value=True)
+    logits, values = policy(ids, mask, last=responses.shape[1] + 1)
+    return (logits / temperature).log_softmax(-1), values
 
 
-def ptx_loss(policy: Any, texts: list[list[int]], device: Any) -> tuple[Tensor, Tensor]:
-    """Cross entropy of texts, summed, and the count of their tokens: PPO-ptx (Ouyang et al. 2022, arXiv:2203.02155)."""
-    responses = [torch.tensor([*text[1:], 0], device=device) for text in texts]
-    batch = {"responses": nn.utils.rnn.pad_sequence(responses, True), "trees": [[x[:1], x[1:-1]] for x in texts]}
-    logprobs = forward_response(policy, batch, torch.arange(len(texts)), 1.0)[0]
-    logprobs = torch.cat([row[: len(text) - 1] for row, text in zip(logprobs, texts, strict=True)])
-    return -logprobs.sum(), torch.ones_like(logprobs).sum()
+def of_tokens(all_logprobs: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probabilities (b, R) of tokens (b, R), among those of all (b, R, V)."""
+    return all_logprobs.gather(2, tokens.unsqueeze(2)).squeeze(2)
 
 
-# --- models and data --------------------------------------------------------------------------------------------------
-def fast_math(device: torch.device, dtype: str) -> None:
-    """TF32 for fp32 heads under bf16; on a CPU oneDNN's product, unless that is bf16; glibc keeps its memory (10 %)."""
-    for option in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
-        getattr(ctypes.CDLL(None), "mallopt", max)(*option)  # other libraries have none
-    if device.type == "cpu" or dtype == "bf16":
-        torch.set_float32_matmul_precision("medium" if device.type == "cpu" else "high")
-    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    if ((x @ x).double() - x.double() @ x.double()).abs().max() > 1e-4:
-        torch.set_float32_matmul_precision("highest")
+def entropy(all_logprobs: Tensor) -> Tensor:
+    """Entropies (b, R) of the distributions with these log-probabilities (b, R, V)."""
+    return -(all_logprobs.exp() * all_logprobs).sum(-1)
+
+
+def text_loss(policy: Module, texts: TokenRows) -> Pair:
+    """Cross entropy of texts, summed, and the count of their predicted tokens: PPO-ptx (Ouyang
+    et al. 2022, arXiv:2203.02155)."""
+    ids, mask = left_pad(texts)
+    logits, _ = policy(ids, mask, last=ids.shape[1])
+    logprobs = of_tokens(logits[:, :-1].log_softmax(-1), ids[:, 1:])
+    has_context = mask[:, :-1]  # else the token is a text's first, or padding
+    return -(logprobs * has_context).sum(), has_context.sum()
+
+
+# --- models ---------------------------------------------------------------------------------------
+def set_up_backend(dtype: str) -> None:
+    """Settings of the process that make it faster and change no result but by rounding."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc keeps freed memory: to get it anew takes 10 % of the time
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    if PartialState().device.type == "cpu":
+        torch.set_float32_matmul_precision("medium")  # oneDNN's products
+        x = torch.randn(256, 256)
+        exact = x.double() @ x.double()
+        if (x @ x - exact).abs().max() > 1e-4:  # which some CPUs compute in bf16
+            torch.set_float32_matmul_precision("highest")
+    elif dtype == "bf16":
+        torch.set_float32_matmul_precision("high")  # TF32 for the heads, which stay in fp32
 
 
 def find(name: str) -> str:
-    """The path of what is there, here or beside this script, or of hf://datasets/owner/name/file; or else a hub id."""
+    """The path of a file or folder, here or beside this script, or of the download of
+    hf://datasets/owner/name/file; or else the name, of something on the hub."""
     if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
         return hf_hub_download(*match.groups(), repo_type="dataset")
-    path = next((x for x in (Path(name).expanduser(), Path(__file__).parent / name) if x.exists()), None)
-    if path is None and re.search(r"^[./~]|\.(jsonl?|csv|parquet|txt|gz)$", name, re.IGNORECASE):
-        raise FileNotFoundError(f"{name}: there is no such file or folder")
-    return str(path or name)
+    path = Path(name).expanduser()
+    if not path.exists():
+        path = FILE.parent / name
+    if path.exists():
+        return str(path.absolute())
+    if re.search(r"(?i)^([./~]|tiny/)|\.(jsonl?|csv|parquet|txt|gz)$", name):
+        raise FileNotFoundError(f"there is no such file or folder, here or in {FILE.parent}")
+    return name
 
 
 @contextlib.contextmanager
-def blame(flag: str, args: Any, why: str = "") -> Any:
-    """What goes wrong in here becomes a ValueError of one line: the flag, its value, and why."""
+def as_user_error(flag: str, args: Args) -> Iterator[None]:
+    """Makes any error in its block a UserError with the flag, its value, and the cause."""
     try:
         yield
-    except Exception as error:
-        reason = why or str(error if isinstance(error, ValueError) else error.__cause__ or error) or repr(error)
-        raise ValueError(f"--{flag} {getattr(args, flag)}: {' '.join(reason.split())[:300]}") from error
+    except (Exception, SystemExit) as error:
+        cause = error if isinstance(error, ValueError) else error.__cause__ or error
+        reason = " ".join(str(cause).split())[:300] or repr(cause)
+        raise UserError(f"--{flag} {getattr(args, flag)}: {reason}") from error
 
 
-def fetch(auto_class: Any, flag: str, args: Any, **kwargs: Any) -> Any:
-    """auto_class.from_pretrained of the folder or hub id that the flag names."""
-    with blame(flag, args):
-        made = auto_class.from_pretrained(find(getattr(args, flag)), trust_remote_code=False, **kwargs)
-        if auto_class is AutoTokenizer and len(made) < 2:  # transformers makes one up
+def load_tokenizer(flag: str, args: Args) -> Tokenizer:
+    """The tokenizer of the model that the flag names."""
+    with as_user_error(flag, args):
+        tokenizer = AutoTokenizer.from_pretrained(find(getattr(args, flag)))
+        if len(tokenizer) < 2:  # transformers makes one up
             raise ValueError("has no tokenizer")
-        return made
+        return tokenizer
 
 
 @torch.no_grad()
-def load(flag: str, args: Any, tokenizer: Any, longest: int, device: Any, **kwargs: Any) -> Any:
-    """A model in fp32, with all its weights and a LoRA adapter's, without dropout as the original. With bf16 its trunk
-    is autocast, but no head: logits of 100 in bf16 are off by 0.25. ValueError for what would be wrong in silence."""
-    name, own = f"--{flag} {getattr(args, flag)}", args
-    if adapter := find_adapter_config_file(find(getattr(args, flag))):
-        if args.lora_rank and flag == "base_model":  # what is saved would name the base of its base
-            raise ValueError(f"{name}: is an adapter; --lora_rank 0, or the merged model, would do")
-        args = dataclasses.replace(args, **{flag: json.loads(Path(adapter).read_text())["base_model_name_or_path"]})
-        own = own if Path(adapter).with_name("config.json").exists() else args
-    text = (config := fetch(AutoConfig, flag, own, **kwargs)).get_text_config()
-    auto_class = AutoModelForSequenceClassification if kwargs or flag == "reward_model" else AutoModelForCausalLM
-    how = {"attn_implementation": "eager" if device.type == "cpu" else "sdpa"}  # there 3 to 4 times faster
-    how |= {"config": config, "dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-    model, info = fetch(auto_class, flag, args, **how)
-    odd = [x for x in info["unexpected_keys"] if re.search(r"\.\d+\..*weight$", x)]
-    if odd := odd + [x for x in info["missing_keys"] if not kwargs and not adapter]:
-        raise ValueError(f"{name}: {min(odd)} is not both in its weights and in a {type(model).__name__} of its config")
-    if adapter:
-        peft = importlib.import_module("peft")
-        model = peft.PeftModel.from_pretrained(model, os.path.dirname(adapter)).merge_and_unload().requires_grad_(True)
-    for module in model.to(device).modules():
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # a pad that is also the eos gets its gradient
-        if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
-            module.act = nn.GELU(approximate="tanh")  # the same function as one kernel instead of eight
-    window, top = getattr(text, "max_position_embeddings", longest), max(tokenizer.get_vocab().values())
-    if top >= (size := model.get_input_embeddings().num_embeddings) or longest > window:
-        raise ValueError(f"{name}: has {size} embeddings for token {top}, a window of {window} for {longest} tokens")
-    lm_head, x = model.get_output_embeddings(), [i % size for i in range(longest)]
-    trees = [[x[5:] or x, x[:2], x[2:7], x[:1]], [x[:1], x[1:3], x[:2], x[:3]]]
-    texts = [torch.tensor([tree[0] + branch], device=device) for tree in trees for branch in tree[1:]]
-    with blame(flag, args, f"a {text.model_type} cannot be run on packed rows (alibi? recurrence?); another would do"):
-        _, last, *inputs = pack(trees, device)
-        packed = (lm_head or model.score)(hidden_at(model, last[:, 1:].flatten(), *inputs))
-        plain = [model(x).logits[0, -1] if lm_head else model.score(model.base_model(x)[0][0, -1]) for x in texts]
-        off = (packed - torch.stack(plain)).abs().max() / (packed.max() - packed.min())
-    if off > 1e-3 or getattr(text, "final_logit_softcapping", None):
-        raise ValueError(f"{name}: is off by {off:.1%} on packed rows (alibi? a short sliding window? capped logits?)")
-    model.base_model.autocast = args.dtype == "bf16"
+def load_model(
+    auto_class: type, flag: str, args: Args, tokenizer: Tokenizer, longest: int, **config: object
+) -> Model:
+    """The model that the flag names, in fp32, without dropout, as the original has none. With
+    values of its `config`, its head may be a new one."""
+    device = PartialState().device
+    attention = "eager" if device.type == "cpu" else "sdpa"  # the faster ones
+    how = {
+        "dtype": torch.float32,
+        "attn_implementation": attention,
+        "use_safetensors": True,
+        "output_loading_info": True,
+    } | config
+    set_verbosity_error()  # what it warns of is checked here
+    with as_user_error(flag, args):
+        name = find(getattr(args, flag))
+        if os.path.exists(f"{name}/adapter_config.json"):
+            raise ValueError("is an adapter: merge it first (peft's merge_and_unload)")
+        _, info = auto_class.from_pretrained(name, device_map="meta", **how)  # names alone
+        wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}  # in layers
+        if not config:
+            wrong |= info["missing_keys"]
+        if wrong:
+            raise ValueError(f"its config and its weights do not agree on {min(wrong)}")
+        model, _ = auto_class.from_pretrained(name, **how)
+        for module in model.to(device).modules():
+            if isinstance(module, nn.Embedding):
+                module.padding_idx = None  # a pad that is also the eos gets its gradient
+            if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
+                module.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
+        check_model(model, tokenizer, longest)
+    # In eval mode dropout is off. Its rates are 0 in the config too, for whoever loads the result.
+    settings = model.config.get_text_config()
+    dropouts = [name for name, x in vars(settings).items() if "drop" in name and type(x) is float]
+    settings.update(dict.fromkeys(dropouts, 0.0))
+    # Ours: see hidden_states. No head is autocast: logits of 100 in bf16 are off by 0.25.
+    model.base_model.is_autocast = args.dtype == "bf16"
     return model
 
 
-def freeze(model: Any, args: Args) -> Any:
-    """The model, where only LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on linear layers but the head or, as in
-    trlX's hydra, the --unfrozen_layers and what is above them are to be trained."""
-    if args.lora_rank:
-        head, task = (["score"], "SEQ_CLS") if hasattr(model, "score") else (None, "CAUSAL_LM")
-        how = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "modules_to_save": head, "task_type": task}
-        model.add_adapter(importlib.import_module("peft").LoraConfig(target_modules="all-linear", **how))
-    if layers := getattr(args, "unfrozen_layers", 0):
-        with blame("unfrozen_layers", args):
-            top = next(next(x for x in model.modules() if isinstance(x, nn.ModuleList))[-layers].parameters())
-        for p in itertools.takewhile(lambda p: p is not top, model.parameters()):
+def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
+    """ValueError for a model that is too small, or that gives for a text with padding something
+    else than transformers for the text alone."""
+    num_embeddings = model.get_input_embeddings().num_embeddings
+    top_token = max(tokenizer.get_vocab().values())
+    if top_token >= num_embeddings:
+        raise ValueError(f"has {num_embeddings} embeddings for token {top_token}")
+    window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > window:
+        raise ValueError(f"has a window of {window} for {longest} tokens")
+
+    model.base_model.is_autocast = False
+    text = [i % num_embeddings for i in range(longest)]
+    alone = torch.tensor([text[1:]], device=model.device)
+    plain = model.base_model(alone).last_hidden_state[:, -1:]
+    ours = hidden_states(model, *left_pad([text, text[1:]]), last=1)[1:]
+    if not hasattr(model, "score"):
+        ours = logits_of(model, ours)
+        plain = model(alone).logits[:, -1:]
+    off = (ours - plain).abs().max() / plain.std()
+    if not off < 1e-3:
+        raise ValueError(f"is off by {off:.2g} with padding: not supported")
+
+
+def scalar_head(model: Model) -> nn.Linear:
+    """A layer from states (.., d) to (.., 1). Of a classifier it gives the reward, gain * logit +
+    bias, two numbers that train_reward.py leaves in config.json; of another model 0, for values."""
+    old_head = getattr(model, "score", model.get_output_embeddings())
+    head = nn.Linear(old_head.in_features, 1, device=model.device)
+    for p in head.parameters():
+        nn.init.zeros_(p)
+    if hasattr(model, "score"):
+        head.weight.data.add_(model.score.weight, alpha=getattr(model.config, "reward_gain", 1.0))
+        head.bias.data.add_(getattr(model.config, "reward_bias", 0.0))
+    return head
+
+
+def load_policy_and_reference(
+    args: Args, tokenizer: Tokenizer, longest: int
+) -> tuple[Model, Model]:
+    """Two of --base_model, which share the weights that are not trained."""
+    lm = load_model(AutoModelForCausalLM, "base_model", args, tokenizer, longest)
+    add_adapters(lm, args)
+    freeze_lower_layers(lm, args)
+    shared = {id(p): p for p in lm.parameters() if not p.requires_grad}
+    ref_lm = copy.deepcopy(lm, shared)  # what the second argument has is kept, not copied
+    ref_lm.requires_grad_(False)
+    if args.unfrozen_layers == 0:  # else it shares weights that are saved with the policy
+        hold_in_bf16(ref_lm, args)
+    return lm, ref_lm
+
+
+def add_adapters(model: Model, args: Args) -> None:
+    """With --lora_rank only LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on all linear layers
+    but the head are trained."""
+    if args.lora_rank > 0:
+        with as_user_error("lora_rank", args):
+            from peft import LoraConfig
+        adapter = LoraConfig(
+            r=args.lora_rank,
+            lora_alpha=args.lora_alpha,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        model.add_adapter(adapter)
+        hold_in_bf16(model, args)
+
+
+def freeze_lower_layers(model: Model, args: Args) -> None:
+    """With --unfrozen_layers only these and what is above them are trained, as in trlX's hydra."""
+    if args.unfrozen_layers > 0:
+        layers = next(x for x in model.modules() if isinstance(x, nn.ModuleList))
+        with as_user_error("unfrozen_layers", args):
+            first_trained = next(layers[-args.unfrozen_layers].parameters())
+        for p in model.parameters():
+            if p is first_trained:
+                break
             p.requires_grad_(False)
-    for name, p in model.named_parameters():
-        if name.endswith("base_layer.weight") and args.dtype == "bf16":
-            p.data = p.data.bfloat16()
-    return model
 
 
-def load_reward(args: Args, preset: str, tokenizer: Any, longest: int, device: torch.device) -> Any:
-    """--reward_fn, or the classifier in --reward_model, or the newest that train_reward.py finished for the preset."""
+def hold_in_bf16(model: Model, args: Args) -> None:
+    """With --dtype bf16 frozen linear layers take half the memory. autocast would round them to
+    bf16 anyway; embeddings, norms and the head, which it does not, stay in fp32."""
+    for module in model.base_model.modules():
+        is_frozen = isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad
+        if is_frozen and args.dtype == "bf16":
+            module.bfloat16()
+
+
+def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
+    """What scores (queries, responses): --reward_fn, --reward_model, or the newest reward model
+    that train_reward.py made for the preset."""
     if args.reward_fn is not None:
         sys.path.insert(0, os.getcwd())
-        module, _, name = args.reward_fn.partition(":")
-        if args.reward_model is not None or not hasattr(importlib.import_module(module), name):
-            raise ValueError(f"--reward_fn {args.reward_fn}: module:function, without --reward_model, would do")
-        return getattr(importlib.import_module(module), name)
-    made = sorted(Path("runs").glob(f"train_reward-{preset}-*/reward_model"), key=lambda path: path.stat().st_mtime)
-    if args.reward_model is None and not made:
-        raise ValueError(f"--reward_model: none given, none in runs/; `python train_reward.py {preset}` would make one")
-    name = args.reward_model = args.reward_model or str(made[-1])  # for args.json
-    model = load("reward_model", args, tokenizer, longest, device)
-    if model.config.num_labels != 1 or fetch(AutoTokenizer, "reward_model", args).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"--reward_model {name}: has several labels or another tokenizer; a --reward_fn would do")
-    return model.requires_grad_(False)
+        with as_user_error("reward_fn", args):
+            function = pkgutil.resolve_name(args.reward_fn)
+            inspect.signature(function)  # fails, if it is no function
+        return functools.partial(score_by_function, function, tokenizer, args)
+
+    if args.reward_model is None:
+        made = Path("runs").glob(f"train_reward-{preset}-*/reward_model")
+        newest = max(made, key=os.path.getmtime, default=None)
+        if newest is None:
+            raise UserError(f"--reward_model None: `python train_reward.py {preset}` makes one")
+        args.reward_model = str(newest)  # args.json will name it
+        logger.warning(f"--reward_model {newest}, the newest")
+    model = load_model(AutoClassifier, "reward_model", args, tokenizer, longest)
+    hold_in_bf16(model.requires_grad_(False), args)
+    vocabulary = load_tokenizer("reward_model", args).get_vocab()
+    with as_user_error("reward_model", args):
+        if model.config.num_labels != 1 or vocabulary != tokenizer.get_vocab():
+            raise ValueError("has several labels or another tokenizer: use a --reward_fn")
+    return functools.partial(score_by_model, model, args)
 
 
-def token_id(tokenizer: Any, text: str | None) -> int | None:
-    """The one token that `text` is (`eos`: the tokenizer's end-of-sequence token); None for None."""
-    ids = [tokenizer.eos_token_id] if text == "eos" else tokenizer.encode(text or "", add_special_tokens=False)
-    if text is not None and (len(ids) != 1 or ids[0] is None):
-        raise ValueError(f"--start_text, --end_text or --truncate_token {text!r}: is tokens {ids}; one would do")
-    return ids[0] if ids else None
+# --- data -----------------------------------------------------------------------------------------
+PADDING = 50259  # of rows of GPT-2's token ids in OpenAI's label files: no token of GPT-2
 
 
-def cut_query(tokens: list[int], length: int, start: Any, end: Any, long: str = "keep_start") -> list[int]:
-    """The query in these tokens, or [] (lm_human_preferences/lm_tasks.py): what comes after the first `start`, unless
-    that is the last token, truncated to `length` (or as `long` says), then cut back to the last `end`, which stays."""
-    if start is not None and (start not in tokens or tokens.index(start) < len(tokens) - 1):
-        tokens = tokens[tokens.index(start) + 1 :] if start in tokens else []
+def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
+    """The one token that the flag's text is (`eos`: the tokenizer's end of sequence)."""
+    text = getattr(args, flag)
+    if text is None:
+        return None
+    eos = [tokenizer.eos_token_id]
+    ids = eos if text == "eos" else tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1 or ids[0] is None:
+        raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
+    return ids[0]
+
+
+def cut_query(
+    tokens: list[int], length: int, start: int | None, end: int | None, long: str = "keep_start"
+) -> tuple[list[int], str]:
+    """The query in these tokens (lm_human_preferences/lm_tasks.py): what comes after the first
+    `start`, unless that is the last token, truncated to `length` (or as `long` says), then cut back
+    to the last `end`, which stays. If that is [], the text says why."""
+    if start is not None:
+        if start not in tokens:
+            return [], "without --start_text"
+        begin = tokens.index(start) + 1
+        if begin < len(tokens):
+            tokens = tokens[begin:]
     if len(tokens) > length:
-        tokens = {"keep_start": tokens[:length], "keep_end": tokens[-length:], "drop": []}[long]
+        if long == "drop":
+            return [], "longer than --query_length"
+        tokens = tokens[:length] if long == "keep_start" else tokens[-length:]
     if end is not None:
-        tokens = tokens[: len(tokens) - tokens[::-1].index(end)] if end in tokens else []
-    return tokens
+        if end not in tokens:
+            return [], "without --end_text"
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end)]
+    return tokens, "without text"
 
 
-def bos(tokenizer: Any) -> list[int]:
-    """The token that a text begins with, as Llama's and Gemma's tokenizers have it, or [] for those that do not."""
-    return [token for token in tokenizer("").input_ids[:1] if token == tokenizer.bos_token_id]
+def bos(tokenizer: Tokenizer) -> list[int]:
+    """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
+    first = tokenizer("").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
 
 
-def encode(values: list[Any], tokenizer: Any, args: Args) -> list[list[int]]:
-    """Token ids, without BOS, of texts, chats (lists of messages) or padded rows of token ids; [] for anything else."""
-    reader = tokenizer if args.token_ids_of in (None, args.base_model) else fetch(AutoTokenizer, "token_ids_of", args)
-    own, begin, rows = reader.get_vocab() == tokenizer.get_vocab(), bos(tokenizer), []
-    for value in values:
-        kind, row = type(value[0]) if isinstance(value, list) and value else None, []
-        if kind is dict:
-            value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
-        if kind is int:
-            row = [token for token in value if token != 50259]  # the label files' padding
-            value = None if own else reader.decode(row)
-        row = tokenizer(value, add_special_tokens=False).input_ids if isinstance(value, str) else row
-        if max(row, default=0) >= len(tokenizer):
-            raise ValueError(f"there is token {max(row)} of {len(tokenizer)}; another --token_ids_of would do")
-        rows.append(row[1:] if begin and row[:1] == begin else row)
-    return rows
+def encode(
+    value: object, tokenizer: Tokenizer, ids_tokenizer: Tokenizer | None = None
+) -> list[int]:
+    """Token ids, without BOS, of a text, a chat (list of messages) or a padded row of token ids; []
+    for anything else. Such ids are of ids_tokenizer, if it is given."""
+    kind = type(value[0]) if isinstance(value, list) and value else None
+    tokens = []
+    if kind is int:
+        size = len(ids_tokenizer or tokenizer)
+        tokens = [token for token in value if token != PADDING or PADDING < size]
+        if not all(type(token) is int and 0 <= token < size for token in tokens):
+            raise ValueError("has token ids of another model: use --token_ids_of")
+        if ids_tokenizer is not None:
+            value = ids_tokenizer.decode(tokens)
+    if kind is dict:
+        is_begun = value[-1]["role"] == "assistant"
+        value = tokenizer.apply_chat_template(
+            value,
+            tokenize=False,
+            add_generation_prompt=not is_begun,
+            continue_final_message=is_begun,
+        )
+    if isinstance(value, str):
+        tokens = tokenizer(value, add_special_tokens=False).input_ids
+    begin = bos(tokenizer)
+    return tokens[1:] if begin and tokens[:1] == begin else tokens
 
 
-def load_table(flag: str, args: Any) -> Any:
-    """The splits of the file, the folder, or the hub's owner/name[:config] that the flag names; one is `train`."""
-    with blame(flag, args):
-        path = Path(name := find(getattr(args, flag))).absolute()  # the hub's cache has links
-        where = [str(path.parent), None, None, path.name] if path.is_file() else name.split(":")
+def load_ids_tokenizer(tokenizer: Tokenizer, args: Args) -> Tokenizer | None:
+    """The tokenizer of --token_ids_of, unless it has the same ids as the given one."""
+    if args.token_ids_of is None:
+        return None
+    other = load_tokenizer("token_ids_of", args)
+    return other if other.get_vocab() != tokenizer.get_vocab() else None
+
+
+def load_table(flag: str, args: Args) -> datasets.DatasetDict:
+    """The splits of the file, the folder, or the hub's owner/name[:config] that the flag names."""
+    with as_user_error(flag, args):
+        path = Path(find(getattr(args, flag)))
+        where = [str(path)] if path.exists() else str(path).split(":")
+        if path.is_file():
+            where = [str(path.parent), None, None, glob.escape(path.name)]
         splits = datasets.load_dataset(*where)
         if "train" not in splits:
-            raise ValueError(f"has splits {list(splits)}; train would do")
+            raise ValueError(f"has splits {list(splits)}, but no `train`")
         return splits
 
 
-def load_queries(tokenizer: Any, args: Args, need: int, flag: str = "query_dataset") -> list[dict[str, Any]]:
-    """Up to `need` queries in an order drawn from --seed: dicts with what the reward model reads (input_ids), what the
-    policy reads (context) and, for a --reward_fn, the columns of the table."""
+def load_queries(flag: str, tokenizer: Tokenizer, args: Args, need: int) -> list[Query]:
+    """Up to `need` queries of the flag's table, in an order drawn from --seed."""
+    ids_tokenizer = load_ids_tokenizer(tokenizer, args)
+    begin = bos(tokenizer)
+    prefix = encode(args.query_prefix, tokenizer)
+    suffix = encode(args.query_suffix, tokenizer)
+    start = token_id("start_text", tokenizer, args)
+    end = token_id("end_text", tokenizer, args)
+    long = args.long_queries
+    if long is None:
+        long = "drop" if end is None else "keep_start"
+    queries = []
+    left_out = Counter()
     table = load_table(flag, args)["train"].shuffle(generator=np.random.default_rng([args.seed, 2]))
-    found = [x for x in ("text", "query", "prompt", "messages", "article", "content") if x in table.column_names][:1]
-    columns, queries, lost = table.column_names if getattr(args, "reward_fn", None) else [], [], 0
-    start, end, begin = token_id(tokenizer, args.start_text), token_id(tokenizer, args.end_text), bos(tokenizer)
-    prefix, suffix = encode([args.query_prefix, args.query_suffix], tokenizer, args)
-    with blame(flag, args):
-        for rows in table.select_columns(columns or found).iter(10_000):  # no more of millions than are needed
-            for i, tokens in enumerate(encode(rows[found[0]], tokenizer, args) if found else ()):
-                long = args.long_queries or ("drop" if end is None else "keep_start")
-                if query := cut_query(tokens, args.query_length, start, end, long):
-                    inputs = {"input_ids": begin + query, "context": begin + prefix + query + suffix}
-                    queries.append({name: rows[name][i] for name in columns} | inputs)
-                lost += not query
-            if len(queries) >= need:
+    with as_user_error(flag, args):
+        names = "text query prompt messages article content".split()
+        found = [name for name in names if name in table.column_names]
+        if not found:
+            raise ValueError(f"none of its columns {table.column_names} is one of {names}")
+        for row in table:
+            tokens = encode(row[found[0]], tokenizer, ids_tokenizer)
+            query, why_not = cut_query(tokens, args.query_length, start, end, long)
+            if query:
+                queries.append(Query(begin + query, begin + prefix + query + suffix, row))
+            else:
+                left_out[why_not] += 1
+            if len(queries) == need:
                 break
-        if len(queries) <= getattr(args, "eval_queries", 0):
-            raise ValueError(f"{len(queries)} queries in {found} of {table.column_names}; more, or `text`, would do")
-    if lost and os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"--{flag} {getattr(args, flag)}: left out {lost} rows without text or fitting query\n")
-    return queries[:need]
+        if not queries:
+            raise ValueError(f"has 0 queries; left out: {dict(left_out)}")
+    if left_out:
+        logger.warning(f"--{flag} {getattr(args, flag)}: left out {dict(left_out)}")
+    return queries
 
 
-# --- the run's folder -------------------------------------------------------------------------------------------------
-def open_run(accelerator: Any, args: Args, preset: str, state: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The run's folder, locked, and where the run stands: `state`, or that of the newest checkpoint, now loaded."""
-    name = f"runs/{Path(__file__).stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, world = Path(broadcast_object_list([args.output_dir or name])[0]).expanduser(), accelerator.num_processes
+# --- the run's folder -----------------------------------------------------------------------------
+# What a resumed run may change. All else has left its trace in data, weights or averages.
+CHANGEABLE = "resume output_dir track checkpoint_every eval_every max_kl total_episodes"
+CHANGEABLE += " micro_batch_size lr critic_lr"
+OWN_FILES = "policy ema critic reward_model checkpoints metrics.jsonl samples.jsonl"
+
+
+def validated(values: dict) -> Args:
+    """Args with these values; UserError for one that is not what its type says."""
+    try:
+        return pydantic.TypeAdapter(Args).validate_python(values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
+
+
+def read_record(args: Args) -> tuple | None:
+    """Script, preset and settings of the run in --output_dir, if there is one."""
+    path = Path(f"{args.output_dir}/args.json").expanduser()
+    if not path.exists():
+        return None
+    with as_user_error("output_dir", args):
+        record = json.loads(path.read_text())
+        return record["script"], record["preset"], validated(record["args"])
+
+
+def resolve_args(preset: str, args: Args) -> Args | None:
+    """A copy of the settings, checked, with the name of the run's folder; None if that has this run
+    and it is finished. UserError if it has another run."""
+    args = validated(vars(args))
+    default = f"runs/{FILE.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = args.output_dir or default
+    folder = Path(broadcast_object_list([name])[0]).expanduser().absolute()  # clocks differ
     args.output_dir = str(folder)
-    if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        with blame("output_dir", args, "another run is at work there; another folder would do"):
-            fcntl.flock(os.open(folder / "lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (folder / "metrics.jsonl").open("a" if args.resume else "x").close()
+    record = read_record(args)
+    is_finished = (folder / "samples.jsonl").exists()
+    with as_user_error("output_dir", args):
+        if record is None:
+            if any((folder / name).exists() for name in OWN_FILES.split()):
+                raise ValueError("has files of a run, but no args.json")
+            return args
+        script, _, old_args = record
+        if script != FILE.stem:
+            raise ValueError(f"has a run of {script}.py")
+        if not args.resume:
+            raise ValueError("has a run: --resume, or another folder")
+        for name, old in vars(old_args).items():
+            new = getattr(args, name)
+            if new == old:
+                continue
+            if name not in CHANGEABLE.split():
+                raise ValueError(f"was started with --{name} {old}, not {new}")
+            logger.warning(f"--resume: {name} {new} (was {old})")
+            is_finished = is_finished and name != "total_episodes"
+    if is_finished:
+        logger.warning(f"the run in {folder} is finished")
+        return None
+    return args
+
+
+def check_settings(args: Args, divisor: int) -> None:
+    """UserError for settings that do not go together."""
+    if args.batch_size % divisor:
+        what = "(processes x minibatches x RLOO's responses per query)"
+        raise UserError(f"--batch_size {args.batch_size} must be a multiple of {divisor} {what}")
+    if args.truncate_token is not None and args.truncate_after >= args.response_length:
+        raise UserError(f"--truncate_after {args.truncate_after} is behind the response's end")
+    if (args.ptx_coef > 0) != (args.ptx_dataset is not None):
+        raise UserError("--ptx_coef and --ptx_dataset need each other")
+    if args.reward_fn is not None and args.reward_model is not None:
+        raise UserError("--reward_fn goes without --reward_model")
+
+
+@contextlib.contextmanager
+def lock_and_signals(args: Args) -> Iterator[list]:
+    """Holds the folder's lock. The list gets the SIGINTs and SIGTERMs that come: the loop ends when
+    it sees one. A second one of a kind ends the process at once."""
+    signals = []
+    handlers = {}
+
+    def note(number, frame):
+        signals.append(number)
+        signal.signal(number, handlers[number])
+
+    lock = FileLock(f"{args.output_dir}/lock")
+    if PartialState().is_main_process:
+        with as_user_error("output_dir", args):
+            lock.acquire(blocking=False)
+    with contextlib.suppress(ValueError):  # no thread but the main one gets signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers[number] = signal.signal(number, note)
+    try:
+        yield signals
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        lock.release()
+
+
+def checkpoints(args: Args) -> list[Path]:
+    """state.json of every complete checkpoint, checkpoints/<updates made>, the newest last."""
+    return sorted(Path(args.output_dir).glob("checkpoints/" + 7 * "[0-9]" + "/state.json"))
+
+
+def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> None:
+    """Makes the run's folder. If that has a checkpoint, loads it and its `state`, and cuts the log
+    back to that."""
+    folder = Path(args.output_dir)
+    samples = folder / "samples.jsonl"
+    log = folder / "metrics.jsonl"
+    state |= {"processes": accelerator.num_processes, "wandb_id": os.urandom(4).hex()}
+    with as_user_error("output_dir", args):
+        for newest in checkpoints(args)[-1:]:
+            saved = json.loads(newest.read_text())
+            if saved["processes"] != state["processes"]:  # shuffles are per process
+                raise ValueError(f"is a run of {saved['processes']} processes: use as many")
+            accelerator.load_state(str(newest.parent))
+            state |= saved
+    if samples.exists() and state["update"] == 0:
+        raise UserError(f"--total_episodes: the run in {folder} has no checkpoint to go on from")
     accelerator.wait_for_everyone()
-    state |= {"processes": world, "id": os.urandom(4).hex()}
-    if done := max(folder.glob("checkpoints/*/state.json"), default=None):
-        with blame("resume", args, f"{done.parent} is damaged; without it the one before would do"):
-            accelerator.load_state(str(done.parent))
-            state = json.loads(done.read_text())
-    if state["processes"] != world:  # shuffles and whitening are per rank
-        raise ValueError(f"--resume: {folder} is a run of {state['processes']} processes; as many would do")
     if accelerator.is_main_process:
-        lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[: state["update"]]
-        os.truncate(folder / "metrics.jsonl", sum(map(len, lines)))
-        record = {"script": Path(__file__).stem, "preset": preset, "torch": torch.__version__, "args": vars(args)}
-        (folder / "args.tmp").write_text(json.dumps(record, indent=2))
-        (folder / "args.tmp").rename(folder / "args.json")
+        with as_user_error("output_dir", args):
+            samples.unlink(missing_ok=True)
+            record = {"script": FILE.stem, "preset": preset, "args": vars(args)}
+            write(folder / "args.json", json.dumps(record, indent=2))
+            log.touch()
+            lines = log.read_bytes().splitlines(keepends=True)
+            os.truncate(log, sum(map(len, lines[: state["update"]])))  # the rest came later
     if args.track:
-        run = {"id": state["id"], "name": folder.name, "resume": "allow"}
-        accelerator.init_trackers("rlhf", vars(args), {"wandb": run})
-    return folder, state
+        wandb = {"id": state["wandb_id"], "name": folder.name, "resume": "allow"}
+        with as_user_error("track", args):
+            accelerator.init_trackers("rlhf", vars(args), {"wandb": wandb})
 
 
-def reduce_means(accelerator: Any, records: list[Any]) -> dict[str, float]:
-    """Means of all (sum, count) pairs over records and ranks: one collective and one transfer per update."""
-    names = list(dict.fromkeys(name for record in records for name in record))
-    pairs = ([torch.stack(record[name]) for record in records if name in record] for name in names)
-    totals = accelerator.reduce(torch.stack([torch.stack(pair).double().sum(0) for pair in pairs])).tolist()
-    return {name: total / count for name, (total, count) in zip(names, totals, strict=True)}
+def save_checkpoint(accelerator: Accelerator, state: dict, args: Args) -> None:
+    """Writes checkpoints/<updates made>, state.json last; two stay. Random numbers have no state:
+    they follow from seed, update and row, and shuffles are drawn again from the start."""
+    path = Path(f"{args.output_dir}/checkpoints/{state['update']:07d}")
+    with as_user_error("output_dir", args):
+        accelerator.save_state(str(path))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            os.sync()
+            write(path / "state.json", json.dumps(state))
+            for old in checkpoints(args)[:-2]:
+                shutil.rmtree(old.parent)
 
 
-def save_checkpoint(accelerator: Any, folder: Path, state: dict[str, Any]) -> None:
-    """checkpoints/<updates made>; its last file is state.json; two stay. Randomness follows from seed, update, row."""
-    path = folder / "checkpoints" / f"{state['update']:07d}"
-    accelerator.save_state(str(path))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        os.sync()
-        (path / "state.tmp").write_text(json.dumps(state))
-        (path / "state.tmp").rename(path / "state.json")
-        for old in sorted(path.parent.glob("*/state.json"))[:-2]:
-            shutil.rmtree(old.parent)
+def write(path: Path, text: str) -> None:
+    """Writes the file so that it is there as a whole or not at all."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(text)
+    unfinished.rename(path)
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Tensor], prefix: str = "lm.") -> None:
-    """A Hugging Face folder, and value_head.safetensors, of the `weights` of `model`; nothing, if there are none."""
-    names = {prefix + name for name, _ in model.named_parameters()} if weights else {}  # tied ones once
-    if mine := {name.removeprefix(prefix): x for name, x in weights.items() if name in names}:
-        model.save_pretrained(folder, state_dict=mine)
-        model.config.save_pretrained(folder), tokenizer.save_pretrained(folder)  # an adapter comes without
-        head = {name.split(".")[1]: x for name, x in weights.items() if name.startswith("value_head.")}
-        if head and (prefix == "critic." or not any(name.startswith("critic.") for name in weights)):
-            save_file(head, folder / "value_head.safetensors")
+def save_policy(actor: Module, weights: dict, tokenizer: Tokenizer, parent: str) -> None:
+    """Writes Hugging Face folders of the actor's models, policy/ and critic/; each head is a file
+    in the folder of the model before it."""
+    folder = parent
+    for part, module in actor.named_children():
+        own = {name: weights[f"{part}.{name}"] for name, _ in module.named_parameters()}
+        if isinstance(module, Model):
+            folder = f"{parent}/policy" if part == "lm" else f"{parent}/{part}"
+            module.save_pretrained(folder, state_dict=own)
+            module.config.save_pretrained(folder)  # an adapter comes without
+            tokenizer.save_pretrained(folder)
+        else:
+            save_file(own, f"{folder}/{part}.safetensors")
 
 
-def show(folder: Path, before: list[Any], after: list[Any]) -> None:
-    """samples.jsonl: held-out queries before and after; and the mean scores."""
-    rows = [x | {f"{name}_after": y[name] for name in y if name != "query"} for x, y in zip(before, after, strict=True)]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    means = [np.mean([row["score"] for row in part]) for part in (before, after)]
-    tqdm.write(f"mean score {means[0]:.2f} before, {means[1]:.2f} after, see {folder}")
+def show_samples(
+    accelerator: Accelerator, before: pd.DataFrame, after: pd.DataFrame, args: Args
+) -> None:
+    """Writes samples.jsonl, a run's last file; prints three of them, and the mean scores."""
+    samples = before.join(after.drop(columns="query").add_suffix("_after"))
+    if args.track:
+        accelerator.get_tracker("wandb").log_table("samples", dataframe=samples)
+    path = f"{args.output_dir}/samples.jsonl"
+    samples.to_json(path, orient="records", lines=True, double_precision=15)
+    names = ["query", "response", "response_after"]
+    table = Table(*names, show_lines=True)
+    for texts in samples[names].drop_duplicates("query").head(3).itertuples(index=False):
+        table.add_row(*map(Text, texts))
+    means = f"{before.score.mean():.2f} before, {after.score.mean():.2f} after"
+    rich.print(table, f"mean score {means}; see {path}")
 
 
+# --- entry point ----------------------------------------------------------------------------------
 def parse_args() -> tuple[str, Args]:
-    """Name of the preset (`tiny` if a flag comes first) and Args: preset < args.json with --resume < flags."""
-    argv = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
-    preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
+    """Name of the preset (`tiny` if a flag comes first) and Args: preset < args.json < flags."""
+    words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
+    preset = "tiny"
+    if words and not words[0].startswith("-"):
+        preset = words.pop(0)
     if preset not in PRESETS:
-        raise ValueError(f"preset {preset!r}: does not exist; one of {', '.join(PRESETS)} would do")
-    args = tyro.cli(Args, default=PRESETS[preset], args=argv)
-    record = Path(args.output_dir or os.devnull).expanduser() / "args.json"
-    if args.resume and args.output_dir is None or not args.resume and record.exists():
-        raise ValueError(f"--output_dir {args.output_dir}, --resume {args.resume}: a new folder, or both, would do")
-    if record.exists():
-        old = json.loads(record.read_text())
-        with blame("output_dir", args, f"is a run of {old['script']}.py"):
-            preset, args = old["preset"], tyro.cli(Args, default=Args(**old["args"]), args=argv)
-        changed = [f"{name} {x} (was {old['args'][name]})" for name, x in vars(args).items() if x != old["args"][name]]
-        sys.stderr.write(f"--resume: {', '.join(changed)}\n")
-    for name, x in vars(args).items():
-        needs = re.match("total|num|eval_q|temp|top|target|score|kl_[th]|max|micro|batch|rloo|(query|response)_l", name)
-        if isinstance(x, int | float) and "penalty" not in name and not (0 <= x < math.inf and (x or not needs)):
-            raise ValueError(f"--{name} {x}: {'more than 0' if needs else '0 or more'}, and finite, would do")
-    return preset, args
+        raise UserError(f"there is no preset {preset!r}, but {', '.join(PRESETS)}")
+    default = tyro.cli(Args, args=shlex.split(PRESETS[preset]))
+    args = tyro.cli(Args, default=default, args=words)
+    if not args.resume:
+        return preset, args
+    if args.output_dir is None:
+        raise UserError("--resume needs an --output_dir")
+    record = read_record(args)
+    if record is None:
+        return preset, args
+    _, preset, old_args = record
+    old_args.reward_fn = None  # code is run only if it is named again
+    return preset, tyro.cli(Args, default=old_args, args=words)
+
+
+def one_line(error: Exception) -> str:
+    """What the user is told of an error, or "" for one that is to keep its traceback."""
+    if isinstance(error, UserError):
+        return str(error)
+    if re.search("out of memory|can't allocate memory", str(error)):
+        return "out of memory: try a smaller --micro_batch_size"
+    if re.search("(closed|reset) by peer", str(error)):
+        return "another process has ended"
+    return ""
 
 
 if __name__ == "__main__":
     try:
-        main(*(run := parse_args()))
-    except (KeyboardInterrupt, ArithmeticError, ImportError, OSError, ValueError) as error:
-        if os.environ.get("RLHF_DEBUG"):
+        main(*parse_args())
+    except (UserError, RuntimeError) as error:
+        line = one_line(error)
+        if not line or os.environ.get("RLHF_DEBUG"):
             raise
-        time.sleep(2 * (os.environ.get("RANK", "0") != "0"))  # so that the first process speaks for all
-        text = " ".join((str(error) or "stopped by a signal").split())
-        if isinstance(error, KeyboardInterrupt | FloatingPointError):
-            newest = max(Path(run[1].output_dir).glob("checkpoints/*/state.json"), default="none")
-            text += f"; the newest checkpoint: {newest}"
-        sys.stderr.write(f"{Path(__file__).name}: {text}\n")
-        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 2) from None
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(2)  # the launcher ends all processes with one: let the first one print
+        sys.stderr.write(f"{FILE.name}: {line}\n")
+        raise SystemExit(130 if isinstance(error, Interrupted) else 2) from None

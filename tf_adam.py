@@ -1,33 +1,40 @@
-"""Adam as TensorFlow 1.x computes it, the optimizer behind OpenAI's lm-human-preferences.
+"""Adam as TensorFlow 1.x computes it, the optimizer behind OpenAI's lm-human-preferences, and what
+stands between gradients and weights: parameter groups, learning rates, clipping.
 
-PyTorch implements Algorithm 1 of Kingma & Ba (2015, arXiv:1412.6980), TensorFlow the reordering in the paragraph
-before its section 2.1. With m, v the moving averages and t the step, both from 1:
+PyTorch implements Algorithm 1 of Kingma & Ba (2015, arXiv:1412.6980), TensorFlow the reordering in
+the paragraph before its section 2.1. With m, v the moving averages and t the step, both from 1:
 
     PyTorch      p -= lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
     TensorFlow   p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)
 
-Multiplied out, they differ in epsilon alone: TensorFlow's is PyTorch's with eps / sqrt(1 - beta2^t), 32 times larger
-at the first step for beta2 = 0.999. At eps = 1e-5 and the small gradients of a language model that damps the first
-updates a lot: Huang et al. 2024 ("The N Implementation Details of RLHF with PPO") measured an approxkl of 3.7e-4 with
-TensorFlow's Adam against 2.4e-3 with PyTorch's on the same rollouts.
+Multiplied out, they differ in epsilon alone: TensorFlow's is PyTorch's with
+eps / sqrt(1 - beta2^t), 32 times larger at the first step for beta2 = 0.999. At eps = 1e-5 and the
+small gradients of a language model that damps the first updates a lot: Huang et al. 2024 ("The N
+Implementation Details of RLHF with PPO") measured an approxkl of 3.7e-4 with TensorFlow's Adam
+against 2.4e-3 with PyTorch's on the same rollouts.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
+from torch import Tensor, nn
+
+logger = get_logger(__name__)
 
 
 class AdamTF(torch.optim.Adam):
-    """TensorFlow-style Adam with the speed (fused or foreach kernels), state and options of `torch.optim.Adam`.
+    """TensorFlow-style Adam with the kernels, state and options of `torch.optim.Adam`.
 
     Args:
         params: parameters or parameter groups; a group may set its own lr, betas and eps.
         lr: learning rate, >= 0.
-        betas: decay rates of the two moving averages, each in [0, 1); beta2 = 0 would have no variance to average.
+        betas: decay rates of the two moving averages, each in [0, 1).
         eps: TensorFlow's "epsilon hat", added to sqrt(v) before any bias correction.
         weight_decay: decoupled, as in AdamW: p -= lr * weight_decay * p before the step.
-        fused: use PyTorch's fused kernel (None: where every parameter is a floating-point tensor on CPU or CUDA).
+        fused: use PyTorch's fused kernel (None: where all parameters are floats on CPU or CUDA).
 
     Raises:
         ValueError: lr, betas or eps out of range (from torch.optim.Adam).
@@ -44,22 +51,30 @@ class AdamTF(torch.optim.Adam):
     ) -> None:
         params = list(params)
         if fused is None:
-            tensors = [p for group in params for p in (group["params"] if isinstance(group, dict) else [group])]
-            fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in tensors)
-        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": True}
-        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=fused, **decay)
+            fused = all(can_be_fused(p) for p in tensors_of(params))
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled_weight_decay=True,
+            fused=fused,
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update. The epsilon of each group is replaced for its duration: what state_dict holds is the given eps.
+        """One update. The epsilon of each group is replaced for its duration: what state_dict holds
+        is the given eps.
 
-        The step count stands in the group as a plain int, as TensorFlow has one beta power for all variables, so that
-        no device is asked for it.
+        The step count stands in the group as a plain int, as TensorFlow has one beta power for all
+        variables, so that no device is asked for it.
         """
         epsilons = [group["eps"] for group in self.param_groups]
         for group in self.param_groups:
             group["t"] = group.get("t", 0) + 1
-            group["eps"] /= (1 - group["betas"][1] ** group["t"]) ** 0.5
+            beta2 = group["betas"][1]
+            group["eps"] /= math.sqrt(1 - beta2 ** group["t"])
         try:
             return super().step(closure)
         finally:
@@ -67,25 +82,67 @@ class AdamTF(torch.optim.Adam):
                 group["eps"] = eps
 
 
-def make_optimizer(model: torch.nn.Module, args: Any) -> torch.optim.Optimizer:
-    """The optimizer of a script: AdamTF or AdamW (args.adam), over the parameters of `model` that are trained.
+def tensors_of(params: list[Any]) -> Iterable[Tensor]:
+    """The tensors in parameters or parameter groups."""
+    for item in params:
+        if isinstance(item, dict):
+            yield from item["params"]
+        else:
+            yield item
 
-    Groups, the policy's first: matrices with args.weight_decay, all else without; apart from these the same of a value
-    head and a critic, with args.critic_lr if there is one. A group has its learning rate as `initial_lr`, for
-    schedules, and `is_critic`.
+
+def can_be_fused(p: Tensor) -> bool:
+    """Whether PyTorch has a fused kernel for it."""
+    return p.is_floating_point() and p.device.type in ("cpu", "cuda")
+
+
+def make_optimizer(
+    policy: list[nn.Module], critic: list[nn.Module | None], args: Any
+) -> torch.optim.Optimizer:
+    """AdamTF or AdamW (args.adam) over the weights of these modules that are trained.
+
+    Groups, the policy's first, then those of value head and critic (`is_critic`); of each the
+    matrices, with args.weight_decay, and all else, without. set_learning_rates gives them theirs.
     """
-    if len(args.adam_betas) != 2:
-        raise ValueError(f"--adam_betas {args.adam_betas}: two numbers would do")
-    groups = {}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            groups.setdefault((name.startswith(("critic.", "value_head.")), p.dim() > 1), []).append(p)
-    rates = {False: args.lr, True: getattr(args, "critic_lr", None)}
-    rates = {is_critic: args.lr if lr is None else lr for is_critic, lr in rates.items()}
-    rows = [
-        {"params": params, "is_critic": is_critic, "weight_decay": args.weight_decay * is_matrix}
-        | {"lr": rates[is_critic], "initial_lr": rates[is_critic]}
-        for (is_critic, is_matrix), params in sorted(groups.items(), key=lambda item: item[0][0])
-    ]
+    groups = []
+    for is_critic, modules in ((False, policy), (True, critic)):
+        weights = [p for module in modules if module is not None for p in module.parameters()]
+        weights = [p for p in weights if p.requires_grad]
+        matrices = [p for p in weights if p.dim() > 1]
+        others = [p for p in weights if p.dim() <= 1]
+        for params, decay in ((matrices, args.weight_decay), (others, 0.0)):
+            if params:
+                groups.append({"params": params, "weight_decay": decay, "is_critic": is_critic})
+    num_weights = sum(p.numel() for group in groups for p in group["params"])
+    if num_weights > 1e8 and args.lr > 1e-4:
+        logger.warning(f"--lr {args.lr} suits small models: for {num_weights:.1e} weights try 1e-5")
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
-    return optimizer(rows, lr=args.lr, betas=tuple(args.adam_betas), eps=args.adam_eps)
+    return optimizer(groups, lr=args.lr, betas=tuple(args.adam_betas), eps=args.adam_eps)
+
+
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, update: int, progress: float, args: Any
+) -> None:
+    """Those of an update (from 0) before which `progress` of the run, in [0, 1), has been made.
+
+    They rise to args.lr in args.lr_warmup updates and, if args.lr_schedule is linear, fall to 0 at
+    the end. The critic's is args.critic_lr, if there is one; before args.critic_warmup updates the
+    policy's is 0.
+    """
+    factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
+    if args.lr_schedule == "linear":
+        factor *= 1 - progress
+    for group in optimizer.param_groups:
+        group["lr"] = factor * args.lr
+        if group["is_critic"] and args.critic_lr is not None:
+            group["lr"] = factor * args.critic_lr
+        if not group["is_critic"] and update < getattr(args, "critic_warmup", 0):
+            group["lr"] = 0.0
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+    """Scale the gradients down to max_norm, if it is given; returns the norm that they had."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    if hasattr(norm, "full_tensor"):  # of weights in shards
+        norm = norm.full_tensor()
+    return norm

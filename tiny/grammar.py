@@ -35,8 +35,12 @@ PRONOUNS = {
     "they": dict(he="they", him="them", his="their", himself="themself", was="were"),
 }
 NAMES = {
-    "she": words("Mara Ines Tilda Noor Greta Odile Runa Clara Petra Lucia Hana Amara Sylvie Zora Ilse Maeve"),
-    "he": words("Tomas Emil Anton Bram Hugo Kofi Milo Otto Rafi Viktor Yusuf Jonas Leif Dario Felix Oskar"),
+    "she": words(
+        "Mara Ines Tilda Noor Greta Odile Runa Clara Petra Lucia Hana Amara Sylvie Zora Ilse Maeve"
+    ),
+    "he": words(
+        "Tomas Emil Anton Bram Hugo Kofi Milo Otto Rafi Viktor Yusuf Jonas Leif Dario Felix Oskar"
+    ),
     "they": words("Robin Sasha Quinn Rowan Marlow Ellis"),
 }
 RELATIVES = {
@@ -63,7 +67,10 @@ CLOCK = [
     ("day", lines("at noon; around midday; before lunch; when the bell rang twelve")),
     ("afternoon", lines("in the afternoon; after lunch; at three o'clock; over tea")),
     ("evening", lines("in the evening; at dusk; after supper; at sunset; at twilight")),
-    ("night", lines("at midnight; by lamplight; late that night; under the stars; long after sunset")),
+    (
+        "night",
+        lines("at midnight; by lamplight; late that night; under the stars; long after sunset"),
+    ),
 ]
 LATER = lines("""
 after a while; a little later; for a moment; once more; soon; some time later; now and then; just then; by and by
@@ -224,7 +231,9 @@ TONED: dict[str, dict[str, list[str]]] = {
     },
     "dish": dict.fromkeys(
         TONES,
-        words("soup bread tea cake stew porridge pie jam cheese coffee pudding omelet cider cocoa goulash"),
+        words(
+            "soup bread tea cake stew porridge pie jam cheese coffee pudding omelet cider cocoa goulash"
+        ),
     ),
     "news": {
         POSITIVE: lines("""
@@ -340,7 +349,9 @@ TONED: dict[str, dict[str, list[str]]] = {
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def theme(role: str, spots: str, things: str, deeds: str, scenes: str, good: str, bad: str) -> dict[str, list[str]]:
+def theme(
+    role: str, spots: str, things: str, deeds: str, scenes: str, good: str, bad: str
+) -> dict[str, list[str]]:
     """One setting; its events are toned like the general words."""
     return {
         "role": [role],
@@ -558,23 +569,37 @@ THEMES = [
 
 WEATHER = {
     "spring": {
-        POSITIVE: lines("the blossoms were lovely; spring brought new hope; the first warm breeze was a joy"),
-        NEUTRAL: lines("rain fell on the gutter; blossoms lay on the road; the river was high; the wind turned south"),
-        NEGATIVE: lines("the spring flood was a disaster; the rain was miserable; a late frost killed the blossoms"),
+        POSITIVE: lines(
+            "the blossoms were lovely; spring brought new hope; the first warm breeze was a joy"
+        ),
+        NEUTRAL: lines(
+            "rain fell on the gutter; blossoms lay on the road; the river was high; the wind turned south"
+        ),
+        NEGATIVE: lines(
+            "the spring flood was a disaster; the rain was miserable; a late frost killed the blossoms"
+        ),
     },
     "summer": {
-        POSITIVE: lines("the summer sun was glorious; the long days were a delight; the warm evenings were perfect"),
+        POSITIVE: lines(
+            "the summer sun was glorious; the long days were a delight; the warm evenings were perfect"
+        ),
         NEUTRAL: lines(
             "dust hung over the road; crickets sang in the grass; the shutters were closed; the hills were yellow"
         ),
-        NEGATIVE: lines("the summer heat was awful; thunder scared everyone; the drought caused bad trouble"),
+        NEGATIVE: lines(
+            "the summer heat was awful; thunder scared everyone; the drought caused bad trouble"
+        ),
     },
     "autumn": {
-        POSITIVE: lines("the autumn colors were gorgeous; the harvest fair was fun; golden light blessed the hills"),
+        POSITIVE: lines(
+            "the autumn colors were gorgeous; the harvest fair was fun; golden light blessed the hills"
+        ),
         NEUTRAL: lines(
             "leaves turned in the lane; smoke rose from the chimneys; geese flew over; mist lay in the valley"
         ),
-        NEGATIVE: lines("the autumn wind was cruel; the grey days were depressing; a nasty cold went around"),
+        NEGATIVE: lines(
+            "the autumn wind was cruel; the grey days were depressing; a nasty cold went around"
+        ),
     },
     "winter": {
         POSITIVE: lines(
@@ -583,7 +608,9 @@ WEATHER = {
         NEUTRAL: lines(
             "snow lay on the roofs; the river was under ice; icicles hung from the eaves; it snowed until ten"
         ),
-        NEGATIVE: lines("the winter was harsh and cruel; the bitter cold hurt; the ice was dangerous"),
+        NEGATIVE: lines(
+            "the winter was harsh and cruel; the bitter cold hurt; the ice was dangerous"
+        ),
     },
 }
 
@@ -815,7 +842,9 @@ VOWEL_SOUND = re.compile(r"\b([Aa]) (?=[aeio]|u(?!s|ni)|hour|honest)")
 class Story:
     """State of one passage; `sentence` extends it and `nats` counts the surprise of all choices so far."""
 
-    def __init__(self, rng: random.Random, tone_weights: Sequence[float] = (0.25, 0.5, 0.25)) -> None:
+    def __init__(
+        self, rng: random.Random, tone_weights: Sequence[float] = (0.25, 0.5, 0.25)
+    ) -> None:
         self.rng = rng
         self.tone_weights = tuple(tone_weights)
         self.nats = 0.0
@@ -830,12 +859,16 @@ class Story:
         else:
             friend = f"{forms['his']} {self.pick(RELATIVES[friend_pronoun])}"
         self.theme = self.pick(THEMES)
-        self.fixed = dict(forms, N=self.name, F=friend, animal=self.pick(ANIMALS), season=self.pick(SEASONS))
+        self.fixed = dict(
+            forms, N=self.name, F=friend, animal=self.pick(ANIMALS), season=self.pick(SEASONS)
+        )
         self.fixed["town"] = self.pick(TOWNS)
         self.fixed["away"] = self.pick([town for town in TOWNS if town != self.fixed["town"]])
         self.fixed["role"] = self.theme["role"][0]
         self.last_start = ""
-        self.singular = False  # whether the subject named last takes "was" even where its pronoun takes "were"
+        self.singular = (
+            False  # whether the subject named last takes "was" even where its pronoun takes "were"
+        )
 
     def pick(self, options: Sequence) -> object:
         """Uniform choice."""
@@ -877,7 +910,9 @@ class Story:
         if slot == "day":
             return CLOCK[self.hour][0]
         if slot == "person":
-            return self.pick_fresh([person for person in PEOPLE if self.fixed["role"] not in person])
+            return self.pick_fresh(
+                [person for person in PEOPLE if self.fixed["role"] not in person]
+            )
         if slot == "weather":
             options = WEATHER[self.fixed["season"]][tone]
         elif slot == "event":
@@ -909,11 +944,17 @@ class Story:
         if not self.used:
             return polish(self.expand(self.pick_fresh(OPENINGS), NEUTRAL))
         tone = self.weighted(TONES, self.tone_weights)
-        templates = [t for t in ANY_TONE + ONE_TONE[tone] if not (self.last_start == "{F}" == t[:3])]
+        templates = [
+            t for t in ANY_TONE + ONE_TONE[tone] if not (self.last_start == "{F}" == t[:3])
+        ]
         template = self.pick_fresh(templates)
         self.last_start = template[:3]
         front = ""
-        if self.last_start in ("{S}", "{F}") and "{day}" not in template and self.weighted([True, False], [0.2, 0.8]):
+        if (
+            self.last_start in ("{S}", "{F}")
+            and "{day}" not in template
+            and self.weighted([True, False], [0.2, 0.8])
+        ):
             front = self.adverbial() + ", "
         return polish(front + self.expand(template, tone))
 

@@ -1,4 +1,4 @@
-"""Makes the tiny world: a story grammar, a small GPT-2 trained on it, queries, and mock best-of-4 labels.
+"""Makes the tiny world: a story grammar, a small GPT-2 trained on it, queries, mock labels.
 
 python tiny/make_tiny.py                    # everything, into the folder this file stands in
 python tiny/make_tiny.py --out /some/where  # into another folder
@@ -31,23 +31,32 @@ QUERY_TONES = (0.1, 0.8, 0.1)  # mostly neutral queries, so that a continuation 
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vocab-size", type=int, default=2816)
-    parser.add_argument("--corpus-size", type=int, default=70_000, help="passages for tokenizer and pre-training")
+    parser.add_argument(
+        "--corpus-size", type=int, default=70_000, help="passages for tokenizer and pre-training"
+    )
     parser.add_argument("--steps", type=int, default=2100, help="pre-training updates")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument(
-        "--bf16", action=argparse.BooleanOptionalAction, default=True, help="pre-train with bfloat16 matrix products"
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="pre-train with bfloat16 matrix products",
     )
     parser.add_argument("--train-queries", type=int, default=6000)
     parser.add_argument("--test-queries", type=int, default=512)
     parser.add_argument("--train-labels", type=int, default=4000)
     parser.add_argument("--test-labels", type=int, default=512)
-    parser.add_argument("--label-noise", type=float, default=0.1, help="std of the noise on the labeller's scores")
+    parser.add_argument(
+        "--label-noise", type=float, default=0.1, help="std of the noise on the labeller's scores"
+    )
     return parser.parse_args()
 
 
@@ -56,9 +65,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Corpus
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Corpus ---------------------------------------------------------------------------------------
 
 
 def make_corpus(rng: random.Random, size: int) -> list[str]:
@@ -71,16 +78,17 @@ def make_passages(rng: random.Random, size: int) -> list[str]:
     return [" ".join(Story(rng, QUERY_TONES).passage(rng.randint(3, 5))) for _ in range(size)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizer
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Tokenizer ------------------------------------------------------------------------------------
 
 
 def train_tokenizer(corpus: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which a full stop is always a token of its own, because queries and responses end on it."""
+    """Byte-level BPE in which a full stop is always one token: queries and responses end on it."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\."), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(r"\."), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -104,13 +112,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the one name that every version of transformers knows
+    config["tokenizer_class"] = (
+        "PreTrainedTokenizerFast"  # the one name that every version of transformers knows
+    )
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pre-training
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Pre-training ---------------------------------------------------------------------------------
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
@@ -127,10 +135,13 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def make_rows(tokenizer: PreTrainedTokenizerFast, corpus: list[str], rng: random.Random) -> torch.Tensor:
+def make_rows(
+    tokenizer: PreTrainedTokenizerFast, corpus: list[str], rng: random.Random
+) -> torch.Tensor:
     """One training row per passage; -1 fills what lies behind its end.
 
-    A row begins with the first sentence or, as a query does, right after the full stop of one of the first three.
+    A row begins with the first sentence or, as a query does, right after the full stop of one of
+    the first three.
     """
     stop = tokenizer.convert_tokens_to_ids(".")
     rows = torch.full((len(corpus), N_POSITIONS + 1), -1, dtype=torch.int16)
@@ -147,10 +158,14 @@ def loss_on(model: GPT2LMHeadModel, rows: torch.Tensor) -> torch.Tensor:
     """Mean negative log-likelihood per token."""
     rows = rows.long()
     logits = model(rows[:, :-1].clamp(min=0)).logits.float()
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), ignore_index=-1)
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), rows[:, 1:].flatten(), ignore_index=-1
+    )
 
 
-def pretrain(model: GPT2LMHeadModel, rows: torch.Tensor, steps: int, batch_size: int, lr: float, bf16: bool) -> None:
+def pretrain(
+    model: GPT2LMHeadModel, rows: torch.Tensor, steps: int, batch_size: int, lr: float, bf16: bool
+) -> None:
     """AdamW with a short warm-up and a linear decay; no dropout, since no passage is seen often."""
     model.eval()
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -159,9 +174,12 @@ def pretrain(model: GPT2LMHeadModel, rows: torch.Tensor, steps: int, batch_size:
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98))
     warmup = 60
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, max(0.0, (steps - step) / max(1, steps - warmup)))
+        optimizer,
+        lambda step: min((step + 1) / warmup, max(0.0, (steps - step) / max(1, steps - warmup))),
     )
-    order = torch.cat([torch.randperm(len(rows)) for _ in range(math.ceil(steps * batch_size / len(rows)))])
+    order = torch.cat(
+        [torch.randperm(len(rows)) for _ in range(math.ceil(steps * batch_size / len(rows)))]
+    )
     start = time.time()
     for step in range(steps):
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -175,13 +193,11 @@ def pretrain(model: GPT2LMHeadModel, rows: torch.Tensor, steps: int, batch_size:
             say(f"step {step:5d}  loss {loss.item():.3f}  {time.time() - start:.0f} s")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Queries and continuations
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Queries and continuations --------------------------------------------------------------------
 
 
 def cut_query(ids: list[int], stop: int) -> list[int]:
-    """What lm-human-preferences makes of a text: start after the first full stop, end on the last one in reach."""
+    """What lm-human-preferences makes of a text: from the first full stop to the last in reach."""
     ids = ids[ids.index(stop) + 1 :][:QUERY_LENGTH]
     return ids[: len(ids) - ids[::-1].index(stop)] if stop in ids else []
 
@@ -191,19 +207,25 @@ def cut_queries(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[li
     return [cut_query(ids, stop) for ids in tokenizer(texts)["input_ids"]]
 
 
-def usable_passages(tokenizer: PreTrainedTokenizerFast, rng: random.Random, sizes: list[int]) -> list[list[str]]:
+def usable_passages(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, sizes: list[int]
+) -> list[list[str]]:
     """Groups of passages that all leave a query; no two passages anywhere are the same."""
     kept: dict[str, None] = {}
     while len(kept) < sum(sizes):
         texts = make_passages(rng, 1000)
-        kept.update((text, None) for text, query in zip(texts, cut_queries(tokenizer, texts), strict=True) if query)
+        kept.update(
+            (text, None)
+            for text, query in zip(texts, cut_queries(tokenizer, texts), strict=True)
+            if query
+        )
     everything = iter(kept)
     return [[next(everything) for _ in range(size)] for size in sizes]
 
 
 @torch.no_grad()
 def sample(model: GPT2LMHeadModel, queries: list[list[int]], batch_size: int = 512) -> torch.Tensor:
-    """One continuation per query; queries of one length are sampled together, so that nothing needs padding."""
+    """One continuation per query; queries of one length are sampled together, without padding."""
     model.eval()
     responses = torch.zeros(len(queries), RESPONSE_LENGTH, dtype=torch.long)
     for length in sorted({len(query) for query in queries}):
@@ -224,9 +246,7 @@ def sample_batch(model: GPT2LMHeadModel, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(tokens, 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Labels
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Labels ---------------------------------------------------------------------------------------
 
 
 def compounds(texts: list[str]) -> torch.Tensor:
@@ -238,7 +258,8 @@ def compounds(texts: list[str]) -> torch.Tensor:
 def label(
     model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, texts: list[str], noise: float
 ) -> tuple[dict[str, list], torch.Tensor]:
-    """Four continuations per query, and which one a noisy reader of sentiment likes best; also the noiseless scores."""
+    """Four continuations per query, which one a noisy reader of sentiment likes best, and scores
+    without the noise."""
     queries = cut_queries(tokenizer, texts)
     samples = sample(model, [query for query in queries for _ in range(4)])
     scores = compounds(tokenizer.batch_decode(samples)).view(-1, 4)
@@ -254,14 +275,14 @@ def save_labels(columns: dict[str, list], path: Path) -> None:
     pq.write_table(pa.table(columns, schema=pa.schema(types)), path, compression="zstd")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Figures --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def perplexities(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> dict[str, float]:
-    """The model's perplexity on unseen passages, and the grammar's own from the surprise of its choices.
+def perplexities(
+    model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, rng: random.Random
+) -> dict[str, float]:
+    """The model's perplexity on unseen passages, and the grammar's own from its choices' surprise.
 
     The latter is an upper bound: it also counts choices that leave no trace in the text.
     """
@@ -281,14 +302,18 @@ def perplexities(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, rng
     }
 
 
-def sample_figures(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> dict:
+def sample_figures(
+    model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, texts: list[str]
+) -> dict:
     """What continuations of the test queries are like before any fine-tuning."""
     queries = cut_queries(tokenizer, texts)
     samples = sample(model, queries)
     scores = compounds(tokenizer.batch_decode(samples))
     stop = tokenizer.convert_tokens_to_ids(".")
     same = sample(model, queries[:1] * 64)
-    many = compounds(tokenizer.batch_decode(sample(model, [query for query in queries[:64] for _ in range(64)])))
+    many = compounds(
+        tokenizer.batch_decode(sample(model, [query for query in queries[:64] for _ in range(64)]))
+    )
     return {
         "reference_compound_mean": scores.mean().item(),
         "reference_compound_std": scores.std().item(),
@@ -300,7 +325,10 @@ def sample_figures(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, t
         "share_with_full_stop_at_16_to_23": (samples[:, 16:] == stop).any(1).float().mean().item(),
         "share_with_end_of_text": (samples == tokenizer.eos_token_id).any(1).float().mean().item(),
         "samples": [
-            {"query": tokenizer.decode(query).strip(), "continuation": tokenizer.decode(response).strip()}
+            {
+                "query": tokenizer.decode(query).strip(),
+                "continuation": tokenizer.decode(response).strip(),
+            }
             for query, response in zip(queries[:8], samples[:8].tolist(), strict=True)
         ],
     }
@@ -322,7 +350,7 @@ def rounded(value: object) -> object:
     return round(value, 3) if isinstance(value, float) else value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -336,11 +364,18 @@ def main() -> None:
     tokenizer = train_tokenizer(corpus, args.vocab_size)
     model = make_model(tokenizer)
     say(f"{len(corpus)} passages, {len(tokenizer)} tokens, {model.num_parameters():,} parameters")
-    pretrain(model, make_rows(tokenizer, corpus, rng), args.steps, args.batch_size, args.lr, args.bf16)
+    pretrain(
+        model, make_rows(tokenizer, corpus, rng), args.steps, args.batch_size, args.lr, args.bf16
+    )
     model.save_pretrained(args.out / "model")
     save_tokenizer(tokenizer, args.out / "model")
 
-    names = ["queries/train.jsonl", "queries/test.jsonl", "labels/train.parquet", "labels/test.parquet"]
+    names = [
+        "queries/train.jsonl",
+        "queries/test.jsonl",
+        "labels/train.parquet",
+        "labels/test.parquet",
+    ]
     sizes = [args.train_queries, args.test_queries, args.train_labels, args.test_labels]
     groups = dict(zip(names, usable_passages(tokenizer, rng, sizes), strict=True))
     figures: dict = {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)}
@@ -348,9 +383,14 @@ def main() -> None:
     for name in names:
         (args.out / name).parent.mkdir(parents=True, exist_ok=True)
     for name in names[:2]:
-        (args.out / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in groups[name]))
+        (args.out / name).write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in groups[name])
+        )
         cut = {tuple(query) for query in cut_queries(tokenizer, groups[name])}
-        figures[name] = {"rows": len(groups[name]), "distinct_queries": len(cut) / len(groups[name])}
+        figures[name] = {
+            "rows": len(groups[name]),
+            "distinct_queries": len(cut) / len(groups[name]),
+        }
     for name in names[2:]:
         columns, scores = label(model, tokenizer, groups[name], args.label_noise)
         save_labels(columns, args.out / name)

@@ -3,14 +3,16 @@
     python ppo_rlhf.py --reward_fn tiny.rewards:happy
     python ppo_rlhf.py --reward_fn tiny.rewards:classifier
 
-A function gets two lists of texts, queries and responses (cut after the truncate token), and returns as many numbers.
-A third parameter, say `answer`, gets the column of that name of --query_dataset. Each process calls it with its share.
+A function gets two lists of texts, queries and responses (cut after the truncate token), and
+returns as many numbers. A parameter of another name, say `answer` or `messages`, gets the column of
+that name of --query_dataset, and `response_ids` the tokens. Each process calls it with its share.
 """
 
 import functools
 from typing import Any
 
-MODEL, LABEL = "lvwerra/distilbert-imdb", "POSITIVE"  # any text classifier, on the hub or in a folder
+MODEL = "lvwerra/distilbert-imdb"  # any text classifier, on the hub or in a folder
+LABEL = "POSITIVE"
 
 
 def happy(queries: list[str], responses: list[str]) -> list[float]:
@@ -20,9 +22,13 @@ def happy(queries: list[str], responses: list[str]) -> list[float]:
 
 
 def classifier(queries: list[str], responses: list[str]) -> list[float]:
-    """A classifier's logit of LABEL for query and response, whatever its architecture and tokenizer."""
+    """A classifier's logit of LABEL for query and response, whatever its architecture."""
     texts = [query + response for query, response in zip(queries, responses, strict=True)]
-    return [{x["label"]: x["score"] for x in scores}[LABEL] for scores in load()(texts, batch_size=32, truncation=True)]
+    rewards = []
+    for scores in load()(texts, batch_size=32, truncation=True):
+        by_label = {x["label"]: x["score"] for x in scores}
+        rewards.append(by_label[LABEL])
+    return rewards
 
 
 @functools.cache
