@@ -899,7 +899,7 @@ def load_labels(tokenizer: Tokenizer, args: Args) -> tuple[list[Label], list[Lab
         count = args.num_labels or len(table)
         if count > len(table):
             raise ValueError(f"has {len(table)} labels for --num_labels {count}")
-        rest = table.select(range(count, len(table)))
+        rest = table.select(list(range(count, len(table))))
         held_out = splits.get("test", splits.get("validation", rest))
         held_out = held_out.select(range(min(args.eval_labels, len(held_out))))
         labels = read_labels(table.select(range(count)), tokenizer, args)
