@@ -302,8 +302,8 @@ def main(preset: str, args: Args) -> None:
         average.extend(p.detach().clone() for p in trained.values())
         average.requires_grad_(False)
         accelerator.prepare_model(average, evaluation_mode=True)  # now checkpoints include it
-    # Before the training the policy is the reference, which a resumed run has too.
-    before = evaluate(ref, ref, held_out, score, end_token, tokenizer, args)
+    assess = functools.partial(evaluate, ref, held_out, score, end_token, tokenizer, args)
+    before = assess(ref)  # what the policy is before the training; a resumed run has it too
 
     with lock_and_signals(args) as signals:
         state = {"update": 0, "kl_coef": args.kl_coef}
@@ -313,12 +313,13 @@ def main(preset: str, args: Args) -> None:
         shuffles = itertools.islice(draw_epochs(args, rank, share), done, None)
         bar = tqdm(range(done, num_updates), initial=done, total=num_updates, disable=rank > 0)
         for update in bar:
+            made = update + 1  # updates, with this one
             kl_coef = state["kl_coef"]
 
             # 1. rollout: responses to the queries; what policy and reference think of their tokens
-            episodes = range(update * args.batch_size, (update + 1) * args.batch_size)[mine]
+            episodes = range(update * args.batch_size, made * args.batch_size)[mine]
             asked = [queries[i % len(queries)] for i in episodes]
-            u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[mine]
+            u = uniforms(args.seed, made, args.batch_size, args.response_length)[mine]
             epochs = next(shuffles)
             # Micro-batches as in the first epoch: same padding and rounding, so first ratios are 1.
             batch = rollout(actor, ref, asked, u, epochs[0], end_token, args)
@@ -334,8 +335,7 @@ def main(preset: str, args: Args) -> None:
             batch.value_mask = batch.mask
             if args.value_after_end:  # 1 1 1 0 0 becomes 1 1 1 1 0
                 batch.value_mask = pad(batch.mask[:, :-1], (1, 0), value=True)
-            # Token scores are paid where they are, what else the score has at the last token.
-            rest = final_scores - token_scores.sum(1)
+            rest = final_scores - token_scores.sum(1)  # what no token has is paid at the last one
             batch.rewards = token_rewards(rest, token_kl, batch.value_mask, kl_coef) + token_scores
 
             # 4. update: the optimizer steps on this batch
@@ -354,7 +354,6 @@ def main(preset: str, args: Args) -> None:
                 "objective/found_end": batch.found_end,
                 "objective/length": batch.lengths,
                 "objective/kl": log_ratio,
-                "objective/kl_k3": kl_penalty(log_ratio, "k3"),
                 "objective/entropy": -batch.logprobs * batch.mask,
                 "objective/non_score_reward": -kl_coef * token_kl,
             }
@@ -362,33 +361,34 @@ def main(preset: str, args: Args) -> None:
             records.append({name: (x.sum(), count) for name, x in per_response.items()})
             metrics = reduce_means(records)
             metrics["objective/kl_coef"] = kl_coef
-            metrics["ppo/episode"] = (update + 1) * args.batch_size
+            metrics["ppo/episode"] = made * args.batch_size
             metrics["ppo/lr"] = optimizer.param_groups[0]["lr"]
             add_value_metrics(metrics, args)
-            if args.eval_every and (update + 1) % args.eval_every == 0:
-                rows = evaluate(actor, ref, held_out, score, end_token, tokenizer, args)
+            if args.eval_every and made % args.eval_every == 0:
+                rows = assess(actor)
                 metrics |= rows.mean(numeric_only=True).add_prefix("eval/")
             if rank == 0:
-                with open(f"{args.output_dir}/metrics.jsonl", "a") as file:
+                log = f"{args.output_dir}/metrics.jsonl"
+                with as_user_error("output_dir", args), open(log, "a") as file:
                     file.write(json.dumps(metrics) + "\n")
-            accelerator.log(metrics, step=update + 1)
+            accelerator.log(metrics, step=made)
             kl = metrics["objective/kl"]
-            bar.set_postfix(score=metrics["objective/scores"], kl=kl, kl_coef=kl_coef)
+            bar.set_postfix(score=metrics["objective/scores"], kl=kl)
             # Both were measured before this update's steps. A bad policy gets no checkpoint.
             check_policy(update, metrics["first_ratio_error"], kl, args)
 
             # 6. adapt the KL coefficient; leave a checkpoint
-            state |= {"update": update + 1, "kl_coef": adapt_kl_coef(kl_coef, kl, args)}
-            is_due = args.checkpoint_every and (update + 1) % args.checkpoint_every == 0
-            signalled = torch.full_like(count, len(signals))  # any process may have had one
-            stopping = sum_over_ranks(signalled) > 0
-            if is_due or stopping or update + 1 == num_updates:
+            state |= {"update": made, "kl_coef": adapt_kl_coef(kl_coef, kl, args)}
+            is_due = args.checkpoint_every and made % args.checkpoint_every == 0
+            # Any process may have had a signal; count makes their number a tensor on the device.
+            stopping = sum_over_ranks(count * len(signals)) > 0
+            if is_due or stopping or made == num_updates:
                 save_checkpoint(accelerator, state, args)
             if stopping:
                 raise Interrupted("stopped by a signal")
 
         # 7. evaluate and save; all processes put the weights together
-        after = evaluate(actor, ref, held_out, score, end_token, tokenizer, args)
+        after = assess(actor)
         weights = accelerator.get_state_dict(policy)
         averages = accelerator.get_state_dict(average).values()
         if rank == 0:
@@ -397,7 +397,7 @@ def main(preset: str, args: Args) -> None:
                 if args.ema > 0:
                     ema = weights | dict(zip(trained, averages, strict=True))
                     save_policy(actor, ema, tokenizer, f"{args.output_dir}/ema")
-                show_samples(accelerator, before, after, args)
+            show_samples(accelerator, before, after, args)
     policy, optimizer = accelerator.free_memory(policy, optimizer)  # or gloo can wait for ever
     accelerator.end_training()
 
@@ -471,8 +471,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool, total: Callable, correctio
 
 
 def gae(values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lam: float) -> Pair:
-    """Advantages and returns (B, R), by generalised advantage estimation (Schulman et al. 2016,
-    arXiv:1506.02438). The value after the response is 0."""
+    """Generalised advantage estimation (arXiv:1506.02438): advantages and returns (B, R)."""
     values = values * mask
     rewards = rewards * mask
     advantages = torch.zeros_like(values)
@@ -507,6 +506,7 @@ def ppo_loss(
     from new logprobs and values (b, R) of rows of the batch; and metrics. Schulman et al. 2017,
     arXiv:1707.06347, equation 7; for values lm_human_preferences/train_policy.py, PPOTrainer."""
     advantages = batch.advantages[rows]
+    mask = batch.mask[rows]
     log_ratio = logprobs - batch.logprobs[rows]
     ratio = log_ratio.clamp(-40, 40).exp()  # it does not overflow
     clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
@@ -532,8 +532,6 @@ def ppo_loss(
         "ppo/val/error": value_loss,
         "ppo/val/clipfrac": value_loss_clipped > value_loss,
     }
-
-    mask = batch.mask[rows]
     value_mask = batch.value_mask[rows]
     sums = sums_over(mask, policy_terms) | sums_over(value_mask, value_terms)
     return (policy_loss_max * mask).sum(), (value_loss_max * value_mask).sum(), sums
@@ -631,8 +629,7 @@ def check_policy(update: int, ratio_error: float, kl: float, args: Args) -> None
 
 
 def add_value_metrics(metrics: dict, args: Args) -> None:
-    """Adds metrics that are computed from others, after these are averaged: the loss without ptx,
-    and explained variances, centred if values may be off by a constant."""
+    """Adds metrics that follow from averaged ones. Centred: as if values had the right mean."""
     value_loss = args.vf_coef * metrics["ppo/loss/value"]
     metrics["ppo/loss/total"] = metrics["ppo/loss/policy"] + value_loss
     variance = metrics["ppo/returns/var"] + 1e-8
@@ -802,7 +799,7 @@ def score_by_function(
     try:
         returned = function(*texts, **copy.deepcopy(named))
         for i, (score, response) in enumerate(zip(returned, responses, strict=True)):
-            score = torch.as_tensor(score)
+            score = torch.as_tensor(score).detach()
             if score.ndim > 0:
                 token_scores[i, : len(response)] = score.view(len(response))
             scores[i] = score.sum()
@@ -813,13 +810,13 @@ def score_by_function(
 
 
 def evaluate(
-    policy: Module,
     ref: Module,
     queries: list[Query],
     score: Callable,
     end_token: int | None,
     tokenizer: Tokenizer,
     args: Args,
+    policy: Module,
 ) -> pd.DataFrame:
     """A row for each held-out query. All calls sample from the same uniforms. Scores have their
     penalty, as in training."""
@@ -1047,6 +1044,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     if longest > window:
         raise ValueError(f"has a window of {window} for {longest} tokens")
 
+    DynamicCache(config=model.config).batch_repeat_interleave(1)  # fails for recurrent layers
     model.base_model.is_autocast = False
     text = [i % num_embeddings for i in range(longest)]
     alone = torch.tensor([text[1:]], device=model.device)
@@ -1122,7 +1120,7 @@ def hold_in_bf16(model: Model, args: Args) -> None:
     for module in model.base_model.modules():
         is_frozen = isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad
         if is_frozen and args.dtype == "bf16":
-            module.bfloat16()
+            module.weight.data = module.weight.bfloat16()  # the bias is not: Falcon adds it apart
 
 
 def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
@@ -1221,7 +1219,7 @@ def encode(
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
     begin = bos(tokenizer)
-    return tokens[1:] if begin and tokens[:1] == begin else tokens
+    return tokens[1:] if tokens[:1] == begin else tokens
 
 
 def load_ids_tokenizer(tokenizer: Tokenizer, args: Args) -> Tokenizer | None:
@@ -1238,7 +1236,7 @@ def load_table(flag: str, args: Args) -> datasets.DatasetDict:
         path = Path(find(getattr(args, flag)))
         where = [str(path)] if path.exists() else str(path).split(":")
         if path.is_file():
-            where = [str(path.parent), None, None, glob.escape(path.name)]
+            where = [str(path.parent), None, None, glob.escape(str(path))]
         splits = datasets.load_dataset(*where)
         if "train" not in splits:
             raise ValueError(f"has splits {list(splits)}, but no `train`")
@@ -1284,7 +1282,7 @@ def load_queries(flag: str, tokenizer: Tokenizer, args: Args, need: int) -> list
 # What a resumed run may change. All else has left its trace in data, weights or averages.
 CHANGEABLE = "resume output_dir track checkpoint_every eval_every max_kl total_episodes"
 CHANGEABLE += " micro_batch_size lr critic_lr"
-OWN_FILES = "policy ema critic reward_model checkpoints metrics.jsonl samples.jsonl"
+OWN_FILES = "policy ema critic reward_model checkpoints metrics.jsonl samples.jsonl results.json"
 
 
 def validated(values: dict) -> Args:
@@ -1296,14 +1294,16 @@ def validated(values: dict) -> Args:
         raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
 
 
-def read_record(args: Args) -> tuple | None:
-    """Script, preset and settings of the run in --output_dir, if there is one."""
+def read_record(args: Args) -> tuple[str, Args] | None:
+    """Preset and settings of this script's run in --output_dir, if there is one."""
     path = Path(f"{args.output_dir}/args.json").expanduser()
     if not path.exists():
         return None
     with as_user_error("output_dir", args):
         record = json.loads(path.read_text())
-        return record["script"], record["preset"], validated(record["args"])
+        if record["script"] != FILE.stem:
+            raise ValueError(f"has a run of {record['script']}.py")
+        return record["preset"], validated(record["args"])
 
 
 def resolve_args(preset: str, args: Args) -> Args | None:
@@ -1321,9 +1321,7 @@ def resolve_args(preset: str, args: Args) -> Args | None:
             if any((folder / name).exists() for name in OWN_FILES.split()):
                 raise ValueError("has files of a run, but no args.json")
             return args
-        script, _, old_args = record
-        if script != FILE.stem:
-            raise ValueError(f"has a run of {script}.py")
+        _, old_args = record
         if not args.resume:
             raise ValueError("has a run: --resume, or another folder")
         for name, old in vars(old_args).items():
@@ -1333,7 +1331,7 @@ def resolve_args(preset: str, args: Args) -> Args | None:
             if name not in CHANGEABLE.split():
                 raise ValueError(f"was started with --{name} {old}, not {new}")
             logger.warning(f"--resume: {name} {new} (was {old})")
-            is_finished = is_finished and name != "total_episodes"
+            is_finished = is_finished and (name != "total_episodes" or new < old)
     if is_finished:
         logger.warning(f"the run in {folder} is finished")
         return None
@@ -1410,6 +1408,10 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
             state |= saved
     if samples.exists() and state["update"] == 0:
         raise UserError(f"--total_episodes: the run in {folder} has no checkpoint to go on from")
+    if args.track:
+        wandb = {"id": state["wandb_id"], "name": folder.name, "resume": "allow"}
+        with as_user_error("track", args):
+            accelerator.init_trackers("rlhf", vars(args), {"wandb": wandb})
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         with as_user_error("output_dir", args):
@@ -1419,10 +1421,6 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
             log.touch()
             lines = log.read_bytes().splitlines(keepends=True)
             os.truncate(log, sum(map(len, lines[: state["update"]])))  # the rest came later
-    if args.track:
-        wandb = {"id": state["wandb_id"], "name": folder.name, "resume": "allow"}
-        with as_user_error("track", args):
-            accelerator.init_trackers("rlhf", vars(args), {"wandb": wandb})
 
 
 def save_checkpoint(accelerator: Accelerator, state: dict, args: Args) -> None:
@@ -1468,8 +1466,9 @@ def show_samples(
     samples = before.join(after.drop(columns="query").add_suffix("_after"))
     if args.track:
         accelerator.get_tracker("wandb").log_table("samples", dataframe=samples)
-    path = f"{args.output_dir}/samples.jsonl"
-    samples.to_json(path, orient="records", lines=True, double_precision=15)
+    path = Path(f"{args.output_dir}/samples.jsonl")
+    with as_user_error("output_dir", args):
+        write(path, samples.to_json(orient="records", lines=True, double_precision=15))
     names = ["query", "response", "response_after"]
     table = Table(*names, show_lines=True)
     for texts in samples[names].drop_duplicates("query").head(3).itertuples(index=False):
@@ -1496,7 +1495,7 @@ def parse_args() -> tuple[str, Args]:
     record = read_record(args)
     if record is None:
         return preset, args
-    _, preset, old_args = record
+    preset, old_args = record
     old_args.reward_fn = None  # code is run only if it is named again
     return preset, tyro.cli(Args, default=old_args, args=words)
 

@@ -245,7 +245,8 @@ def main(preset: str, args: Args) -> None:
             metrics["train/labels"] = start + args.batch_size
             metrics["train/lr"] = optimizer.param_groups[0]["lr"]
             if rank == 0:
-                with open(f"{args.output_dir}/metrics.jsonl", "a") as file:
+                log = f"{args.output_dir}/metrics.jsonl"
+                with as_user_error("output_dir", args), open(log, "a") as file:
                     file.write(json.dumps(metrics) + "\n")
             accelerator.log(metrics, step=update + 1)
             bar.set_postfix(loss=metrics["train/loss"], accuracy=metrics["train/accuracy"])
@@ -274,7 +275,7 @@ def main(preset: str, args: Args) -> None:
         if rank == 0:
             with as_user_error("output_dir", args):
                 save_reward_model(model, weights, statistics, tokenizer, args)
-                show_results(accelerator, samples, statistics, args)
+            show_results(accelerator, samples, statistics, args)
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # or gloo can wait for ever
     accelerator.end_training()
 
@@ -520,11 +521,13 @@ class RewardModel(Module):
         The queries ids (b, t), padded on the left, are read once, for N responses each."""
         repeats = len(responses) // len(ids)
         cache = DynamicCache(config=self.lm.config)
-        hidden_states(self.lm, ids, mask, 1, cache)
+        unused = hidden_states(self.lm, ids, mask, 1, cache).sum()
         cache.batch_repeat_interleave(repeats)
         size = responses.shape[1]
         mask = pad(mask.repeat_interleave(repeats, 0), (0, size), value=True)
-        states = hidden_states(self.lm, responses, mask, size, cache)
+        states = (
+            hidden_states(self.lm, responses, mask, size, cache) + 0 * unused
+        )  # gradients of 0, not none
         last = states[torch.arange(len(responses)), lengths - 1]
         return self.gain * self.lm.score(last).squeeze(1) + self.bias
 
@@ -633,6 +636,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     if longest > window:
         raise ValueError(f"has a window of {window} for {longest} tokens")
 
+    DynamicCache(config=model.config).batch_repeat_interleave(1)  # fails for recurrent layers
     model.base_model.is_autocast = False
     text = [i % num_embeddings for i in range(longest)]
     alone = torch.tensor([text[1:]], device=model.device)
@@ -668,7 +672,7 @@ def hold_in_bf16(model: Model, args: Args) -> None:
     for module in model.base_model.modules():
         is_frozen = isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad
         if is_frozen and args.dtype == "bf16":
-            module.bfloat16()
+            module.weight.data = module.weight.bfloat16()  # the bias is not: Falcon adds it apart
 
 
 def merge_adapters(model: Model) -> None:
@@ -756,7 +760,7 @@ def encode(
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
     begin = bos(tokenizer)
-    return tokens[1:] if begin and tokens[:1] == begin else tokens
+    return tokens[1:] if tokens[:1] == begin else tokens
 
 
 def load_ids_tokenizer(tokenizer: Tokenizer, args: Args) -> Tokenizer | None:
@@ -773,7 +777,7 @@ def load_table(flag: str, args: Args) -> datasets.DatasetDict:
         path = Path(find(getattr(args, flag)))
         where = [str(path)] if path.exists() else str(path).split(":")
         if path.is_file():
-            where = [str(path.parent), None, None, glob.escape(path.name)]
+            where = [str(path.parent), None, None, glob.escape(str(path))]
         splits = datasets.load_dataset(*where)
         if "train" not in splits:
             raise ValueError(f"has splits {list(splits)}, but no `train`")
@@ -912,7 +916,7 @@ def load_labels(tokenizer: Tokenizer, args: Args) -> tuple[list[Label], list[Lab
 # What a resumed run may change. All else has left its trace in data, weights or averages.
 CHANGEABLE = "resume output_dir track checkpoint_every eval_every max_kl total_episodes"
 CHANGEABLE += " micro_batch_size lr critic_lr"
-OWN_FILES = "policy ema critic reward_model checkpoints metrics.jsonl samples.jsonl"
+OWN_FILES = "policy ema critic reward_model checkpoints metrics.jsonl samples.jsonl results.json"
 
 
 def validated(values: dict) -> Args:
@@ -924,14 +928,16 @@ def validated(values: dict) -> Args:
         raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
 
 
-def read_record(args: Args) -> tuple | None:
-    """Script, preset and settings of the run in --output_dir, if there is one."""
+def read_record(args: Args) -> tuple[str, Args] | None:
+    """Preset and settings of this script's run in --output_dir, if there is one."""
     path = Path(f"{args.output_dir}/args.json").expanduser()
     if not path.exists():
         return None
     with as_user_error("output_dir", args):
         record = json.loads(path.read_text())
-        return record["script"], record["preset"], validated(record["args"])
+        if record["script"] != FILE.stem:
+            raise ValueError(f"has a run of {record['script']}.py")
+        return record["preset"], validated(record["args"])
 
 
 def resolve_args(preset: str, args: Args) -> Args | None:
@@ -949,9 +955,7 @@ def resolve_args(preset: str, args: Args) -> Args | None:
             if any((folder / name).exists() for name in OWN_FILES.split()):
                 raise ValueError("has files of a run, but no args.json")
             return args
-        script, _, old_args = record
-        if script != FILE.stem:
-            raise ValueError(f"has a run of {script}.py")
+        _, old_args = record
         if not args.resume:
             raise ValueError("has a run: --resume, or another folder")
         for name, old in vars(old_args).items():
@@ -961,7 +965,7 @@ def resolve_args(preset: str, args: Args) -> Args | None:
             if name not in CHANGEABLE.split():
                 raise ValueError(f"was started with --{name} {old}, not {new}")
             logger.warning(f"--resume: {name} {new} (was {old})")
-            is_finished = is_finished and name != "total_episodes"
+            is_finished = is_finished and (name != "total_episodes" or new < old)
     if is_finished:
         logger.warning(f"the run in {folder} is finished")
         return None
@@ -1015,6 +1019,10 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
             state |= saved
     if samples.exists() and state["update"] == 0:
         raise UserError(f"--total_episodes: the run in {folder} has no checkpoint to go on from")
+    if args.track:
+        wandb = {"id": state["wandb_id"], "name": folder.name, "resume": "allow"}
+        with as_user_error("track", args):
+            accelerator.init_trackers("rlhf", vars(args), {"wandb": wandb})
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         with as_user_error("output_dir", args):
@@ -1024,10 +1032,6 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
             log.touch()
             lines = log.read_bytes().splitlines(keepends=True)
             os.truncate(log, sum(map(len, lines[: state["update"]])))  # the rest came later
-    if args.track:
-        wandb = {"id": state["wandb_id"], "name": folder.name, "resume": "allow"}
-        with as_user_error("track", args):
-            accelerator.init_trackers("rlhf", vars(args), {"wandb": wandb})
 
 
 def save_checkpoint(accelerator: Accelerator, state: dict, args: Args) -> None:
@@ -1072,8 +1076,9 @@ def show_results(
 ) -> None:
     """samples.jsonl, a run's last file; the statistics are printed."""
     accelerator.log({"test/accuracy": statistics.get("test/accuracy", math.nan)})
-    path = f"{args.output_dir}/samples.jsonl"
-    samples.to_json(path, orient="records", lines=True, double_precision=15)
+    path = Path(f"{args.output_dir}/samples.jsonl")
+    with as_user_error("output_dir", args):
+        write(path, samples.to_json(orient="records", lines=True, double_precision=15))
     rich.print(statistics, f"see {path}")
 
 
@@ -1095,7 +1100,7 @@ def parse_args() -> tuple[str, Args]:
     record = read_record(args)
     if record is None:
         return preset, args
-    _, preset, old_args = record
+    preset, old_args = record
     old_args.reward_fn = None  # code is run only if it is named again
     return preset, tyro.cli(Args, default=old_args, args=words)
 
