@@ -1,6 +1,8 @@
-"""Tiny runs of the scripts in processes that a test can kill, forked from one that has imported the libraries.
+"""Tiny runs of the scripts in processes that a test can kill, forked from one that has imported the
+libraries.
 
-A run then takes about a second. Every process imports this module, so at the top it imports no library.
+A run then takes about a second. Every process imports this module, so at the top it imports no
+library.
 """
 
 import atexit
@@ -29,22 +31,30 @@ MODEL = {PPO: "policy", RLOO: "policy", REWARD: "reward_model"}
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["fork_warm"])
 Change = tuple[Callable[..., None], Any]
-COMMON = "--query_dataset queries.jsonl --response_length 5 --query_length 6 --start_text none --end_text none "
-COMMON += "--output_dir out --checkpoint_every 1 --base_model model --batch_size 4 --micro_batch_size 2"
-RL = "--reward_model judge --eval_queries 2 --num_epochs 2 --total_episodes 16 --truncate_token none --lr 1e-2"
-WORDS = dict.fromkeys(SCRIPTS, [*COMMON.split(), *RL.split()])
-WORDS[PPO] = [*WORDS[PPO], *"--ema 0.9 --critic reward".split()]  # all that a run can leave
-WORDS[RLOO] = [*WORDS[RLOO], "--rloo_k", "2"]
-WORDS[REWARD] = [*COMMON.split(), *"--label_dataset labels.jsonl --num_labels 16 --normalization_samples 4".split()]
+
+# The words of a run of four updates, with a checkpoint after each, on the files of `fill`.
+COMMON = "--query_dataset queries.jsonl --response_length 5 --query_length 6 --start_text none"
+COMMON += " --end_text none --output_dir out --checkpoint_every 1 --base_model model"
+COMMON += " --batch_size 4 --micro_batch_size 2"
+RL = f"{COMMON} --reward_model judge --eval_queries 2 --num_epochs 2 --total_episodes 16"
+RL += " --truncate_token none --lr 1e-2"
+LABELS = f"{COMMON} --label_dataset labels.jsonl --num_labels 16 --normalization_samples 4"
+WORDS = {
+    PPO: f"{RL} --ema 0.9 --critic reward".split(),  # all that a run can leave
+    RLOO: f"{RL} --rloo_k 2".split(),
+    REWARD: LABELS.split(),
+}
 UPDATES = 4
 
 
 def fill(folder: Path) -> Path:
-    """A random model of 50 words, a reward model, queries and labels, under the names that WORDS has."""
+    """A random model of 50 words, a reward model, queries and labels, under the names that WORDS
+    has."""
     import torch
     from tiny_models import VOCABULARY, save_classifier, save_model
 
-    rng, _ = random.Random(0), torch.manual_seed(0)
+    torch.manual_seed(0)
+    rng = random.Random(0)
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(1, VOCABULARY) for _ in range(count)]
@@ -52,26 +62,38 @@ def fill(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder / "model", "gpt2")
     save_classifier(folder / "judge", "gpt2")
-    queries = [{"text": " ".join(f"w{token}" for token in tokens(rng.randrange(3, 7)))} for _ in range(16)]
-    samples = [{f"sample{i}": tokens(5) for i in range(2)} for _ in range(20)]
-    labels = [pair | {"query": tokens(4), "best": rng.randrange(2)} for pair in samples]
+    queries = []
+    for _ in range(16):
+        words = [f"w{token}" for token in tokens(rng.randrange(3, 7))]
+        queries.append({"text": " ".join(words)})
+    labels = []
+    samples = [{"sample0": tokens(5), "sample1": tokens(5)} for _ in range(20)]
+    for pair in samples:
+        labels.append(pair | {"query": tokens(4), "best": rng.randrange(2)})
     for name, rows in (("queries", queries), ("labels", labels)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
     return folder
 
 
-def run_here(script: str, words: Sequence[str], folder: Path, name: str, changes: Sequence[Change], env: Any) -> None:
-    """In the forked process: what the script prints goes to `name`.out and `name`.err next to the folder."""
+def run_here(
+    script: str, words: Sequence[str], folder: Path, name: str, changes: Sequence[Change], env: Any
+) -> None:
+    """In the forked process: what the script prints goes to `name`.out and `name`.err next to the
+    folder."""
     for stream, ending in ((1, "out"), (2, "err")):
         handle = os.open(f"{folder}-{name}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, stream)
-    sys.stdout, sys.stderr = (io.TextIOWrapper(os.fdopen(stream, "wb"), line_buffering=True) for stream in (1, 2))
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb"), line_buffering=True)
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb"), line_buffering=True)
     for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         os.environ.pop(key, None)
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | env
     os.chdir(folder)
-    sys.argv, sys.dont_write_bytecode = [str(ROOT / script), *words], True
-    sys.path.insert(0, str(ROOT))
+    path = ROOT / script  # or, if that is an absolute path, a copy of the script
+    sys.argv = [str(path), *words]
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(path.resolve().parent))
     import datasets
 
     datasets.config.HF_DATASETS_CACHE = Path(f"{folder}-cache")
@@ -79,13 +101,17 @@ def run_here(script: str, words: Sequence[str], folder: Path, name: str, changes
         shard_on_cpus()
     for change, *values in changes:
         change(*values)
-    runpy.run_path(str(ROOT / script), run_name="__main__")
+    runpy.run_path(str(path), run_name="__main__")
 
 
-def begin(script: str, words: Sequence[str], folder: Path, *changes: Change, name: str = "run", **env: str) -> Any:
-    """Start `python script words` in `folder` with changes: functions of this module, each with its values."""
+def begin(
+    script: str, words: Sequence[str], folder: Path, *changes: Change, name: str = "run", **env: str
+) -> Any:
+    """Starts `python script words` in `folder` with changes: functions of this module, each with
+    its values."""
     process = FORKS.Process(target=run_here, args=(script, words, folder, name, changes, env))
-    with contextlib.chdir(Path(__file__).parent):  # where the server, which the first process starts, finds fork_warm
+    # Here the server, which the first process starts, finds fork_warm.
+    with contextlib.chdir(Path(__file__).parent):
         process.start()
     return process
 
@@ -93,40 +119,61 @@ def begin(script: str, words: Sequence[str], folder: Path, *changes: Change, nam
 def end(process: Any, folder: Path, name: str = "run") -> tuple[int, str, str]:
     """Exit status (minus the signal; 124 after two minutes), stdout, stderr."""
     process.join(120)
-    if hangs := process.exitcode is None:
+    status = process.exitcode
+    if status is None:
         process.kill()
         process.join()
-    files = [Path(f"{folder}-{name}.{ending}") for ending in ("out", "err")]
-    return 124 if hangs else process.exitcode, *(file.read_text() if file.exists() else "" for file in files)
+        status = 124
+    printed = []
+    for ending in ("out", "err"):
+        file = Path(f"{folder}-{name}.{ending}")
+        printed.append(file.read_text() if file.exists() else "")
+    return status, *printed
 
 
-def run(script: str, words: Sequence[str], folder: Path, *changes: Change, **env: str) -> tuple[int, str, str]:
+def run(
+    script: str, words: Sequence[str], folder: Path, *changes: Change, **env: str
+) -> tuple[int, str, str]:
+    """`python script words` in `folder`, with changes, to its end."""
     return end(begin(script, words, folder, *changes, **env), folder)
 
 
 def run_two(
-    script: str, words: Sequence[str], folder: Path, *changes: Change, **env: str
+    script: str,
+    words: Sequence[str],
+    folder: Path,
+    *changes: Change,
+    changed_rank: int = 0,
+    **env: str,
 ) -> list[tuple[int, str, str]]:
-    """The same by two processes of one group, as a launcher starts them; the changes are made in the first one."""
+    """The same by two processes of one group, as a launcher starts them; the changes are made in
+    one of them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    names = ("rank0", "rank1")
-    processes = [
-        begin(script, words, folder, *([] if i else changes), name=name, RANK=str(i), LOCAL_RANK=str(i), **env)
-        for i, name in enumerate(names)
-    ]
-    return [end(process, folder, name) for process, name in zip(processes, names, strict=True)]
+        port = free.getsockname()[1]
+    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = {}
+    for rank in range(2):
+        name = f"rank{rank}"
+        mine = changes if rank == changed_rank else ()
+        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes[name] = begin(script, words, folder, *mine, name=name, **env)
+    return [end(process, folder, name) for name, process in processes.items()]
 
 
 def run_on(world: int, *values: Any, **env: str) -> tuple[int, str, str]:
-    """The first process of one or two, which have ended together: with one status, unless the first was killed."""
-    first, *others = [run(*values, **env)] if world == 1 else run_two(*values, **env)
-    assert all(other[0] == first[0] or first[0] < 0 and other[0] != 124 for other in others), [first, *others]
+    """The first process of one or two, which have ended together: with one status, unless the first
+    was killed."""
+    if world == 1:
+        return run(*values, **env)
+    first, second = run_two(*values, **env)
+    was_killed = first[0] < 0 and second[0] != 124
+    assert second[0] == first[0] or was_killed, [first, second]
     return first
 
 
 def copy(folder: Path, to: Path) -> Path:
+    """A copy of the folder, below `to`."""
     return Path(shutil.copytree(folder, to / "folder"))
 
 
@@ -140,9 +187,11 @@ def kit() -> Path:
 
 @functools.cache
 def plain(script: str, world: int) -> Path:
-    """A folder in which the script has run and nothing stopped it, on one process or two; `log` lists what it wrote."""
+    """A folder in which the script has run and nothing stopped it, on one process or two; `log`
+    lists what it wrote."""
     folder = copy(kit(), kit().with_name(f"{script}-{world}"))
-    code, _, errors = run_on(world, script, WORDS[script], folder, (strike, "", 0, 0, f"{folder}/log"))
+    log_all = (strike, "", 0, 0, f"{folder}/log")
+    code, _, errors = run_on(world, script, WORDS[script], folder, log_all)
     assert code == 0, errors
     return folder
 
@@ -158,36 +207,49 @@ class Evil:
 
 
 def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | None = None) -> None:
-    """A signal before the `count`-th operation on the run's files that has `pattern` in its line: "open out/args.tmp".
+    """A signal at the `count`-th operation on the run's files that has `pattern` in its line: "open
+    out/args.tmp", then with an empty file. With 0 in place of a signal the disk is full.
 
-    Weights and optimizer states are written in two halves, so that "half of out/policy" is the moment between them, and
-    "sync" is that before os.sync. With `log` all lines are written to that file.
+    Weights and optimizer states are written in two halves, so that "half of out/policy" is the
+    moment between them, and "sync" is that before os.sync. With `log` all lines are written to that
+    file.
     """
     import accelerate.utils.other
     import safetensors.torch
     import torch
     import transformers.modeling_utils
 
-    seen, folder, sync = 0, os.path.realpath("out"), os.sync
+    seen = 0
+    folder = os.path.realpath("out")
+    sync = os.sync
 
     def note(what: str, path: Any) -> None:
         nonlocal seen
         line = f"{what} {os.path.relpath(path)}"
-        seen += pattern in line
         if log:
             with open(log, "a") as file:
                 file.write(f"{line}\n")
+        seen += pattern in line
         if pattern in line and seen == count:
+            seen += 1
+            if what == "open":
+                open(path, "a").close()
+            if number == 0:
+                raise OSError(28, "No space left on device")
             os.kill(os.getpid(), number)
 
     def watch(event: str, values: tuple[Any, ...]) -> None:
-        watched = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
-        if event in watched and isinstance(values[0], str | os.PathLike):
-            path, is_read = os.fspath(values[0]), event == "open" and not values[2] & (os.O_WRONLY | os.O_RDWR)
-            if event in ("os.remove", "os.rmdir") and values[1] >= 0:  # within the open folder of shutil.rmtree
-                path = os.path.join(os.readlink(f"/proc/self/fd/{values[1]}"), path)
-            if not is_read and os.path.abspath(path).startswith(folder):
-                note(event, path)
+        if event not in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+            return
+        if not isinstance(values[0], str | os.PathLike):
+            return
+        path = os.fspath(values[0])
+        if event == "open" and not values[2] & (os.O_WRONLY | os.O_RDWR):  # to read
+            return
+        if event in ("os.remove", "os.rmdir") and values[1] >= 0:  # shutil.rmtree's open folder
+            path = os.path.join(os.readlink(f"/proc/self/fd/{values[1]}"), path)
+        if os.path.abspath(path).startswith(folder):
+            note(event, path)
 
     def in_two(save: Callable[..., None]) -> Callable[..., None]:
         def changed(tensors: Any, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -200,6 +262,10 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | No
 
         return changed
 
+    def noted_sync() -> None:
+        note("sync", "out")
+        sync()
+
     for module, name in (
         (accelerate.utils.other, "safe_save_file"),
         (transformers.modeling_utils, "safe_save_file"),
@@ -207,7 +273,7 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | No
         (torch, "save"),
     ):
         setattr(module, name, in_two(getattr(module, name)))
-    os.sync = lambda: (note("sync", "out"), sync())
+    os.sync = noted_sync
     sys.addaudithook(watch)
 
 
@@ -215,12 +281,28 @@ def give_nan(call: int) -> None:
     """The `call`-th loss of a micro-batch is no number."""
     import accelerate
 
-    backward, calls = accelerate.Accelerator.backward, itertools.count(1)
+    backward = accelerate.Accelerator.backward
+    calls = itertools.count(1)
 
     def changed(self: Any, loss: Any) -> None:
-        backward(self, loss * (float("nan") if next(calls) == call else 1))
+        is_it = next(calls) == call
+        backward(self, loss * (float("nan") if is_it else 1))
 
     accelerate.Accelerator.backward = changed
+
+
+def change_args(update: int, values: dict[str, Any]) -> None:
+    """From that update on (from 0) the learning rates follow from settings with these values."""
+    import tf_adam
+
+    set_rates = tf_adam.set_learning_rates
+
+    def changed(optimizer: Any, number: int, progress: float, args: Any) -> None:
+        if number == update:
+            vars(args).update(values)
+        set_rates(optimizer, number, progress, args)
+
+    tf_adam.set_learning_rates = changed
 
 
 def log_unpickling(log: str) -> None:
@@ -242,12 +324,42 @@ def log_shares(log: str) -> None:
 
     def noted(self: Any, *args: Any) -> Any:
         made = prepare(self, *args)
-        weights = list(made[0].parameters())
-        here = sum(x.to_local().numel() if hasattr(x, "to_local") else x.numel() for x in weights)
-        Path(log).write_text(str(here / sum(x.numel() for x in weights)))
+        here = 0
+        total = 0
+        for x in made[0].parameters():
+            total += x.numel()
+            here += x.to_local().numel() if hasattr(x, "to_local") else x.numel()
+        Path(log).write_text(str(here / total))
         return made
 
     accelerate.Accelerator.prepare = noted
+
+
+def log_tracking(log: str) -> None:
+    """What would go to Weights & Biases is written to that file: start, metrics, tables, end."""
+    import wandb
+
+    def note(*values: Any) -> None:
+        with open(log, "a") as file:
+            file.write(json.dumps(values, default=str) + "\n")
+
+    class Config:
+        def update(self, *settings: Any, **_: Any) -> None:
+            note("config", *settings)
+
+    class Run:
+        def __init__(self, **settings: Any) -> None:
+            note("init", settings)
+
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            note("log", step, values)
+
+        def finish(self) -> None:
+            note("finish")
+
+    wandb.init = Run
+    wandb.config = Config()
+    wandb.Table = lambda columns=None, data=None, dataframe=None: dataframe.to_dict("records")
 
 
 def close_stdout() -> None:
@@ -267,7 +379,8 @@ def shard_on_cpus() -> None:
     def changed(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = DistributedType.FSDP
             PartialState._shared_state["distributed_type"] = self.distributed_type
 
     AcceleratorState.__init__ = changed

@@ -1,4 +1,5 @@
-"""What the server that fork_tools forks from does once, so that a run need not: imports, patterns, tidying up."""
+"""What the server that fork_tools forks from does once, so that a run need not: imports, patterns,
+tidying up."""
 
 import gc
 

@@ -3,40 +3,92 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from tiny_models import load
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ppo_rlhf
 import train_reward
 
 HERE = Path(__file__).resolve().parent / "golden"
-NAMES = {"wpe": "transformer.wpe.weight", "wte": "transformer.wte.weight", "ln_f/g": "transformer.ln_f.weight"}
-NAMES |= {"ln_f/b": "transformer.ln_f.bias", "heads/value/w": "value_head.weight", "heads/reward/w": "score.weight"}
-NAMES |= {"reward_norm/gain": "gain"}
-TASK = {"policy": {"temperature": 0.7}, "truncate_token": 13, "truncate_after": 4, "penalty_reward_value": -1}
+NAMES = {
+    "wpe": "transformer.wpe.weight",
+    "wte": "transformer.wte.weight",
+    "ln_f/g": "transformer.ln_f.weight",
+    "ln_f/b": "transformer.ln_f.bias",
+    "heads/value/w": "value_head.weight",
+    "heads/reward/w": "score.weight",
+    "reward_norm/gain": "gain",
+}
+TASK = {
+    "policy": {"temperature": 0.7},
+    "truncate_token": 13,
+    "truncate_after": 4,
+    "penalty_reward_value": -1,
+}
 HPARAMS = {"task": TASK, "run": {"seed": 1}}  # of recordings without a json
 
 
 def folder_of(file: Path, name: str) -> Path:
     """The model folder beside a golden file, or the committed one."""
-    return file.parent / name if (file.parent / name).is_dir() else HERE / name
+    beside = file.parent / name
+    return beside if beside.is_dir() else HERE / name
+
+
+def load_golden(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays of a file and the record (json) that belongs to it, or to all ranks' files."""
+    with np.load(file) as arrays:
+        data = {key: arrays[key] for key in arrays.files}
+    for name in (file.stem, re.sub(r"_?(rank|r)\d+$", "", file.stem)):
+        record = file.with_name(f"{name}.json")
+        if record.exists():
+            return data, json.loads(record.read_text())
+    return data, {"hparams": HPARAMS}
+
+
+def files_of_ranks(file: Path, count: int) -> list[Path]:
+    """The files of this many ranks, of which the given one is the first."""
+    if count == 1:
+        return [file]
+    files = sorted(file.parent.glob(re.sub(r"(rank|_r)\d+", r"\1*", file.name)))
+    assert len(files) == count
+    return files
 
 
 def script_args(hparams: dict[str, Any]) -> ppo_rlhf.Args:
-    """The Args of ppo_rlhf.py that hyper-parameters of the original amount to; the truncate token is an id."""
-    ppo, rewards, task = hparams["ppo"], hparams["rewards"], hparams["task"]
-    same = ("lr", "vf_coef", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards", "batch_size")
-    args = {name: ppo[name] for name in (*same, "total_episodes")} | {"micro_batch_size": ppo["batch_size"]}
-    args |= {name: task[name] for name in ("truncate_token", "truncate_after", "penalty_reward_value")}
-    args |= {"num_minibatches": ppo["nminibatches"], "num_epochs": ppo["noptepochs"], "kl_coef": rewards["kl_coef"]}
+    """The Args of ppo_rlhf.py that hyper-parameters of the original amount to; the truncate token
+    is an id."""
+    ppo = hparams["ppo"]
+    rewards = hparams["rewards"]
+    task = hparams["task"]
     adaptive = rewards.get("adaptive_kl") or {"target": None, "horizon": 1.0}
-    args |= {"kl_target": adaptive["target"], "kl_horizon": adaptive["horizon"]}
-    return ppo_rlhf.Args(temperature=task["policy"]["temperature"], seed=hparams["run"]["seed"], **args)
+    return ppo_rlhf.Args(
+        seed=hparams["run"]["seed"],
+        temperature=task["policy"]["temperature"],
+        truncate_token=task["truncate_token"],
+        truncate_after=task["truncate_after"],
+        penalty_reward_value=task["penalty_reward_value"],
+        total_episodes=ppo["total_episodes"],
+        batch_size=ppo["batch_size"],
+        micro_batch_size=ppo["batch_size"],
+        num_minibatches=ppo["nminibatches"],
+        num_epochs=ppo["noptepochs"],
+        lr=ppo["lr"],
+        vf_coef=ppo["vf_coef"],
+        cliprange=ppo["cliprange"],
+        cliprange_value=ppo["cliprange_value"],
+        gamma=ppo["gamma"],
+        lam=ppo["lam"],
+        whiten_rewards=ppo["whiten_rewards"],
+        kl_coef=rewards["kl_coef"],
+        kl_target=adaptive["target"],
+        kl_horizon=adaptive["horizon"],
+    )
 
 
 def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
@@ -44,35 +96,84 @@ def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
     return [[int(token) for token in row if token < vocabulary] for row in tokens]
 
 
+def make_queries(rows: list[list[int]]) -> list[ppo_rlhf.Query]:
+    """Queries that policy and reward model read alike."""
+    return [ppo_rlhf.Query(row, row, {}) for row in rows]
+
+
+def make_batch(contexts: list[list[int]], responses: np.ndarray) -> ppo_rlhf.Batch:
+    """The batch of these responses, all of whose tokens count, before anything is thought of it."""
+    tokens = torch.from_numpy(responses).long()
+    zeros = torch.zeros(tokens.shape)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    return ppo_rlhf.Batch(
+        contexts=contexts,
+        responses=tokens,
+        truncated=tokens.tolist(),
+        lengths=mask.sum(1),
+        found_end=mask.all(1),
+        mask=mask,
+        logprobs=zeros,
+        ref_logprobs=zeros,
+        full_kl=zeros,
+        texts=[],
+        advantages=zeros.clone(),
+        values=zeros,
+        value_mask=mask,
+        rewards=zeros,
+        returns=zeros.clone(),
+    )
+
+
+def load_lm(auto_class: type, folder: Path, **config: Any) -> Any:
+    """A model as the scripts load it, whatever its tokenizer."""
+    no_tokenizer = SimpleNamespace(get_vocab=lambda: {"": 0})
+    args = ppo_rlhf.Args(base_model=str(folder))
+    return ppo_rlhf.load_model(auto_class, "base_model", args, no_tokenizer, 24, **config)
+
+
 def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
-    policy = ppo_rlhf.ActorCritic(load(folder))
-    if (file := folder / "heads.safetensors").exists():
-        policy.value_head.load_state_dict({name.split(".")[1]: x for name, x in load_file(file).items()})
+    """A recorded policy with its value head."""
+    policy = ppo_rlhf.ActorCritic(load_lm(AutoModelForCausalLM, folder))
+    file = folder / "heads.safetensors"
+    if file.exists():
+        head = {name.split(".")[1]: x for name, x in load_file(file).items()}
+        policy.value_head.load_state_dict(head)
     return policy
 
 
 def load_reward(folder: Path) -> train_reward.RewardModel:
-    """The recorded reward model. Its head has a bias b: gain * (w h + b) + bias = gain * w h + (gain b + bias)."""
+    """The recorded reward model. Its head has a bias b:
+    gain * (w h + b) + bias = gain * w h + (gain b + bias)."""
     heads = load_file(folder / "heads.safetensors")
-    reward = train_reward.RewardModel(load(folder, num_labels=1))
-    reward.lm.score.weight.data.copy_(heads["scalar_head.weight"])
-    reward.gain.data.copy_(heads["reward_gain"])
-    reward.bias.data.copy_(heads["reward_gain"] * heads["scalar_head.bias"][0] + heads["reward_bias"])
-    reward.lm.config.reward_gain, reward.lm.config.reward_bias = reward.gain.item(), reward.bias.item()
+    model = load_lm(AutoModelForSequenceClassification, folder, num_labels=1)
+    reward = train_reward.RewardModel(model)
+    gain = heads["reward_gain"]
+    bias = gain * heads["scalar_head.bias"][0] + heads["reward_bias"]
+    model.score.weight.data.copy_(heads["scalar_head.weight"])
+    reward.gain.data.copy_(gain)
+    reward.bias.data.copy_(bias)
+    model.config.reward_gain = gain.item()
+    model.config.reward_bias = bias.item()
     return reward
 
 
+def torch_name(name: str) -> str | None:
+    """A TensorFlow variable's name in ActorCritic or RewardModel, if it is one of theirs."""
+    if re.match(r"h\d", name):
+        layer, *modules, leaf = name.split("/")
+        kind = "weight" if leaf in "gw" else "bias"
+        return ".".join(["transformer.h", layer[1:], *modules, kind])
+    return NAMES.get(name)
+
+
 def weights_from_tf(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, Tensor]:
-    """TensorFlow's arrays below `prefix`, by the names of ActorCritic or RewardModel (without their heads' biases)."""
+    """TensorFlow's arrays below `prefix`, by the names of ActorCritic or RewardModel (without their
+    heads' biases)."""
     found = {}
     for key, array in arrays.items():
-        name = key.removeprefix(prefix).removeprefix("model/")
-        if not key.startswith(prefix) or "/heads/" in key and key.endswith("/b"):
-            continue
-        if re.match(r"h\d", name):
-            layer, *module, leaf = name.split("/")
-            name = f"transformer.h.{layer[1:]}.{'.'.join(module)}.{'weight' if leaf in 'gw' else 'bias'}"
-        if name := name if name.startswith("transformer") else NAMES.get(name):
+        name = torch_name(key.removeprefix(prefix).removeprefix("model/"))
+        if key.startswith(prefix) and name is not None:
             value = torch.from_numpy(np.asarray(array))
             found[name] = value.squeeze(0) if value.dim() == 3 else value
     return found
@@ -81,12 +182,3 @@ def weights_from_tf(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, Ten
 def named_weights(module: torch.nn.Module) -> dict[str, Tensor]:
     """Parameters of an ActorCritic or RewardModel by the names of weights_from_tf."""
     return {name.removeprefix("lm."): value for name, value in module.named_parameters()}
-
-
-def load_golden(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays of a file and the record (json) that belongs to it."""
-    with np.load(file) as arrays:
-        data = {key: arrays[key] for key in arrays.files}
-    names = (file.stem, re.sub(r"_?(rank|r)\d+$", "", file.stem))  # of several ranks, one record may stand for all
-    record = next((path for name in names if (path := file.with_name(f"{name}.json")).exists()), None)
-    return data, json.loads(record.read_text()) if record else {"hparams": HPARAMS}

@@ -1,4 +1,5 @@
-"""A hub cache with a stand-in for every file that a preset names: random models of the true vocabularies, tables."""
+"""A hub cache with a stand-in for every file that a preset names: random models of the true
+vocabularies, tables."""
 
 import json
 import random
@@ -9,54 +10,80 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import PreTrainedTokenizerFast as Fast
 
-LABELS, PAD, EOS = "datasets--vwxyzjn--lm-human-preferences", 50259, "<|endoftext|>"
+LABELS = "datasets--vwxyzjn--lm-human-preferences"
+PAD = 50259
+EOS = "<|endoftext|>"
 GPT2 = "models--gpt2"
-SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 1024}
+SMALL = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 1024,
+}
 
 
 def byte_words() -> list[str]:
-    """The names of the 256 bytes in GPT-2's order: those that can be shown, then the others; "." is 13, newline 198."""
+    """The names of the 256 bytes in GPT-2's order: those that can be shown, then the others; "." is
+    13, newline 198."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    return [chr(byte) for byte in shown] + [chr(256 + i) for i in range(256 - len(shown))]
+    hidden = range(256, 512 - len(shown))
+    return [chr(byte) for byte in (*shown, *hidden)]
 
 
 def make_tokenizer() -> Any:
     """A byte-level tokenizer of GPT-2's size, of bytes and " w256", " w257", ..; EOS is last."""
     words = [*byte_words(), *(f"\u0120w{i}" for i in range(256, 50_256)), EOS]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return Fast(tokenizer_object=tokenizer, **dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOS))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return Fast(tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, unk_token=EOS)
 
 
 def snapshot(cache: Path, name: str) -> Path:
     """The folder of a repository's files in the cache."""
-    (folder := cache / name / "snapshots" / "abc").mkdir(parents=True)
+    folder = cache / name / "snapshots" / "abc"
+    folder.mkdir(parents=True)
     (cache / name / "refs").mkdir()
     (cache / name / "refs" / "main").write_text("abc")
     return folder
 
 
 def make_label(rng: random.Random, length: int, response: int) -> dict[str, Any]:
-    """A label as OpenAI's: a query of up to `length` tokens, here whole words, padded, four samples and the best."""
+    """A label as OpenAI's: a query of up to `length` tokens, here whole words, padded, four samples
+    and the best."""
     query = rng.sample(range(256, 50_256), rng.randrange(length // 4, length + 1))
-    samples = {f"sample{i}": rng.sample(range(50_257), response) for i in range(4)}
-    return {"query": query + [PAD] * (length - len(query)), "best": rng.randrange(4)} | samples
+    label = {"query": query + [PAD] * (length - len(query)), "best": rng.randrange(4)}
+    for i in range(4):
+        label[f"sample{i}"] = rng.sample(range(50_257), response)
+    return label
 
 
 def fill(cache: Path) -> Path:
     """The files of all presets of all scripts."""
-    rng, folder = random.Random(0), snapshot(cache, GPT2)
+    rng = random.Random(0)
+    folder = snapshot(cache, GPT2)
     AutoModelForCausalLM.from_config(GPT2Config(**SMALL)).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
+
     folder = snapshot(cache, LABELS)
-    for name, length, response in (("5k", 64, 24), ("60k", 500, 75)):
-        for task in ("sentiment", "descriptiveness") if name == "5k" else ("cnndm", "tldr"):
-            (folder / task).mkdir()
-            labels = [make_label(rng, length, response) for _ in range(12)]
-            lines = "\n".join(map(json.dumps, labels)) if task == "tldr" else json.dumps(labels)  # either is json
-            (folder / task / f"offline_{name}.json").write_text(lines)
-    for i, file in enumerate([path for path in cache.glob("*/snapshots/**/*") if path.is_file()]):
-        (blobs := cache / file.relative_to(cache).parts[0] / "blobs").mkdir(exist_ok=True)
-        file.rename(blobs / f"{i:040x}")  # the client keeps contents apart, under names without an ending
-        file.symlink_to(blobs / f"{i:040x}")
+    for task, name, length, response in (
+        ("sentiment", "5k", 64, 24),
+        ("descriptiveness", "5k", 64, 24),
+        ("cnndm", "60k", 500, 75),
+        ("tldr", "60k", 500, 75),
+    ):
+        (folder / task).mkdir()
+        labels = [make_label(rng, length, response) for _ in range(12)]
+        text = json.dumps(labels)
+        if task == "tldr":  # lines are json, too
+            text = "\n".join(map(json.dumps, labels))
+        (folder / task / f"offline_{name}.json").write_text(text)
+
+    # The client keeps contents apart, under names without an ending.
+    files = [path for path in cache.glob("*/snapshots/**/*") if path.is_file()]
+    for i, file in enumerate(files):
+        blob = cache / file.relative_to(cache).parts[0] / "blobs" / f"{i:040x}"
+        blob.parent.mkdir(exist_ok=True)
+        file.rename(blob)
+        file.symlink_to(blob)
     return cache

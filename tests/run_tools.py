@@ -12,34 +12,49 @@ from typing import Any
 import datasets
 import pytest
 
-# `accelerate launch --cpu` starts one process only, whatever --num_processes says: two on a CPU are launched as on GPUs
-LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+# `accelerate launch --cpu` starts one process only, whatever --num_processes says: two on a CPU are
+# launched as on GPUs.
+LAUNCH = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1".split()
+LAUNCH += "--mixed_precision no --dynamo_backend no --main_process_port 0".split()
 RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 
 
-def call(script: str, words: Sequence[str], folder: Path, patch: pytest.MonkeyPatch, name: str = "main") -> Any:
-    """The script's main, or its parse_args alone, with these words in `folder`, in this process, on the CPU."""
+def call(
+    script: str, words: Sequence[str], folder: Path, patch: pytest.MonkeyPatch, name: str = "main"
+) -> Any:
+    """The script's main, or its parse_args alone, with these words in `folder`, in this process, on
+    the CPU."""
     patch.chdir(folder)
     patch.setattr(sys, "argv", [script, *words])
     patch.setattr(sys, "path", sys.path[:])  # to which --reward_fn adds
     patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder.with_name(f"{folder.name}-cache"))
     patch.setenv("ACCELERATE_USE_CPU", "true")
     module = importlib.import_module(script[:-3])
-    return module.parse_args() if name == "parse_args" else module.main(*module.parse_args())
+    parsed = module.parse_args()
+    return parsed if name == "parse_args" else module.main(*parsed)
 
 
-def start(words: Sequence[str], folder: Path) -> subprocess.Popen:
+def start(words: Sequence[str], folder: Path, **env: str) -> subprocess.Popen:
     """A process `python words` in `folder`: one thread, no GPU, no network, caches of its own."""
-    env = {name: value for name, value in os.environ.items() if name not in RANKS}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": f"{folder}-cache"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, *words], cwd=folder, env=env, text=True, encoding="utf-8", **pipes)
+    inherited = {name: value for name, value in os.environ.items() if name not in RANKS}
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    own["HF_DATASETS_CACHE"] = f"{folder}-cache"
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=folder,
+        env=inherited | own | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a jsonl file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def to_lines(*rows: dict[str, Any]) -> str:
+    """The text of a jsonl file."""
     return "".join(json.dumps(row) + "\n" for row in rows)

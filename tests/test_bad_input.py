@@ -1,10 +1,13 @@
-"""What cannot be run ends with one line that names the flag and its value, before anything is written."""
+"""What cannot be run ends with one line that names the flag and its value, before anything is
+written."""
 
+import dataclasses
 import gzip
 import importlib
 import json
 import math
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ from typing import Any
 import datasets
 import fork_tools
 import pytest
-from fork_tools import PPO, REWARD, RLOO, SCRIPTS, WORDS, Evil, copy, kit, run
+from accelerate import Accelerator
+from fork_tools import PPO, REWARD, RLOO, SCRIPTS, WORDS, Evil, copy, kit, run, run_two
 from run_tools import call, read_lines, to_lines
 from safetensors.torch import load_file, save_file
 from tiny_models import save_classifier, save_model
@@ -20,13 +24,21 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 import ppo_rlhf
 
-ERRORS = (ArithmeticError, ImportError, OSError, ValueError)  # those that the scripts turn into a line and status 2
+SAME = {"query": [5], "sample0": [6], "sample1": [6], "best": 0}
 FUNCTIONS = """
 def fine(queries, responses):
     return [0.0 for _ in responses]
 def broken(queries, responses):
     return [0.0 / len(responses[:0])]
+CONSTANT = 3.0
 """
+# Modules that a --reward_fn may name, and what goes wrong when they are imported
+MODULES = {
+    "leaves.py": "import sys\nsys.exit(0)\n",
+    "fails.py": "1 / 0\n",
+    "half.py": "def f(queries, responses:\n",
+    "needs.py": "import no_such_library\n",
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +59,8 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name != "no_weights":
             file = "model.safetensors" if name == "disguised" else "pytorch_model.bin"
             (folder / name / file).write_bytes(pickle.dumps({"lm_head.weight": Evil()}, 2))
-    weights = {name: x * math.nan for name, x in load_file(folder / "nan/model.safetensors").items()}
+    weights = load_file(folder / "nan/model.safetensors")
+    weights = {name: x * math.nan for name, x in weights.items()}
     save_file(weights, folder / "nan/model.safetensors", metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {"transformer.wte.weight": "pytorch_model.bin"}}
     (folder / "index/model.safetensors.index.json").write_text(json.dumps(index))
@@ -57,99 +70,258 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "code/evil.py").write_text("import os\nos.mkdir('marker')\n")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.backend_tokenizer.add_tokens(["another"])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(folder / "other_words")
-    (folder / "functions.py").write_text(FUNCTIONS)
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    other.save_pretrained(folder / "other_words")
+    shutil.copytree(folder / "model", folder / "adapter")
+    (folder / "adapter/adapter_config.json").write_text("{}")
+    for name in ("three_layers", "another_type"):
+        config = json.loads((folder / "model/config.json").read_text())
+        changes = {"n_layer": 3, "num_hidden_layers": 3}
+        if name == "another_type":
+            changes = {"model_type": "gpt_neox", "num_hidden_layers": 2}
+        shutil.copytree(folder / "model", folder / name)
+        (folder / name / "config.json").write_text(json.dumps(config | changes))
+    for name, text in (MODULES | {"functions.py": FUNCTIONS}).items():
+        (folder / name).write_text(text)
     lines = (folder / "queries.jsonl").read_text()
-    files = {"empty.jsonl": "", "cut.jsonl": lines[:-9], "numbers.jsonl": to_lines({"text": 3}), "queries.doc": lines}
+    files = {
+        "empty.jsonl": "",
+        "cut.jsonl": lines[:-9],
+        "numbers.jsonl": to_lines({"text": 3}),
+        "columns.jsonl": to_lines({"words": "w5"}),
+        "ids.jsonl": to_lines({"text": [5, 50]}),
+        "negative.jsonl": to_lines({"text": [5, -1]}),
+        "nulls.jsonl": to_lines({"text": [5, None]}),
+        "long.jsonl": to_lines({"text": "w5 " * 7}),
+        "few.jsonl": to_lines({"text": "w5"}, {"text": "w6"}),
+        "queries.doc": lines,
+        "a::queries.jsonl": lines,
+        "same.jsonl": to_lines(*[SAME] * 20),
+        "best.jsonl": to_lines(*[SAME | {"sample1": [7], "best": 2}] * 20),
+    }
     for name, text in (files | {"queries.JSONL": lines}).items():
         (folder / name).write_text(text)
     (folder / "evil.pkl").write_bytes(pickle.dumps(Evil(), 2))
     return folder
 
 
-ZERO = "total_episodes eval_queries batch_size micro_batch_size num_minibatches num_epochs temperature kl_target"
-ZERO = [f"--{name} 0" for name in f"{ZERO} kl_horizon max_kl query_length response_length".split()]
-NUMBERS = [*ZERO, "--lr nan", "--lr -1", "--temperature inf", "--kl_coef -0.1", "--checkpoint_every -1", "--seed -1"]
+# Values out of their range, by flag
+RANGES = {
+    "seed": "-1 2147483648 1.5",
+    "eval_queries": "0 -1",
+    "checkpoint_every": "-1",
+    "lora_rank": "-1",
+    "lora_alpha": "0 inf",
+    "unfrozen_layers": "-1",
+    "query_length": "0",
+    "response_length": "0",
+    "temperature": "0 inf nan -1",
+    "top_p": "0 1.1",
+    "truncate_after": "-1",
+    "penalty_reward_value": "nan -inf",
+    "total_episodes": "0",
+    "batch_size": "0 1.5",
+    "micro_batch_size": "0",
+    "num_minibatches": "0",
+    "num_epochs": "0",
+    "lr": "nan -1 inf",
+    "lr_warmup": "-1",
+    "adam_eps": "-1e-5",
+    "weight_decay": "-0.1",
+    "max_grad_norm": "0 -1",
+    "target_kl": "0",
+    "ema": "1 -0.1",
+    "ptx_coef": "-1",
+    "score_clip": "0",
+    "kl_coef": "-0.1",
+    "kl_target": "0",
+    "kl_horizon": "0",
+    "max_kl": "0",
+    "eval_every": "-1",
+    "cliprange": "-0.1",
+    "cliprange_value": "-0.1",
+    "vf_coef": "-0.1",
+    "gamma": "-0.1",
+    "lam": "-0.1",
+    "critic_lr": "-1",
+    "critic_warmup": "-1",
+    "rloo_k": "1",
+    "num_labels": "0",
+    "eval_labels": "0",
+    "normalization_samples": "-1",
+}
+NAMES = "base_model output_dir query_dataset reward_model reward_fn query_prefix truncate_token"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_words_that_are_no_settings(script: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    with pytest.raises(ValueError, match="'sentimant': does not exist; one of tiny, sentiment, "):
+def test_values_out_of_range_name_the_flag(script: str) -> None:
+    """From Python too, where no command line is read."""
+    module = importlib.import_module(script[:-3])
+    args = module.Args()
+    tried = set()
+    for name, values in RANGES.items():
+        for value in values.split() if hasattr(args, name) else ():
+            tried.add(name)
+            for given in (value, float(value)):
+                says = f"^--{name} {re.escape(str(given))}: ."
+                with pytest.raises(module.UserError, match=says) as caught:
+                    module.validated(vars(args) | {name: given})
+                assert "\n" not in str(caught.value)
+    for name in NAMES.split():
+        if hasattr(args, name):
+            with pytest.raises(module.UserError, match=f"^--{name} : .*at least 1 character"):
+                module.validated(vars(args) | {name: ""})
+    for betas in ((0.9, 1.0), (-0.1, 0.9), (0.9,)):
+        with pytest.raises(module.UserError, match="^--adam_betas"):
+            module.validated(vars(args) | {"adam_betas": betas})
+    for field in dataclasses.fields(args):
+        is_number = isinstance(field.default, int | float) and not isinstance(field.default, bool)
+        assert not is_number or field.name in tried, f"--{field.name} has no range here"
+
+
+OWN_BOX = [  # tyro prints these
+    "--learning 0.1",
+    "--lr",
+    "--lr fast",
+    "--batch_size 1.5",
+    "--adam sgd",
+    "--lr 0.1 sentiment",
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_words_that_are_no_settings(
+    script: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    with pytest.raises(ValueError, match="^there is no preset 'sentimant', but tiny, sentiment, "):
         call(script, ["sentimant"], tmp_path, monkeypatch, "parse_args")
-    for words in NUMBERS:
-        flag, value = words.split()
-        if hasattr(importlib.import_module(script[:-3]).Args(), flag[2:]):
-            with pytest.raises(ValueError, match=f"^{flag} {value}(.0)?: .* would do"):
-                call(script, words.split(), tmp_path, monkeypatch, "parse_args")
     other = "--rloo_k 4" if script != RLOO else "--vf_coef 1"
-    for words in ("--learning 0.1", "--lr", "--lr fast", "--batch_size 1.5", "--adam sgd", other, "--lr 0.1 sentiment"):
+    only = [] if script == REWARD else ["--kl_estimator k4", "--score_norm center"]
+    for words in (*OWN_BOX, other, *only):
         with pytest.raises(SystemExit, match="^2$"):
             call(script, words.split(), tmp_path, monkeypatch, "parse_args")
-        box = capsys.readouterr().err.replace("-", "_")  # tyro's own
-        assert words.split()[words.endswith("sentiment") * 2].replace("-", "_") in box
+        box = capsys.readouterr().err.replace("-", "_")
+        wrong = "sentiment" if "sentiment" in words else words.split()[0]
+        assert wrong.replace("-", "_") in box
+    assert not list(tmp_path.iterdir())
 
 
-WEIGHTS, NO_FILE = "@(.*model.safetensors|Weights only|.*deserializing)", "@.*no such file"
-TABLES = [(PPO, "no/such"), (RLOO, "evil.pkl"), (REWARD, "queries.doc"), (PPO, "queries.JSONL"), (RLOO, "empty.jsonl")]
-OWN = "--reward_model none --reward_fn"
+WEIGHTS = "@(.*model.safetensors|Weights only|.*deserializing)"
+NO_FILE = "@there is no such file or folder, here or in "
+OWN = "--reward_model none --critic shared --reward_fn"
+TASK = "--start_text none --end_text none"
 CASES = [  # @: the last flag, its value and a colon, at the beginning of the line
-    (PPO, "--num_minibatches 4 --batch_size 6", "@a multiple of 4 "),
-    (RLOO, "--rloo_k 4 --batch_size 6", "@no multiple of .* --rloo_k 4"),
-    (RLOO, "--rloo_k 1", "--rloo_k 1 > 1"),
-    (REWARD, "--normalization_samples 1", "--normalization_samples.* not 1"),
-    (REWARD, ["--start_text", "w1 w2"], r"--start_text.* 'w1 w2': is tokens \[1, 2\]"),
+    (PPO, "--num_minibatches 4 --batch_size 6", "@must be a multiple of 4 "),
+    (RLOO, "--rloo_k 4 --batch_size 6", "@must be a multiple of 4 "),
+    (RLOO, "--rloo_k 2 --num_minibatches 2 --batch_size 6", "@must be a multiple of 4 "),
+    (RLOO, "--rloo_k 1", "@.*greater than or equal to 2"),
+    (REWARD, ["--start_text", "w1 w2"], r"--start_text 'w1 w2' must be one token.*\[1, 2\]"),
+    (
+        PPO,
+        ["--truncate_after", "0", "--truncate_token", "w1 w2"],
+        r"--truncate_token 'w1 w2' must be one token.*\[1, 2\]",
+    ),
+    (PPO, "--truncate_token w1 --truncate_after 5", "@is behind the response's end"),
+    (RLOO, "--truncate_token w1 --truncate_after 16", "@is behind the response's end"),
+    (PPO, "--critic_warmup 4", "@there are 4 updates"),
+    (PPO, "--value_after_end", "--value_after_end needs --mask_truncated"),
+    (PPO, "--ptx_dataset queries.jsonl", "--ptx_coef and --ptx_dataset need each other"),
+    (RLOO, "--ptx_coef 0.1", "--ptx_coef and --ptx_dataset need each other"),
+    (PPO, "--reward_model none --reward_fn functions:fine", "--critic reward needs a --reward_m"),
+    (PPO, "--reward_fn functions:fine", "--reward_fn goes without --reward_model"),
+    (RLOO, "--reward_fn functions:fine", "--reward_fn goes without --reward_model"),
     # models
     (PPO, "--base_model no/such", "@."),
+    (PPO, "--base_model tiny/nothing", NO_FILE),
     (REWARD, "--base_model ./nowhere", NO_FILE),
+    (RLOO, "--reward_model ~/nowhere", NO_FILE),
     (PPO, "--base_model no_tokenizer", "@.*tokenizer"),
     (PPO, "--base_model narrow", "@has 40 embeddings for token 49"),
-    *((script, "--response_length 60", "--.*_model .* a window of 64 for 6[0-9] tokens") for script in SCRIPTS),
-    *((PPO, f"--base_model {name}", WEIGHTS) for name in ("no_weights", "pickle", "index", "disguised")),
+    (PPO, "--base_model no_weights", WEIGHTS),
+    (PPO, "--base_model pickle", WEIGHTS),
+    (PPO, "--base_model index", WEIGHTS),
+    (PPO, "--base_model disguised", WEIGHTS),
     (REWARD, "--base_model pickle", WEIGHTS),
     (RLOO, "--reward_model evil_judge", WEIGHTS),
-    (REWARD, "--base_model nan", "--normalization_samples 4: .* nan"),
+    (PPO, "--base_model nan", "@is off by nan"),
+    (RLOO, "--base_model adapter", "@is an adapter: merge it first"),
+    (PPO, "--base_model three_layers", "@its config and its weights do not agree on .*h.2"),
+    (REWARD, "--base_model three_layers", "@its config and its weights do not agree on .*h.2"),
+    (PPO, "--base_model another_type", "@its config and its weights do not agree on "),
     *((script, "--base_model code", "@.*custom code") for script in SCRIPTS),
+    *((script, "--response_length 60", "--.*_model .* a window of 64 for 6") for script in SCRIPTS),
     # rewards
     (PPO, "--reward_model short", "@.*a window of 8"),
     (PPO, "--reward_model two_labels", "@.*several labels"),
     (RLOO, "--reward_model other_words", "@.*another tokenizer"),
-    (PPO, "--reward_model model", "@score.weight"),
+    (PPO, "--reward_model model", "@its config and its weights do not agree on score.weight"),
     (PPO, "--unfrozen_layers 3", "@."),
-    (PPO, "--reward_model none", "--reward_model: none given, none in runs/; `python train_reward.py tiny` would"),
-    (PPO, "--reward_fn functions:fine", "@.*without --reward_model"),
-    (PPO, f"{OWN} functions:none_such", "@.*module:function"),
-    (PPO, f"{OWN} functions", "@.*module:function"),
-    (PPO, f"{OWN} nowhere:f", "No module named 'nowhere'"),
+    (PPO, "--reward_model none", "--reward_model None: `python train_reward.py tiny` makes one"),
+    (PPO, f"{OWN} functions:none_such", "@.*none_such"),
+    (PPO, f"{OWN} functions", "@.*not a callable"),
+    (PPO, f"{OWN} functions:CONSTANT", "@.*not a callable"),
+    (PPO, f"{OWN} functions.py", "@."),
+    (PPO, f"{OWN} functions.py:fine", "@."),
+    (PPO, f"{OWN} ./functions:fine", "@."),
+    (PPO, f"{OWN} nowhere:f", "@No module named 'nowhere'"),
+    (PPO, f"{OWN} needs:f", "@No module named 'no_such_library'"),
+    (PPO, f"{OWN} leaves:f", "@."),
+    (PPO, f"{OWN} fails:f", "@division by zero"),
+    (PPO, f"{OWN} half:f", "@.*half.py, line 1"),
     # tables
-    *((script, f"--query_dataset {name}", "@.") for script, name in TABLES),
+    (PPO, "--query_dataset no/such", "@."),
+    (RLOO, "--query_dataset evil.pkl", "@."),
+    (PPO, "--query_dataset a::queries.jsonl", "@."),  # and not queries.jsonl
+    (REWARD, "--query_dataset queries.doc", "@."),
+    (RLOO, "--query_dataset empty.jsonl", "@."),
     (PPO, "--query_dataset nowhere.jsonl", NO_FILE),
     (PPO, "--query_dataset cut.jsonl", "@.*JSON"),
-    (PPO, "--query_dataset numbers.jsonl", "@.*0 queries"),
+    (PPO, "--query_dataset numbers.jsonl", "@has 0 queries; left out: {'without text': 1}"),
+    (PPO, "--query_dataset long.jsonl", "@.* left out: {'longer than --query_length': 1}"),
+    (PPO, "--start_text w49 --query_dataset few.jsonl", "@.* {'without --start_text': 2}"),
+    (PPO, "--end_text w49 --query_dataset few.jsonl", "@.* {'without --end_text': 2}"),
+    (PPO, "--query_dataset columns.jsonl", r"@none of its columns \['words'\] is one of"),
+    (PPO, "--query_dataset few.jsonl --eval_queries 2", "@none is left to train on"),
+    (PPO, "--query_dataset ids.jsonl", "@has token ids of another model: use --token_ids_of"),
+    (PPO, "--query_dataset negative.jsonl", "@has token ids of another model"),
+    (PPO, "--query_dataset nulls.jsonl", "@has token ids of another model"),
+    (PPO, "--ptx_coef 1 --ptx_dataset columns.jsonl", r"@none of its columns \['words'\]"),
     (REWARD, "--label_dataset nowhere.jsonl", NO_FILE),
     (REWARD, "--label_dataset empty.jsonl", "@."),
-    (REWARD, "--num_labels 50", "20 labels for --num_labels 50"),
-    (REWARD, "--num_labels 3", "3 labels for --num_labels 3, --batch_size 4"),
+    (REWARD, "--label_dataset queries.jsonl", r"@has columns \['text'\], not query, sample0"),
+    (REWARD, "--num_labels 16 --label_dataset same.jsonl", "@16 of 16 labels are of no use"),
+    (REWARD, "--num_labels 16 --label_dataset best.jsonl", "@.*best is none of the samples"),
+    (REWARD, "--num_labels 50", "--label_dataset labels.jsonl: has 20 labels for --num_labels 50"),
+    (REWARD, "--num_labels 3", "--label_dataset .* has 3 labels for --batch_size 4"),
+    (REWARD, "--normalization_samples 1", "--normalization_samples 1: mean .* deviation 0"),
     # the run's folder
-    (PPO, "--output_dir queries.jsonl", "queries.jsonl"),
-    (REWARD, "--output_dir queries.jsonl/below", "queries.jsonl/below"),
+    (PPO, "--output_dir queries.jsonl", "--output_dir .*queries.jsonl: ."),
+    (REWARD, "--output_dir queries.jsonl/below", "--output_dir .*queries.jsonl/below: ."),
+    (RLOO, "--output_dir /proc/run", "--output_dir /proc/run: ."),
 ]
 
 
-@pytest.mark.parametrize(("script", "words", "says"), CASES, ids=[f"{x} {words}" for x, words, _ in CASES])
+@pytest.mark.parametrize(
+    ("script", "words", "says"), CASES, ids=[f"{x} {words}" for x, words, _ in CASES]
+)
 def test_bad_input_is_refused_before_anything_is_written(
     script: str, words: Any, says: str, faults: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, words = sorted(faults.rglob("*")), words.split() if isinstance(words, str) else words
-    with pytest.raises(ERRORS, match=says.replace("@", f"^{words[-2]} {words[-1]}: ")) as error:
+    """Neither the run's folder is made, nor what a pickle or a model's code would make."""
+    before = sorted(faults.rglob("*"))
+    words = words.split() if isinstance(words, str) else words
+    says = says.replace("@", f"{' '.join(words[-2:])}:? ", 1)
+    module = importlib.import_module(script[:-3])
+    with pytest.raises(module.UserError, match=f"^{says}") as error:
         call(script, [*WORDS[script], *words], faults, monkeypatch)
-    assert "\n" not in str(error.value).strip()
-    made = [path for path in sorted(faults.rglob("*")) if path not in before and "__pycache__" not in str(path)]
-    assert not made, "neither the run's folder nor the marker of what a pickle or a model's code may do"
+    assert "\n" not in str(error.value)
+    made = [path for path in sorted(faults.rglob("*")) if path not in before]
+    assert [path for path in made if "__pycache__" not in str(path)] == []
 
 
 @pytest.mark.parametrize("name", ["lines.txt", "lines.jsonl.gz", "lines.csv", "lines.parquet"])
 def test_these_files_load_and_rows_that_are_no_query_are_counted(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    name: str, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [*read_lines(kit() / "queries.jsonl"), {"text": None}]
     (tmp_path / "lines.txt").write_text("\n".join(row["text"] or "" for row in rows) + "\n")
@@ -158,26 +330,76 @@ def test_these_files_load_and_rows_that_are_no_query_are_counted(
         getattr(datasets.Dataset.from_list(rows), f"to_{name[6:]}")(tmp_path / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    Accelerator(cpu=True)
     args = ppo_rlhf.Args(query_dataset=name, start_text=None, end_text=None, eval_queries=2)
-    queries = ppo_rlhf.load_queries(AutoTokenizer.from_pretrained(kit() / "model"), args, 99)
-    assert len(queries) == 16
-    assert f"--query_dataset {name}: left out 1 rows" in capsys.readouterr().err
+    tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
+    assert len(ppo_rlhf.load_queries("query_dataset", tokenizer, args, 99)) == 16
+    assert f"--query_dataset {name}: left out {{'without text': 1}}" in caplog.text
 
 
-def test_a_user_sees_one_line_or_on_demand_and_of_a_reward_function_the_traceback(faults: Path, tmp_path: Path) -> None:
-    folder, words = copy(faults, tmp_path), [*WORDS[PPO], "--base_model", "no/such"]
+# Names, and neighbours that they would find as patterns
+FILES = {
+    "b[1].jsonl": "b1.jsonl",
+    "c*.jsonl": "cd.jsonl",
+    "d?.jsonl": "de.jsonl",
+    "a b.jsonl": "a.jsonl",
+    "{e,f}.jsonl": "e.jsonl",
+    "x:y/train.jsonl": "x/train.jsonl",
+    "z[1]/train.jsonl": "z1/train.jsonl",
+}
+
+
+@pytest.mark.parametrize("name", [*FILES, "x:y"])
+def test_names_of_files_and_folders_are_no_patterns(
+    name: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    for file, other in FILES.items():
+        for path, text in ((tmp_path / file, "w5"), (tmp_path / other, "w6")):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(to_lines({"text": text}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    table = ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
+    assert table["train"]["text"][:] == ["w5"]
+
+
+def test_a_user_sees_one_line_or_on_demand_and_of_a_reward_function_the_traceback(
+    faults: Path, tmp_path: Path
+) -> None:
+    folder = copy(faults, tmp_path)
+    words = [*WORDS[PPO], "--base_model", "no/such"]
     code, printed, errors = run(PPO, words, folder)
     assert (code, printed, len(errors.splitlines())) == (2, "", 1)
     assert errors.startswith(f"{PPO}: --base_model no/such: ")
     code, _, errors = run(PPO, words, folder, RLHF_DEBUG="1")
-    assert code == 1 and "Traceback" in errors and "ValueError: --base_model no/such" in errors
-    code, _, errors = run(RLOO, [*WORDS[RLOO], *f"{OWN} functions:broken".split()], folder)
-    assert code == 1 and f'{folder}/functions.py", line 5, in broken' in errors and "ZeroDivisionError" in errors
+    assert code == 1
+    assert "Traceback" in errors
+    assert "UserError: --base_model no/such" in errors
+    words = [*WORDS[RLOO], "--reward_model", "none", "--reward_fn", "functions:broken"]
+    code, _, errors = run(RLOO, words, folder)
+    assert code == 1
+    assert f'{folder}/functions.py", line 5, in broken' in errors
+    assert "ZeroDivisionError" in errors
     assert "--reward_fn functions:broken" in errors.splitlines()[-1]
 
 
+def test_of_two_processes_one_line_is_printed_first(tmp_path: Path) -> None:
+    folder = copy(kit(), tmp_path)
+    one, two = run_two(PPO, [*WORDS[PPO], "--batch_size", "5"], folder)
+    for code, printed, errors in (one, two):
+        assert (code, printed, len(errors.splitlines())) == (2, "", 1)
+        assert errors.startswith(f"{PPO}: --batch_size 5 must be a multiple of 2 ")
+
+
 def test_a_tilde_is_the_home_folder(tmp_path: Path) -> None:
-    folder, nan = copy(kit(), tmp_path), (fork_tools.give_nan, 5)
-    code, _, errors = run(PPO, [*WORDS[PPO], "--output_dir", "~/run"], folder, nan, HOME=str(tmp_path))
-    assert code == 2 and errors.splitlines()[-1].endswith("run/checkpoints/0000001/state.json")
-    assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 1 and not (folder / "~").exists()
+    folder = copy(kit(), tmp_path)
+    words = [*WORDS[PPO], "--output_dir", "~/run"]
+    nan = (fork_tools.give_nan, 5)
+    code, _, _ = run(PPO, words, folder, nan, HOME=str(tmp_path))
+    assert code == 2
+    assert (tmp_path / "run/checkpoints/0000001/state.json").exists()
+    assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 1
+    code, _, errors = run(PPO, [*words, "--resume"], folder, HOME=str(tmp_path))
+    assert code == 0, errors
+    assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 4
+    assert not (folder / "~").exists()

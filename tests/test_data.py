@@ -1,10 +1,12 @@
-"""What the scripts make of queries, labels and preferences: prompts, chats, BOS, EOS, long texts, reward functions."""
+"""What the scripts make of queries, labels and preferences: prompts, chats, BOS, EOS, long texts,
+reward functions."""
 
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -17,21 +19,50 @@ import ppo_rlhf
 import rloo_rlhf
 import train_reward
 
-SCRIPTS, EOS, BOS, PAD = (ppo_rlhf, rloo_rlhf, train_reward), 0, 1, 50_259
-CHAT = """{% for m in messages %}{{ ('w40 ' if m.role == 'user' else 'w41 ') + m.content + ' <|endoftext|> w42 ' }}\
-{% endfor %}{% if add_generation_prompt %}w41 {% endif %}"""
-ASKED, YES, NO = ([{"role": "assistant" if x != "w5" else "user", "content": x}] for x in ("w5", "w6", "w7"))
+SCRIPTS = (ppo_rlhf, rloo_rlhf, train_reward)
+EOS = 0
+BOS = 1
+PAD = 50_259
+CHAT = """{% for m in messages %}{{ ('w40 ' if m.role == 'user' else 'w41 ') + m.content +
+' <|endoftext|> w42 ' }}{% endfor %}{% if add_generation_prompt %}w41 {% endif %}"""
+
+
+def turn(word: str, role: str = "assistant") -> list[dict[str, str]]:
+    """A chat of one message."""
+    return [{"role": role, "content": word}]
+
+
+ASKED = turn("w5", "user")
+AGAIN = turn("w8", "user")
+YES = turn("w6")
+NO = turn("w7")
+BEGUN = [BOS, 40, 5, EOS, 42, 41]  # ASKED, up to the answer
 HUMAN = "\n\nHuman: Is it far?\n\nAssistant:"
-PAIR = {"prompt": "w5", "chosen": "w6", "rejected": "w7"}
-LABEL = {"query": [5], "sample0": [6], "sample1": [7], "best": 1}
+PAIR = {
+    "prompt": "w5",
+    "chosen": "w6",
+    "rejected": "w7",
+}
+LABEL = {
+    "query": [5],
+    "sample0": [6],
+    "sample1": [7],
+    "best": 1,
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2, whose tokenizer begins no text with BOS and pads with EOS, and a Llama, whose tokenizer does neither."""
+    """A GPT-2, whose tokenizer begins no text with BOS and pads with EOS, and a Llama, whose
+    tokenizer does neither."""
     folder = tmp_path_factory.mktemp("models")
-    for name, special in (("gpt2", {"bos_token": "<|endoftext|>"}), ("llama", {"bos_token": "w1", "pad_token": "w49"})):
-        tokenizer = AutoTokenizer.from_pretrained(save_model(folder / name, name), **special)
+    specials = {
+        "gpt2": {"bos_token": "<|endoftext|>"},
+        "llama": {"bos_token": "w1", "pad_token": "w49"},
+    }
+    for name, special in specials.items():
+        path = save_model(folder / name, name)
+        tokenizer = AutoTokenizer.from_pretrained(path, **special)
         if name == "llama":
             begin = processors.TemplateProcessing(single="w1 $A", special_tokens=[("w1", BOS)])
             tokenizer.backend_tokenizer.post_processor = begin
@@ -51,52 +82,116 @@ def here(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def words(*tokens: int) -> str:
+    """The text of these tokens."""
     return " ".join(f"w{token}" for token in tokens)
 
 
 def start(script: Any, chat: str | None = None, **changes: Any) -> tuple[Any, Any]:
     """Tokenizer and Args; a list of rows in their place becomes a file."""
-    given = {"base_model": "gpt2", "start_text": None, "end_text": None, "query_length": 8, "response_length": 6}
-    given |= {"truncate_token": None} | ({"batch_size": 2} if script is train_reward else {"eval_queries": 1})
-    for name, x in (given := given | changes).items():
+    given = {
+        "base_model": "gpt2",
+        "start_text": None,
+        "end_text": None,
+        "truncate_token": None,
+        "query_length": 8,
+        "response_length": 6,
+    }
+    given |= {"batch_size": 2} if script is train_reward else {"eval_queries": 1}
+    given |= changes
+    for name, x in given.items():
         if isinstance(x, list):
             Path(f"{name}.jsonl").write_text(to_lines(*x))
             given[name] = f"{name}.jsonl"
-    tokenizer = script.fetch(AutoTokenizer, "base_model", args := script.Args(**given))
+    args = script.Args(**given)
+    tokenizer = script.load_tokenizer("base_model", args)
     tokenizer.chat_template = chat
     return tokenizer, args
 
 
-def read_queries(rows: list[dict[str, Any]], *chat: str, part: str = "input_ids", **changes: Any) -> list[list[int]]:
+def read_queries(
+    rows: list[dict[str, Any]], *chat: str, part: str = "input_ids", **changes: Any
+) -> list[list[int]]:
     """What all three scripts make of these rows, in the order of its tokens."""
-    found = [x.load_queries(*start(x, *chat, query_dataset=rows, **changes), 1_000) for x in SCRIPTS]
+    found = []
+    for script in SCRIPTS:
+        tokenizer, args = start(script, *chat, query_dataset=rows, **changes)
+        queries = script.load_queries("query_dataset", tokenizer, args, 1_000)
+        found.append([vars(query) for query in queries])
     assert found[0] == found[1] == found[2]
     return sorted(query[part] for query in found[0])
 
 
 def read_labels(rows: list[dict[str, Any]], *chat: str, **changes: Any) -> Any:
-    """Query, best response and the others of every label."""
-    labels, held_out = train_reward.load_labels(*start(train_reward, *chat, label_dataset=rows, **changes))
-    assert not held_out
-    return [(query, responses.pop(best), *responses) for query, responses, best in labels]
+    """Query, best response and the others of every label. A last row is held out, and read too."""
+    given = {"num_labels": len(rows), "label_dataset": [*rows, rows[0]]} | changes
+    labels, _ = train_reward.load_labels(*start(train_reward, *chat, **given))
+    found = []
+    for label in labels:
+        responses = list(label.responses)
+        found.append((label.query, responses.pop(label.best), *responses))
+    return found
 
 
-def refuse(read: Any, rows: list[dict[str, Any]], *says: str, chat: Any = None, **changes: Any) -> None:
-    with pytest.raises(ValueError) as caught:
+def refuse(
+    read: Any, rows: list[dict[str, Any]], *says: str, chat: Any = None, **changes: Any
+) -> None:
+    """The rows are refused, in a line with what it says."""
+    with pytest.raises((ppo_rlhf.UserError, train_reward.UserError)) as caught:
         read(rows, chat, **changes)
     text = str(caught.value)
-    assert "\n" not in text and all(x in text for x in ("_dataset.jsonl: ", *says)), text
+    assert "\n" not in text
+    assert all(x in text for x in ("_dataset.jsonl: ", *says)), text
 
 
+# --- queries --------------------------------------------------------------------------------------
 def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay() -> None:
     """All else about it is in the twins' runs."""
-    rows = [{"query": "w5 w6"}, {"query": "w1 w7"}]
-    assert read_queries(rows, base_model="llama") == [[BOS, 5, 6], [BOS, 7]]
-    found = read_queries(rows, base_model="llama", part="context", query_prefix="w30", query_suffix="w31")
+    llama = {"base_model": "llama"}
+    rows = [
+        {"query": "w5 w6"},
+        {"query": "w1 w7"},
+    ]
+    assert read_queries(rows, **llama) == [[BOS, 5, 6], [BOS, 7]]
+    around = {"query_prefix": "w30", "query_suffix": "w31"}
+    found = read_queries(rows, part="context", **llama, **around)
     assert found == [[BOS, 30, 5, 6, 31], [BOS, 30, 7, 31]]
-    found = read_queries([{"query": [EOS, 5, PAD]}, {"query": [6, EOS, 8]}], base_model="llama")
+    rows = [
+        {"query": [EOS, 5, PAD]},
+        {"query": [6, EOS, 8]},
+    ]
+    found = read_queries(rows, **llama)
     assert found == [[BOS, EOS, 5], [BOS, 6, EOS, 8]]
     assert read_labels([LABEL | {"sample1": [EOS, PAD]}] * 2) == [([5], [EOS], [6])] * 2
+
+
+class Sized:
+    """A tokenizer that says that it has another size."""
+
+    def __init__(self, tokenizer: Any, size: int) -> None:
+        self.tokenizer = tokenizer
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.tokenizer(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def test_the_padding_of_gpt2s_ids_is_a_token_of_larger_models() -> None:
+    tokenizer = AutoTokenizer.from_pretrained("gpt2")
+    cases = {
+        50_257: [5],
+        50_259: [5],
+        50_260: [5, PAD],
+        60_000: [5, PAD],
+    }
+    for size, expected in cases.items():
+        for script in SCRIPTS:
+            assert script.encode([5, PAD], Sized(tokenizer, size)) == expected
 
 
 def test_another_models_tokenizer_gets_token_ids_as_text() -> None:
@@ -104,102 +199,393 @@ def test_another_models_tokenizer_gets_token_ids_as_text() -> None:
     vocabulary = {word: (i + 7) % 50 for word, i in tokenizer.get_vocab().items()}
     tokenizer.backend_tokenizer.model = models.WordLevel(vocabulary, unk_token="<|endoftext|>")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained("moved")
-    rows = [{"query": [5, 6, PAD]}, {"query": [48, 20]}]
-    assert read_queries(rows, base_model="moved", token_ids_of="gpt2") == [[5, 27], [12, 13]]
+    rows = [
+        {"query": [5, 6, PAD]},
+        {"query": [48, 20]},
+    ]
+    found = read_queries(rows, base_model="moved", token_ids_of="gpt2")
+    assert found == [[5, 27], [12, 13]]
 
 
 @pytest.mark.parametrize("column", ["prompt", "messages"])
 def test_chats_go_through_the_template(column: str) -> None:
-    rows, first = [{column: ASKED}, {column: ASKED + NO + ASKED}], [40, 5, EOS, 42, 41]
+    """One that ends with the assistant's turn is continued, not answered again."""
+    rows = [
+        {column: ASKED},
+        {column: ASKED + NO + AGAIN},
+    ]
+    second = [40, 8, EOS, 42, 41]
     for template in (CHAT, "{{ 'w1 ' }}" + CHAT):  # one that writes BOS itself: it stays one
         found = read_queries(rows, template, base_model="llama", query_length=20)
-        assert found == [[BOS, *first], [BOS, *first, 7, EOS, 42, *first]]
+        assert found == [BEGUN, [*BEGUN, 7, EOS, 42, *second]]
+    found = read_queries([{column: ASKED + YES}], CHAT, base_model="llama", query_length=20)
+    assert found == [[*BEGUN, 6]]
     refuse(read_queries, rows, "chat_template is not set")
     refuse(read_queries, rows, "roles alternate", chat="{{ raise_exception('roles alternate') }}")
 
 
-def test_queries_that_are_none_are_refused_in_a_line() -> None:
-    for row, says in (({"prompt": ["w5", "w6"]}, "prompt"), ({"text": None}, "text"), ({"words": "w5"}, "words")):
-        refuse(read_queries, [row] * 3, "0 queries", says)
-    refuse(read_queries, [{"text": "w5"}], "1 queries")
-    refuse(read_queries, [{"query": [5, 50]}] * 3, "--token_ids_of")
+BAD_QUERIES = [
+    ({"prompt": ["w5", "w6"]}, "has 0 queries; left out: {'without text': 3}"),
+    ({"text": None}, "has 0 queries; left out: {'without text': 3}"),
+    ({"text": ""}, "has 0 queries; left out: {'without text': 3}"),
+    ({"words": "w5"}, "none of its columns ['words'] is one of ['text', "),
+    ({"query": [5, 50]}, "--token_ids_of"),
+    ({"query": [5, -1]}, "--token_ids_of"),
+    ({"query": [5, None]}, "--token_ids_of"),
+    ({"text": words(*[5] * 9)}, "{'longer than --query_length': 3}"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), BAD_QUERIES)
+def test_queries_that_are_none_are_refused_in_a_line(row: Any, says: str) -> None:
+    refuse(read_queries, [row] * 3, says)
+
+
+def test_a_folder_needs_a_split_to_train_on() -> None:
     Path("set").mkdir()
     Path("set/test.jsonl").write_text(to_lines({"text": "w5"}))
-    with pytest.raises(ValueError, match="--query_dataset set: .*test.*train"):
+    with pytest.raises(ppo_rlhf.UserError, match="--query_dataset set: .*test.*train"):
         ppo_rlhf.load_table("query_dataset", start(ppo_rlhf, query_dataset="set")[1])
 
 
-BEGINS = [(HUMAN, " No, near.", " Yes."), ("It is", " bread", " break"), ("Q?\nA:", "\nYes", "\nNo")]
+def test_no_query_is_held_out_and_trained_on_and_the_seed_orders_them() -> None:
+    rows = [{"text": words(5 + i)} for i in range(40)]
+    orders = []
+    for seed in (1, 2):
+        tokenizer, args = start(ppo_rlhf, query_dataset=rows, seed=seed)
+        for need in (40, 25, 10):
+            queries = ppo_rlhf.load_queries("query_dataset", tokenizer, args, need)
+            orders.append([query.input_ids[0] for query in queries])
+        assert orders[-3][:25] == orders[-2]
+        assert orders[-3][:10] == orders[-1]
+        assert len(set(orders[-3])) == 40
+    assert orders[0] != orders[3] != sorted(orders[3])
 
 
-@pytest.mark.parametrize(("begin", "chosen", "rejected"), [*BEGINS, ("", "Yes", "Yes, sir")])
-def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin: str, chosen: str, rejected: str) -> None:
-    """The raw form of Anthropic's HH: the dialogues stand whole in both columns. A prompt that is given stays whole."""
+# --- labels ---------------------------------------------------------------------------------------
+BEGINS = [
+    (HUMAN, " No, near.", " Yes."),
+    ("It is", " bread", " break"),
+    ("Q?\nA:", "\nYes", "\nNo"),
+    ("", "Yes", "Yes, sir"),
+]
+
+
+@pytest.mark.parametrize(("begin", "chosen", "rejected"), BEGINS)
+def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(
+    begin: str, chosen: str, rejected: str
+) -> None:
+    """The raw form of Anthropic's HH: the dialogues stand whole in both columns. A prompt that is
+    given stays whole."""
+    answers = (begin + chosen, begin + rejected)
     for row in ({}, {"prompt": None}):
-        row |= {"chosen": begin + chosen, "rejected": begin + rejected}
-        assert list(train_reward.preference_texts(row, None)) == [begin, chosen, rejected]
+        row |= dict(zip(("chosen", "rejected"), answers, strict=True))
+        assert train_reward.preference_texts(row, None) == (begin, chosen, rejected)
         row["prompt"] = begin[:2]
-        assert list(train_reward.preference_texts(row, None)) == [begin[:2], begin + chosen, begin + rejected]
+        assert train_reward.preference_texts(row, None) == (begin[:2], *answers)
 
 
-def test_useless_pairs_are_counted_and_left_out_and_too_many_stop_the_run(capsys: pytest.CaptureFixture) -> None:
-    same = PAIR | {"chosen": words(6, 6, 6, 7), "rejected": words(6, 6, 6, 8)}  # after three tokens
-    useless = [same, PAIR | {"chosen": ""}, PAIR | {"prompt": words(*[5] * 9)}]
-    assert read_labels([PAIR] * 27 + useless, response_length=3) == [([5], [6], [7])] * 27
-    assert len([line for line in capsys.readouterr().err.splitlines() if "left out 3 of 30 pairs" in line]) == 1
-    refuse(read_labels, [PAIR] * 26 + [same] * 4, "4 of 30", response_length=3)
-    refuse(read_labels, [PAIR] * 19 + [useless[1]], "--batch_size 20", batch_size=20)  # there would be no update
+def test_useless_pairs_are_counted_and_left_out_and_too_many_stop_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # these differ after three tokens
+    same = PAIR | {
+        "chosen": words(6, 6, 6, 7),
+        "rejected": words(6, 6, 6, 8),
+    }
+    useless = [
+        same,
+        PAIR | {"chosen": ""},
+        PAIR | {"prompt": words(*[5] * 9)},
+    ]
+    found = read_labels([PAIR] * 27 + useless, response_length=3)
+    assert found == [([5], [6], [7])] * 27
+    assert "left out 3 of 30 labels: a text empty, a prompt too long, " in caplog.text
+    assert "cut to --response_length 3: 1 pairs" in caplog.text
+    refuse(read_labels, [PAIR] * 26 + [same] * 4, "4 of 30 labels are of no use", response_length=3)
+    # there would be no update
+    refuse(read_labels, [PAIR] * 19 + [useless[1]], "for --batch_size 20", batch_size=20)
+
+
+def test_labels_whose_samples_are_all_the_same_teach_nothing() -> None:
+    """Two of four may be: people saw all."""
+    equal = LABEL | {"sample0": [7]}
+    assert read_labels([LABEL] * 19 + [equal]) == [([5], [7], [6])] * 19
+    refuse(read_labels, [LABEL] * 5 + [equal], "1 of 6 labels are of no use")
+    refuse(read_labels, [PAIR | {"chosen": "w7"}] * 3, "3 of 3 labels are of no use")
+    four = LABEL | {"sample2": [6], "sample3": [7]}
+    assert read_labels([four] * 2) == [([5], [7], [6], [6], [7])] * 2
+
+
+def test_a_coin_says_which_of_a_pair_comes_first() -> None:
+    rows = [PAIR | {"prompt": words(5, i % 40 + 8)} for i in range(60)]
+    given = start(train_reward, label_dataset=rows, num_labels=59)
+    labels, _ = train_reward.load_labels(*given)
+    first = np.mean([label.best == 0 for label in labels])
+    assert 0.3 < first < 0.7
+    assert all(label.responses[label.best] == [6] for label in labels)
 
 
 def test_preferences_as_chats_are_read_as_the_template_writes_them() -> None:
-    pair = {"prompt": ASKED, "chosen": YES, "rejected": NO}
-    for row in ({"chosen": ASKED + YES, "rejected": ASKED + NO}, pair):
-        found = read_labels([row] * 2, CHAT, base_model="llama")
-        assert found == [([BOS, 40, 5, EOS, 42, 41], [6, EOS, 42], [7, EOS, 42])] * 2
-        found = read_labels([row] * 2, CHAT, base_model="llama", truncate_token="eos")  # nothing stands behind it
-        assert found == [([BOS, 40, 5, EOS, 42, 41], [6, EOS], [7, EOS])] * 2
-    refuse(read_labels, [{"chosen": ASKED + YES, "rejected": YES + NO}] * 2, chat=CHAT)  # two prompts
-    refuse(read_labels, [pair] * 2, chat=CHAT.replace("%}w41", "%}w41 w43"))  # a prompt that no answer has
+    llama = {"base_model": "llama"}
+    pair = {
+        "prompt": ASKED,
+        "chosen": YES,
+        "rejected": NO,
+    }
+    whole = {
+        "chosen": ASKED + YES,
+        "rejected": ASKED + NO,
+    }
+    for row in (whole, pair, whole | {"prompt": ASKED}, pair | {"prompt": "w5"}):
+        found = read_labels([row] * 2, CHAT, **llama)
+        assert found == [(BEGUN, [6, EOS, 42], [7, EOS, 42])] * 2
+        # nothing stands behind it
+        found = read_labels([row] * 2, CHAT, truncate_token="eos", **llama)
+        assert found == [(BEGUN, [6, EOS], [7, EOS])] * 2
+    refuse(read_labels, [pair] * 2, "chat_template is not set")
+    # two prompts
+    refuse(read_labels, [{"chosen": ASKED + YES, "rejected": YES + NO}] * 2, chat=CHAT)
+    # a prompt that no answer has
+    refuse(read_labels, [pair] * 2, chat=CHAT.replace("%}w41", "%}w41 w43"))
     refuse(read_labels, [PAIR | {"prompt": ["w5", "w6"]}] * 2, chat=CHAT)
     refuse(read_labels, [{"prompt": "w5", "chosen": ["w6"], "rejected": ["w7"]}] * 2, chat=CHAT)
-    refuse(read_labels, [pair] * 2, "chat_template is not set")
+
+
+def test_a_prompt_with_answers_of_several_turns_keeps_them_all() -> None:
+    more = {
+        "response_length": 20,
+        "query_length": 20,
+        "base_model": "llama",
+    }
+    row = {
+        "prompt": ASKED,
+        "chosen": YES + AGAIN + NO,
+        "rejected": NO + AGAIN + NO,
+    }
+    rest = [EOS, 42, 40, 8, EOS, 42, 41, 7, EOS, 42]
+    for prompt in (ASKED, "w5"):
+        found = read_labels([row | {"prompt": prompt}] * 2, CHAT, **more)
+        assert found == [(BEGUN, [6, *rest], [7, *rest])] * 2
+    asked = ASKED + YES + AGAIN
+    row = {
+        "prompt": asked,
+        "chosen": asked + YES,
+        "rejected": asked + NO,
+    }
+    found = read_labels([row] * 2, CHAT, **more)
+    begun = [*BEGUN, 6, EOS, 42, 40, 8, EOS, 42, 41]
+    assert found == [(begun, [6, EOS, 42], [7, EOS, 42])] * 2
+
+
+BAD_LABELS = [
+    {"sample1": []},
+    {"sample1": [PAD]},
+    {"query": [PAD]},
+    {"sample0": None},
+    {"best": 2},
+    {"best": -1},
+    {"best": None},
+    {"best": 0.5},
+]
 
 
 def test_labels_with_gaps_are_refused_in_a_line() -> None:
-    """Two identical samples are none: people saw both, and either is right."""
-    bad = [{"best": x} for x in (2, -1, None, 0.5, True)]
-    for change in ({"sample1": []}, {"sample1": [PAD]}, {"query": [PAD]}, *bad):
-        refuse(read_labels, [LABEL | change] * 2, "sample")
-    refuse(read_labels, [LABEL, LABEL, LABEL | {"sample0": None}], "sample")
+    for change in BAD_LABELS:
+        refuse(read_labels, [LABEL, LABEL, LABEL | change], "a query or sample is empty, or best")
     refuse(read_labels, [LABEL | {"sample3": [9]}] * 2, "sample3")
-    assert read_labels([LABEL | {"sample0": [7]}] * 2) == [([5], [7], [7])] * 2
+    for bad in ([5, 50], [5, -1], [5, None]):
+        refuse(read_labels, [LABEL, LABEL | {"sample1": bad}], "--token_ids_of")
+        refuse(read_labels, [LABEL, LABEL | {"query": bad}], "--token_ids_of")
+        refuse(read_labels, [PAIR | {"chosen": bad}] * 2)
 
 
-def named(query: list[str], response: list[str], *, answers: list[str], level: Any = ()) -> list[float]:
-    return [float(a in r.split()) + 10 * x for r, a, x in zip(response, answers, level, strict=True)]
+@pytest.mark.parametrize("num_labels", [None, 8])
+def test_all_rows_of_a_file_can_be_trained_on(num_labels: int | None) -> None:
+    """Then none is held out."""
+    given = start(train_reward, label_dataset=[LABEL] * 8, num_labels=num_labels)
+    labels, held_out = train_reward.load_labels(*given)
+    assert (len(labels), held_out) == (8, [])
 
 
-NO_FLOATS = [lambda _, x: dict.fromkeys(x, 1.0), lambda _, x: (1.0 for _ in x), lambda *_: 1.0, lambda _, x: [1.0] * 3]
-NO_FLOATS += [lambda *_: sys.exit(0)]
+def test_held_out_labels_are_those_of_a_split_or_what_is_left() -> None:
+    other = LABEL | {"sample1": [9]}
+    rows = [LABEL] * 6 + [other] * 4
+    given = start(train_reward, label_dataset=rows, num_labels=6, eval_labels=3)
+    labels, held_out = train_reward.load_labels(*given)
+    assert (len(labels), len(held_out)) == (6, 3)
+    assert all(label.responses[1] == [9] for label in held_out)
+    Path("set").mkdir()
+    for split, sample in (("train", 7), ("validation", 8), ("test", 9)):
+        label = LABEL | {"sample1": [sample]}
+        Path(f"set/{split}.jsonl").write_text(to_lines(*[label] * 10))
+    for split, sample in (("test", 9), ("validation", 8)):
+        given = start(train_reward, label_dataset="set", num_labels=6)
+        labels, held_out = train_reward.load_labels(*given)
+        assert (len(labels), len(held_out)) == (6, 10)
+        assert all(label.responses[1] == [sample] for label in held_out)
+        Path(f"set/{split}.jsonl").unlink()
 
 
-@pytest.mark.parametrize(("script", "expected"), [(ppo_rlhf, [61, 71]), (rloo_rlhf, [61, 60, 70, 71])])
-def test_a_function_gets_the_columns_that_it_names(script: Any, expected: list[float]) -> None:
-    """Its first two parameters, whatever their names, are queries and responses; it must return a float for each."""
-    rows = [{"query": words(5, i), "answers": f"w{i}", "level": i, "response": "no"} for i in (6, 7)]
+# --- reward functions -----------------------------------------------------------------------------
+def named(
+    query: list[str], response: list[str], *, answers: list[str], level: Any = ()
+) -> list[float]:
+    """A float for each response, of columns that it names."""
+    scores = []
+    for text, answer, x in zip(response, answers, level, strict=True):
+        scores.append(float(answer in text.split()) + 10 * x)
+    return scores
+
+
+def score(script: Any, function: Any, columns: dict[str, Any] | None = None) -> Any:
+    """Scores and token scores by a function of two responses, of one token and of two."""
+    tokenizer, args = start(script)
+    queries = [
+        script.Query([5], [5], columns or {}),
+        script.Query([6], [6], columns or {}),
+    ]
+    return script.score_by_function(function, tokenizer, args, queries, [[7], [8, 9]])
+
+
+NO_FLOATS = [
+    {},
+    {"w7": 0.0, "w8": 0.0},
+    1.0,
+    None,
+    [1.0],
+    [1.0] * 3,
+    [None, None],
+    ["1", "2"],
+    [[1.0], [1.0]],  # of two tokens
+    [[1.0, 2.0], [1.0, 2.0]],  # of one token
+    [[], [1.0, 2.0]],
+]
+FLOATS = [
+    [1, 2],
+    (1.0, 2.0),
+    {1.0: "a", 2.0: "b"}.keys(),
+    torch.tensor([1.0, 2.0]),
+    torch.tensor([1, 2]),
+    torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+    torch.tensor([1.0, 2.0], requires_grad=True),
+    np.array([1.0, 2.0]),
+    [np.float32(1), np.int64(2)],
+    [torch.tensor(1.0), torch.tensor([2.0, 0.0])],
+]
+OF_TOKENS = [
+    [[1.0], [0.5, 1.5]],
+    ([1], (0.5, 1.5)),
+    [torch.tensor([1.0]), torch.tensor([0.5, 1.5])],
+    [np.array([1.0]), np.array([0.5, 1.5])],
+]
+
+
+@pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
+def test_a_function_returns_floats_or_those_of_tokens_in_any_sequence(script: Any) -> None:
+    """No gradient comes with them."""
+    for returned in FLOATS + OF_TOKENS:
+        scores, token_scores = score(script, lambda *_, x=returned: x)
+        assert scores.tolist() == [1.0, 2.0]
+        assert not scores.requires_grad
+        expected = torch.zeros(2, 6)
+        if any(returned is x for x in OF_TOKENS):
+            expected[0, 0] = 1.0
+            expected[1, :2] = torch.tensor([0.5, 1.5])
+        if returned is FLOATS[-1]:
+            expected[1, 0] = 2.0
+        assert torch.equal(token_scores, expected)
+
+
+@pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
+def test_what_is_no_float_for_each_response_is_named(script: Any) -> None:
+    functions = [lambda *_, x=returned: x for returned in NO_FLOATS]
+    for function in (*functions, lambda *_: sys.exit(0)):
+        with pytest.raises(RuntimeError, match="--reward_fn None.* 2 floats, or lists of "):
+            score(script, function)
+
+
+@pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
+def test_a_function_gets_the_columns_that_it_names(script: Any) -> None:
+    """Its first two parameters, whatever their names, are queries and responses."""
+    rows = []
+    for i in (6, 7):
+        row = {
+            "query": words(5, i),
+            "answers": f"w{i}",
+            "level": i,
+            "response": "no",
+        }
+        rows.append(row)
     tokenizer, args = start(script, query_dataset=rows, reward_fn="test_data:named")
-    reward = script.load_reward(args, "tiny", tokenizer, 14, torch.device("cpu"))
-    queries = sorted(script.load_queries(tokenizer, args, 2), key=lambda query: query["level"])
-    given = queries, [[6], [7], [6], [7]][: len(expected)], tokenizer, args
-    assert script.score(reward, *given).tolist() == [[0.0] * 6 + [x] for x in expected]
-    for wrong in NO_FLOATS:
-        with pytest.raises(RuntimeError, match=f"--reward_fn test_data:named: no {len(expected)} floats, or lists"):
-            script.score(wrong, *given)
+    reward = script.load_reward(args, "tiny", tokenizer, 14)
+    queries = script.load_queries("query_dataset", tokenizer, args, 2)
+    queries = sorted(queries, key=lambda query: query.columns["level"])
+    scores, token_scores = reward(queries, [[6], [6]])
+    assert scores.tolist() == [61, 70]
+    assert not token_scores.any()
 
 
+@pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
+def test_columns_win_and_copies_are_passed(script: Any) -> None:
+    seen = {}
+
+    def f(queries: Any, responses: Any, input_ids: Any, response_ids: Any, tags: Any) -> Any:
+        seen["input_ids"] = list(input_ids)
+        seen["response_ids"] = list(response_ids)
+        tags[0].append("mine")
+        response_ids.clear()
+        queries.clear()
+        return [0.0, 0.0]
+
+    def everything(a: Any, b: Any, **columns: Any) -> Any:
+        seen.update(columns)
+        seen["names"] = sorted(columns)
+        seen["texts"] = (list(a), list(b))
+        columns["tags"][0].append("mine")
+        return [0.0, 0.0]
+
+    columns = {
+        "input_ids": "column",
+        "response_ids": "column",
+        "tags": ["a"],
+        "queries": 3,
+    }
+    for function in (f, everything):
+        seen.clear()
+        score(script, function, columns)
+        assert columns["tags"] == ["a"]
+        assert seen["input_ids"] == ["column"] * 2
+        assert seen["response_ids"] == ["column"] * 2
+    assert seen["names"] == sorted(columns)
+    assert seen["texts"] == (["w5", "w6"], ["w7", "w8 w9"])
+
+    def ids(a: Any, b: Any, response_ids: Any) -> Any:
+        seen["ids"] = [list(x) for x in response_ids]
+        response_ids[0].append(1)
+        return [0.0, 0.0]
+
+    responses = [[7], [8, 9]]
+    tokenizer, args = start(script)
+    queries = [script.Query([5], [5], {})] * 2
+    script.score_by_function(ids, tokenizer, args, queries, responses)
+    assert seen["ids"] == responses == [[7], [8, 9]]
+
+
+# --- none -----------------------------------------------------------------------------------------
 def test_none_is_none_with_and_without_an_equals_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     for script, own in zip(SCRIPTS, ("kl_target", "kl_target", "num_labels"), strict=True):
-        given = ["--start_text=none", "--end_text", "none", "--truncate_token=None", f"--{own}=none"]
+        given = [
+            "--start_text=none",
+            "--end_text",
+            "none",
+            "--truncate_token=None",
+            f"--{own}=none",
+            "--query_prefix",
+            "none",
+            "--query_suffix=none",
+        ]
         monkeypatch.setattr(sys, "argv", [script.__name__, "tiny", *given])
         args = script.parse_args()[1]
-        assert [args.start_text, args.end_text, args.truncate_token, getattr(args, own)] == [None] * 4
+        names = "start_text end_text truncate_token query_prefix query_suffix".split()
+        assert [getattr(args, name) for name in (own, *names)] == [None] * 6

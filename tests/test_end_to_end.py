@@ -1,38 +1,158 @@
-"""Whole runs on tiny models, on one process and on two: the files, metrics and models that they leave."""
+"""Whole runs on tiny models, on one process and on two: the files, metrics and models that they
+leave."""
 
 import json
 import os
+import signal
+import threading
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import MODEL, PPO, REWARD, SCRIPTS, kit, plain
-from run_tools import LAUNCH, read_lines, start
+from fork_tools import MODEL, PPO, REWARD, RLOO, SCRIPTS, WORDS, copy, kit, plain
+from run_tools import LAUNCH, call, read_lines, start
 from safetensors.torch import load_file
 from tiny_models import save_classifier
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo_rlhf
 
+FOLDER = {
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+STATE = {
+    "model.safetensors",
+    "optimizer.bin",
+    "state.json",
+}
+LEFT = {
+    "args.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "lock",
+}
+
+
+def below(folder: str, names: set[str]) -> set[str]:
+    """The names in that folder."""
+    return {f"{folder}/{name}" for name in names}
+
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_leaves_these_files(script: str, world: int) -> None:
-    out, model = plain(script, world) / "out", {"config.json", "model.safetensors"}
-    model |= {"tokenizer.json", "tokenizer_config.json"} | ({"generation_config.json"} if script != REWARD else set())
-    state = {"model.safetensors", "optimizer.bin", "state.json", *(f"random_states_{i}.pkl" for i in range(world))}
-    state |= {"model_1.safetensors"} if script == PPO else set()  # --ema
-    files = {"args.json", "metrics.jsonl", "samples.jsonl", "lock", *(f"{MODEL[script]}/{x}" for x in model)}
-    files |= {f"checkpoints/000000{i}/{x}" for i in (3, 4) for x in state}
-    files |= {"results.json"} if script == REWARD else set()
-    if script == PPO:
-        files |= {f"policy_ema/{x}" for x in model} | {f"critic/{x}" for x in model | {"value_head.safetensors"}}
-        files -= {"critic/generation_config.json"}
-    assert {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()} == files
+    out = plain(script, world) / "out"
+    state = STATE | {f"random_states_{i}.pkl" for i in range(world)}
+    files = LEFT | below(MODEL[script], FOLDER)
+    if script == REWARD:
+        files |= {"results.json"}
+    else:
+        files |= {"policy/generation_config.json"}
+    if script == PPO:  # with --ema and --critic
+        state |= {"model_1.safetensors"}
+        files |= below("critic", FOLDER | {"value_head.safetensors"})
+        files |= below("ema", {name for name in files if "/" in name})
+    for number in (3, 4):
+        files |= below(f"checkpoints/{number:07d}", state)
+    found = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert found == files
     record = json.loads((out / "args.json").read_text())
-    assert (record["script"], record["preset"], record["torch"]) == (script[:-3], "tiny", torch.__version__)
-    assert (record["args"]["batch_size"], record["args"]["seed"], record["args"]["start_text"]) == (4, 1, None)
+    assert (record["script"], record["preset"]) == (script[:-3], "tiny")
+    args = record["args"]
+    assert (args["batch_size"], args["seed"], args["start_text"]) == (4, 1, None)
+
+
+@pytest.mark.parametrize("script", [PPO, RLOO])
+def test_samples_are_before_and_after_and_scores_have_their_penalty(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    folder = copy(kit(), tmp_path)
+    usual = Counter()
+    for row in read_lines(plain(script, 1) / "out/samples.jsonl"):
+        usual.update(row["response"].split()[:1])
+    end_token = usual.most_common()[0][0]
+    words = [*WORDS[script], "--truncate_token", end_token, "--truncate_after", "0"]
+    words += ["--eval_queries", "6", "--eval_every", "1", "--penalty_reward_value", "-7"]
+    call(script, words, folder, monkeypatch)
+    rows = read_lines(folder / "out/samples.jsonl")
+    assert len(rows) == (6 if script == PPO else 12)
+    assert {row["found_end"] for row in rows} == {True, False}
+    for row in rows:
+        for end in ("", "_after"):
+            text = row[f"response{end}"].split()
+            assert row[f"length{end}"] == len(text)
+            assert row[f"found_end{end}"] == (text[-1] == end_token)
+            assert (row[f"score{end}"] == -7) != row[f"found_end{end}"]
+        assert row["kl"] == pytest.approx(0, abs=1e-5)
+        assert row["kl_after"] != 0
+    last = read_lines(folder / "out/metrics.jsonl")[-1]
+    for name in ("score", "kl", "found_end", "length"):
+        mean = sum(row[f"{name}_after"] for row in rows) / len(rows)
+        assert last[f"eval/{name}"] == pytest.approx(mean, rel=1e-5, abs=1e-6)
+    before = sum(row["score"] for row in rows) / len(rows)
+    after = sum(row["score_after"] for row in rows) / len(rows)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"mean score {before:.2f} before, {after:.2f} after; see " in printed
+
+
+def test_main_runs_twice_in_a_process_and_leaves_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook: signals, the lock and the caller's Args."""
+    folder = copy(kit(), tmp_path)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    preset, args = call(PPO, WORDS[PPO], folder, monkeypatch, "parse_args")
+    given = dict(vars(args))
+    for name in ("one", "two"):
+        args.output_dir = given["output_dir"] = name
+        ppo_rlhf.main(preset, args)
+        assert vars(args) == given
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    expected = (plain(PPO, 1) / "out/metrics.jsonl").read_bytes()
+    for name in ("one", "two"):
+        assert (folder / name / "metrics.jsonl").read_bytes() == expected
+        with ppo_rlhf.lock_and_signals(ppo_rlhf.Args(output_dir=str(folder / name))):
+            pass
+    failed = []
+
+    def run_in_a_thread() -> None:
+        args.output_dir = "three"
+        try:
+            ppo_rlhf.main(preset, args)
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    thread = threading.Thread(target=run_in_a_thread)
+    thread.start()
+    thread.join(60)
+    assert failed == []
+    assert (folder / "three/metrics.jsonl").read_bytes() == expected
+
+
+def check_rewards(model: Any, tokenizer: Any, out: Path) -> None:
+    """The reward that a plain model gives is that of the run's samples.jsonl."""
+    config = model.config
+    results = json.loads((out / "results.json").read_text())
+    assert (config.reward_gain, config.reward_bias) == (results["gain"], results["bias"])
+    hits = []
+    for row in read_lines(out / "samples.jsonl"):
+        rewards = []
+        for response in row["responses"]:
+            inputs = tokenizer(f"{row['query']} {response}", return_tensors="pt")
+            logit = model(**inputs).logits.item()
+            rewards.append(config.reward_gain * logit + config.reward_bias)
+        assert rewards == pytest.approx(row["rewards"], abs=1e-4)
+        hits.append(rewards[row["best"]] == max(rewards))
+    assert results["test/accuracy"] == sum(hits) / len(hits)
+    best = [row["best"] for row in read_lines(out / "samples.jsonl")]
+    assert results["test/constant"] == max(best.count(0), best.count(1)) / len(best)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -40,10 +160,12 @@ def test_models_load_with_plain_transformers_and_have_moved(script: str) -> None
     folder = plain(script, 1) / "out" / MODEL[script]
     auto_class = AutoModelForSequenceClassification if script == REWARD else AutoModelForCausalLM
     model, info = auto_class.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     begin = load_file(kit() / "model/model.safetensors")
     for name, x in model.named_parameters():
-        assert x.isfinite().all() and (name not in begin or not torch.equal(x, begin[name])), name
+        assert x.isfinite().all(), name
+        assert name not in begin or not torch.equal(x, begin[name]), name
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(kit() / "model").get_vocab()
     if script == REWARD:  # its pad ends no text: it reads rows of any lengths
@@ -53,35 +175,58 @@ def test_models_load_with_plain_transformers_and_have_moved(script: str) -> None
             alone = torch.cat([model(torch.tensor([row])).logits for row in rows])
             for padded in (model(**batch).logits, model(batch.input_ids).logits):
                 assert (padded - alone).abs().max() < 1e-4 < alone.std()
+        check_rewards(model, AutoTokenizer.from_pretrained(kit() / "model"), folder.parent)
     else:
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
         inputs = tokenizer("w1 w2 w3", return_tensors="pt")
-        assert model.generate(**inputs, min_new_tokens=5, max_new_tokens=5, pad_token_id=0).shape == (1, 8)
+        made = model.generate(**inputs, min_new_tokens=5, max_new_tokens=5, pad_token_id=0)
+        assert made.shape == (1, 8)
+        assert {model.config.resid_pdrop, model.config.embd_pdrop, model.config.attn_pdrop} == {0}
+
+
+LENGTH = """
+def length(queries, responses):
+    return [len(x) for x in responses]
+"""
 
 
 def test_accelerates_launcher_starts_the_embedded_default_from_any_folder(tmp_path: Path) -> None:
-    (tmp_path / "taste.py").write_text("def length(queries, responses):\n    return [len(x) for x in responses]\n")
-    words = "--reward_fn taste:length --total_episodes 32 --batch_size 16 --eval_queries 4 --num_epochs 1"
-    process = start([*LAUNCH, str(ROOT / PPO), *words.split(), "--checkpoint_every", "2"], tmp_path)
+    (tmp_path / "taste.py").write_text(LENGTH)
+    words = "--reward_fn taste:length --total_episodes 32 --batch_size 16 --eval_queries 4"
+    words += " --num_epochs 1 --checkpoint_every 2 --truncate_token none"
+    process = start([*LAUNCH, str(ROOT / PPO), *words.split()], tmp_path)
     printed, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     (out,) = tmp_path.glob("runs/ppo_rlhf-tiny-1-*")
-    assert f"see {out.relative_to(tmp_path)}" in printed
+    assert f"see {out}" in printed.replace("\n", "")
     assert json.loads((out / "checkpoints/0000002/state.json").read_text())["processes"] == 2
     rows = read_lines(out / "samples.jsonl")
     assert [row["score"] for row in rows] == [len(row["response"]) for row in rows]
-    assert (out / "policy/model.safetensors").exists() and len(read_lines(out / "metrics.jsonl")) == 2
+    assert (out / "policy/model.safetensors").exists()
+    assert len(read_lines(out / "metrics.jsonl")) == 2
 
 
-def test_the_newest_reward_model_of_the_preset_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_reward_model_of_the_preset_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
+    Accelerator(cpu=True)
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
-    for i, name in enumerate(("tiny-2-b", "tiny-1-a", "sentiment-1-c")):  # newer and newer, by time and not by name
+    # Newer and newer, by time and not by name
+    for i, name in enumerate(("tiny-2-b", "tiny-1-a", "sentiment-1-c")):
         folder = tmp_path / "runs" / f"train_reward-{name}" / "reward_model"
         save_classifier(folder, "gpt2", reward_bias=float(i))
         os.utime(folder, (1_000_000 + i, 1_000_000 + i))
     (tmp_path / "runs" / "train_reward-tiny-3-d").mkdir()  # a run that is not finished
-    for preset, given, bias in (("tiny", None, 1.0), ("sentiment", None, 2.0), ("tiny", "train_reward-tiny-2-b", 0.0)):
-        args = ppo_rlhf.Args(reward_model=given and f"runs/{given}/reward_model")
-        reward = ppo_rlhf.load_reward(args, preset, tokenizer, 24, torch.device("cpu"))
-        assert (reward.config.reward_bias, args.reward_model is None) == (bias, False)
+    for preset, given, taken, bias in (
+        ("tiny", None, "tiny-1-a", 1.0),
+        ("sentiment", None, "sentiment-1-c", 2.0),
+        ("tiny", "tiny-2-b", "tiny-2-b", 0.0),
+    ):
+        args = ppo_rlhf.Args(reward_model=given and f"runs/train_reward-{given}/reward_model")
+        score = ppo_rlhf.load_reward(args, preset, tokenizer, 24)
+        assert score.args[0].config.reward_bias == bias
+        path = f"runs/train_reward-{taken}/reward_model"
+        assert args.reward_model == path
+        assert (f"{path}, the newest" in caplog.text) == (given is None)
+        caplog.clear()

@@ -1,131 +1,361 @@
-"""Models of ten architectures through the scripts' loading code equal plain forward passes; others are refused."""
+"""Models of many architectures, as the scripts load and run them, give what plain transformers
+gives for each text alone; what would be wrong is refused."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny_models as tiny
 import torch
-from run_tools import to_lines
+from run_tools import call, to_lines
 from safetensors.torch import load_file, save_file
-from tiny_models import EOS, forward, load, load_actor, make_batch, make_queries, random_rows
+from tiny_models import (
+    ANY_TOKENIZER,
+    CONFIGS,
+    EOS,
+    LONGEST,
+    RECURRENT,
+    full_logits,
+    full_states,
+    load,
+    make_batch,
+    random_rows,
+)
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Model,
+    LlamaForCausalLM,
+)
 
 import ppo_rlhf
+import rloo_rlhf
+import train_reward
 
-ATOL = 2e-5  # fp32 sums in another order, of logits and values of magnitude 5
-LENGTH, GAIN, BIAS = 6, 1.75, -0.5
-CONTEXTS = [[7], *random_rows((9, 4, 6), seed=1), [4, EOS, EOS, 5, EOS]]  # the eos is also the pad: a real token
-ARGS = ppo_rlhf.Args(micro_batch_size=4, response_length=LENGTH)
-
-
-@pytest.fixture(params=["eager", "sdpa"])
-def attention(request: pytest.FixtureRequest) -> str:
-    """`load` takes the first on a CPU, the second with a GPU."""
-    return request.param
-
-
-@pytest.fixture(scope="module", params=tiny.CONFIGS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A causal LM of an architecture, and in `judge` a classifier."""
-    torch.manual_seed(0)
-    made = tiny.save_model(tmp_path_factory.mktemp("models") / request.param, request.param, pad_token_id=EOS)
-    gains = {"reward_gain": GAIN, "reward_bias": BIAS, "pad_token_id": EOS}
-    tiny.save_classifier(made / "judge", request.param, **gains)
-    return made
+ATOL = 1e-5
+TEMPERATURE = 0.7
+LENGTH = 6
+GAIN = 1.75
+BIAS = -0.5
+CONTEXTS = [
+    [7],
+    *random_rows((9, 4, 12), seed=1),
+    [4, EOS, EOS, 5, EOS],  # the eos is also the pad: a real token
+]
+ENDING = [3, EOS, 7, EOS, EOS, EOS]  # of a response
+WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
 
 
-def plain_forward(actor: ppo_rlhf.ActorCritic, context: list[int], response: list[int]) -> tuple[Tensor, ...]:
-    """Log-probabilities, entropies and values (R,) of one row from transformers alone."""
-    inputs, last = torch.tensor([context + response]), slice(len(context) - 1, -1)
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a causal LM of an architecture; in `judge` it has a classifier, where
+    transformers has one."""
+
+    @functools.cache
+    def make(name: str) -> Path:
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp("models") / name
+        tiny.save_model(folder, name, pad_token_id=EOS)
+        if tiny.has_classifier(name):
+            gains = {"reward_gain": GAIN, "reward_bias": BIAS, "pad_token_id": EOS}
+            tiny.save_classifier(folder / "judge", name, **gains)
+        return folder
+
+    return make
+
+
+def assert_close(ours: Tensor, expected: Tensor) -> None:
+    """Equal but for the order of fp32 sums, and not because all of it is the same."""
+    assert ours.shape == expected.shape
+    assert ours.dtype == torch.float32
+    assert expected.std() > 0.1
+    assert (ours - expected).abs().max() < ATOL
+
+
+def assert_as_alone(
+    policy: nn.Module, plain: nn.Module, contexts: list[list[int]], responses: list[list[int]]
+) -> None:
+    """Log-probabilities, entropies and values of the policy, whatever stands beside a text, are
+    those that the plain model gives for the text alone. Rows are passed in another order."""
+    k = len(contexts) // len({tuple(context) for context in contexts})
+    rows = torch.arange(len(contexts)).view(-1, k).flip(0).flatten()
+    batch = make_batch(contexts, responses)
     with torch.no_grad():
-        output = actor.lm(inputs, output_hidden_states=True)
-        logprobs = (output.logits[0, last].double() / 0.7).log_softmax(-1)
-        values = actor.value_head(output.hidden_states[-1][0, last]).squeeze(-1)
-    return logprobs[range(len(response)), response], -(logprobs.exp() * logprobs).sum(-1), values
+        all_logprobs, values = ppo_rlhf.forward_response(policy, batch, rows, TEMPERATURE)
+    length = len(responses[0])
+    before = slice(-length - 1, -1)  # the tokens that predict the response
+    texts = [contexts[i] + responses[i] for i in rows]
+    logits = torch.stack([x[before] for x in full_logits(plain, texts)])
+    expected = (logits.double() / TEMPERATURE).log_softmax(-1)
+    tokens = batch.responses[rows]
+    assert_close(
+        ppo_rlhf.of_tokens(all_logprobs, tokens),
+        expected.gather(2, tokens.unsqueeze(2)).squeeze(2),
+    )
+    assert_close(ppo_rlhf.entropy(all_logprobs), -(expected.exp() * expected).sum(-1))
+    if values is None:
+        assert not hasattr(policy, "value_head")
+        return
+    states = torch.stack([x[before] for x in full_states(plain, texts)])
+    assert_close(values, policy.value_head(states).squeeze(-1).detach())
 
 
-def ragged_responses(k: int) -> tuple[Tensor, Tensor]:
-    """Responses (n, K, R), for K = 1 (n, R), of 1 to R tokens that count, one with eos inside and at its end."""
-    shape = (len(CONTEXTS), LENGTH) if k == 1 else (len(CONTEXTS), k, LENGTH)
-    responses = torch.tensor(random_rows((LENGTH,) * len(CONTEXTS) * k, seed=2)).view(shape)
-    responses.view(-1, LENGTH)[2] = torch.tensor([3, EOS, 7, EOS, EOS, EOS])
-    counts = (torch.arange(len(CONTEXTS) * k) * 5 + 1) % LENGTH + 1
-    counts[2] = LENGTH
-    return responses, (torch.arange(LENGTH) < counts.unsqueeze(1)).view(shape)
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(CONFIGS))
+def test_padding_and_shared_contexts_change_nothing(
+    name: str, attention: str, folder_of: Callable[[str], Path]
+) -> None:
+    """PPO's rows, and RLOO's, where three responses share what the model has read of a query."""
+    folder = folder_of(name)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+    lm = load(folder, attn_implementation=attention)
+    assert lm.config._attn_implementation == attention
+    for k in (1, 3):
+        contexts = [context for context in CONTEXTS for _ in range(k)]
+        responses = random_rows([LENGTH] * len(contexts), seed=2)
+        responses[2] = ENDING
+        policy = rloo_rlhf.Actor(lm, k)
+        if k == 1:
+            policy = tiny.fill_value_head(ppo_rlhf.ActorCritic(lm))
+        assert_as_alone(policy, plain, contexts, responses)
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_packed_rows_of_ragged_branches_give_what_each_text_gives_alone(folder: Path, attention: str, k: int) -> None:
-    """Log-probability, entropy and value of every token that counts: no padding and no sibling changes them."""
-    actor = load_actor(folder)
-    actor.lm.set_attn_implementation(attention)
-    responses, kept = ragged_responses(k)
-    packed = forward(actor, make_batch(CONTEXTS, responses, kept))
-    assert all(x.shape == responses.shape and x.dtype == torch.float32 for x in packed)
-    rows = zip(responses.view(-1, LENGTH).tolist(), kept.view(-1, LENGTH).sum(1).tolist(), strict=True)
-    for i, (response, count) in enumerate(rows):
-        for ours, expected in zip(packed, plain_forward(actor, CONTEXTS[i // k], response[:count]), strict=True):
-            assert (ours.view(-1, LENGTH)[i, :count] - expected).abs().max() < ATOL
-    assert all(x[kept].std() > 0.1 for x in packed)  # there is something to change
-    assert {1, 2, LENGTH} <= set(kept.sum(-1).flatten().tolist())
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(
+    ("context_lengths", "length"), [((5, 9, 2, 7, 3, 8), 1), ((1,) * 6, 4), ((1,) * 6, 1)]
+)
+def test_texts_may_have_contexts_and_responses_of_one_token(
+    context_lengths: tuple[int, ...], length: int, k: int
+) -> None:
+    lm = tiny.make_lm("gpt2")
+    contexts = random_rows(context_lengths, seed=5)
+    contexts = [context for context in contexts for _ in range(k)]
+    policy = tiny.fill_value_head(ppo_rlhf.ActorCritic(lm)) if k == 1 else rloo_rlhf.Actor(lm, k)
+    assert_as_alone(policy, lm, contexts, random_rows([length] * len(contexts), seed=6))
 
 
-def test_pack_lays_out_the_example_of_its_docstring() -> None:
-    trees = [[[1, 2], [3], [4, 5]], [[6], [7], [8]], [[9], [10], []]]
-    first, last, ids, sees, positions = ppo_rlhf.pack(trees, "cpu")
-    assert ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
-    assert positions.tolist() == [[0, 1, 2, 2, 3], [0, 1, 1, 0, 1]]
-    assert first.tolist() == [[0, 2, 3], [5, 6, 7], [8, 9, 10]]
-    assert last.tolist() == [[1, 2, 4], [5, 6, 7], [8, 9, 9]]
-    seen = [[x.nonzero().flatten().tolist() for x in row] for row in sees]
-    assert seen == [[[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4]], [[0], [0, 1], [0, 2], [3], [3, 4]]]
+def plain_rewards(judge: nn.Module, texts: list[list[int]]) -> list[Tensor]:
+    """gain * logit + bias after each token of each text alone, in plain transformers."""
+    states = full_states(judge, texts)
+    return [(GAIN * judge.score(x) + BIAS).squeeze(1).detach() for x in states]
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_reward_is_gain_times_logit_plus_bias_whatever_stands_beside(folder: Path, attention: str, k: int) -> None:
-    """Of responses of other lengths, to one query or to others, and with eos, which is the pad, at the end."""
-    reward = load(folder / "judge", "reward_model")
-    reward.set_attn_implementation(attention)
-    responses, kept = (x.view(-1, LENGTH) for x in ragged_responses(k))
-    rows = [row[:n] for row, n in zip(responses.tolist(), kept.sum(1).tolist(), strict=True)]
-    rewards = ppo_rlhf.score(reward, make_queries(CONTEXTS), rows, None, ARGS)
-    assert rewards.shape == (len(rows), LENGTH + 1) and rewards.dtype == torch.float32 and not rewards[:, :-1].any()
-    assert (rewards := rewards.sum(1)).std() > 0.1
-    for i, row in enumerate(rows):
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(WITH_CLASSIFIER))
+def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(
+    name: str, attention: str, folder_of: Callable[[str], Path]
+) -> None:
+    """In PPO and RLOO, for a critic that starts from the reward model, and in train_reward.py, with
+    one and three responses of different lengths per query, one ending with eos, the pad."""
+    folder = folder_of(name) / "judge"
+    auto_class = AutoModelForSequenceClassification
+    plain = auto_class.from_pretrained(folder, attn_implementation=attention)
+    model = load(folder, "reward_model", attn_implementation=attention)
+    trained = train_reward.RewardModel(model)
+    trained.gain.data.fill_(GAIN)
+    trained.bias.data.fill_(BIAS)
+    for n in (1, 3):
+        lengths = [i * 5 % LENGTH + 1 for i in range(len(CONTEXTS) * n)]
+        responses = random_rows(lengths, seed=2)
+        responses[2] = ENDING
+        contexts = [context for context in CONTEXTS for _ in range(n)]
+        texts = [context + row for context, row in zip(contexts, responses, strict=True)]
+        expected = torch.stack([x[-1] for x in plain_rewards(plain, texts)])
+
+        args = ppo_rlhf.Args(micro_batch_size=4, response_length=LENGTH)
+        queries = tiny.make_queries(contexts)
+        scores, token_scores = ppo_rlhf.score_by_model(model, args, queries, responses)
+        assert_close(scores, expected)
+        assert token_scores.shape == (len(texts), LENGTH)
+        assert not token_scores.any()
+
+        labels = []
+        for i, context in enumerate(CONTEXTS):
+            labels.append(train_reward.Label(context, responses[i * n : i * n + n], i % n))
         with torch.no_grad():
-            hidden = reward.base_model(torch.tensor([CONTEXTS[i // k] + row])).last_hidden_state[0, -1]
-            assert (rewards[i] - GAIN * reward.score(hidden)[0] - BIAS).abs() < ATOL
+            rewards, best = train_reward.label_rewards(trained, labels)
+        assert_close(rewards, expected.view(-1, n))
+        assert best.tolist() == [label.best for label in labels]
+
+    policy = ppo_rlhf.ActorCritic(tiny.make_lm("gpt2"), model)
+    responses = random_rows([LENGTH] * len(CONTEXTS), seed=3)
+    with torch.no_grad():
+        batch = make_batch(CONTEXTS, responses)
+        _, values = ppo_rlhf.forward_response(policy, batch, torch.arange(len(CONTEXTS)), 1.0)
+    texts = [context + row for context, row in zip(CONTEXTS, responses, strict=True)]
+    assert_close(values, torch.stack([x[-LENGTH - 1 : -1] for x in plain_rewards(plain, texts)]))
 
 
 def words(queries: list[str], responses: list[str]) -> list[float]:
+    """A --reward_fn."""
     return [0.3 * len(set(response.split())) for response in responses]
 
 
-def test_every_tensor_is_trained_and_plain_transformers_loads_it(folder: Path, tmp_path: Path, monkeypatch) -> None:
+FLAGS = "--query_dataset queries.jsonl --reward_fn test_models:words --start_text none"
+FLAGS += " --end_text none --truncate_token none --query_length 9 --response_length 5"
+FLAGS += " --eval_queries 2 --batch_size 6 --micro_batch_size 4 --total_episodes 12"
+FLAGS += " --num_epochs 2 --lr 1e-3 --checkpoint_every 0 --output_dir out"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_tensor_is_trained_and_plain_transformers_loads_it(
+    name: str,
+    folder_of: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = random_rows((1, 9, 4, 2, 6, 7, 3, 8), seed=1)
     (tmp_path / "queries.jsonl").write_text(to_lines(*({"query": row} for row in rows)))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    given = {"base_model": str(folder), "query_dataset": "queries.jsonl", "reward_fn": "test_models:words"}
-    given |= {"start_text": None, "end_text": None, "truncate_token": None, "query_length": 9, "response_length": 5}
-    given |= {"eval_queries": 2, "batch_size": 6, "micro_batch_size": 4, "total_episodes": 12, "num_epochs": 2}
-    ppo_rlhf.main("tiny", ppo_rlhf.Args(**given, lr=1e-3, checkpoint_every=0, output_dir="out"))
+    folder = folder_of(name)
+    flags = [*FLAGS.split(), "--base_model", str(folder)]
+    call("ppo_rlhf.py", flags, tmp_path, monkeypatch)
     start = AutoModelForCausalLM.from_pretrained(folder)
     trained, info = AutoModelForCausalLM.from_pretrained("out/policy", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     for (key, old), new in zip(start.named_parameters(), trained.parameters(), strict=True):
-        if folder.name != "opt" or not key.endswith("k_proj.bias"):  # which adds the same to all scores
+        # A bias of OPT's keys adds the same to all scores.
+        if name != "opt" or not key.endswith("k_proj.bias"):
             assert not torch.equal(old, new), key
+    # A pad that is also the eos is trained too.
+    embeddings = [model.get_input_embeddings().weight[EOS] for model in (start, trained)]
+    assert not torch.equal(*embeddings)
 
 
-@pytest.mark.parametrize("name", tiny.REFUSED)
-def test_models_that_would_be_wrong_are_refused_in_a_line_that_says_why(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as caught:
-        load(tiny.save_model(tmp_path / "model", name))
-    text = str(caught.value)
-    assert f"--base_model {tmp_path / 'model'}: " in text and "packed rows" in text and "\n" not in text
-    assert "unpack" not in text and "size of tensor" not in text
+def dtypes_of(model: nn.Module) -> dict[str, set[torch.dtype]]:
+    """Of the matrices of linear layers, and of all other weights but these layers' biases."""
+    found = {"linear": set(), "other": set()}
+    for module in model.modules():
+        is_linear = isinstance(module, nn.Linear | ppo_rlhf.Conv1D)
+        for p in module.parameters(recurse=False):
+            if not is_linear:
+                found["other"].add(p.dtype)
+            elif p.dim() > 1:
+                found["linear"].add(p.dtype)
+    return found
+
+
+HELD = {"linear": {torch.bfloat16}, "other": {torch.float32}}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(
+    name: str, folder_of: Callable[[str], Path]
+) -> None:
+    """The heads are fp32 anyway. What is held in bf16 gives the same bits: a first KL of 0."""
+    folder = folder_of(name)
+    args = ppo_rlhf.Args(dtype="bf16", base_model=str(folder))
+    lm, ref_lm = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, LONGEST)
+    actor = tiny.fill_value_head(ppo_rlhf.ActorCritic(lm))
+    assert {p.dtype for p in actor.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in lm.parameters())
+    assert dtypes_of(ref_lm.base_model) == HELD
+    assert not any(p.requires_grad for p in ref_lm.parameters())
+    assert ref_lm.get_output_embeddings().weight.dtype == torch.float32
+
+    full = ppo_rlhf.ActorCritic(load(folder))
+    ids, mask = ppo_rlhf.left_pad(random_rows((9, 9), seed=3))
+    with torch.no_grad():
+        logits, values = actor(ids, mask)
+        with torch.autocast("cpu", torch.bfloat16):
+            states = lm.base_model(ids).last_hidden_state[:, -1:].float()
+        assert torch.equal(logits, ppo_rlhf.logits_of(lm, states))
+        assert torch.equal(values, actor.value_head(states).squeeze(-1))
+        error = (logits - full(ids, mask)[0]).abs().mean()
+    assert logits.dtype == values.dtype == torch.float32
+    assert 1e-4 < error < 0.1 * logits.std()  # bf16 it was
+
+    ids, mask = ppo_rlhf.left_pad(CONTEXTS)
+    with torch.no_grad():
+        trained, held = (ppo_rlhf.hidden_states(model, ids, mask, 12) for model in (lm, ref_lm))
+    assert torch.equal(trained, held)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_under_bf16_adapters_are_fp32_on_weights_in_bf16(
+    name: str, folder_of: Callable[[str], Path]
+) -> None:
+    pytest.importorskip("peft")
+    args = ppo_rlhf.Args(dtype="bf16", base_model=str(folder_of(name)), lora_rank=2)
+    lm, _ = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, LONGEST)
+    names = []
+    for key, p in lm.named_parameters():
+        is_held = key.endswith("base_layer.weight")
+        assert p.requires_grad == ("lora_" in key), key
+        assert p.dtype == (torch.bfloat16 if is_held else torch.float32) or "bias" in key, key
+        names += [key] * is_held
+    assert len(names) > 6
+
+
+@pytest.mark.parametrize("name", WITH_CLASSIFIER)
+def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast(
+    name: str, folder_of: Callable[[str], Path]
+) -> None:
+    folder = folder_of(name)
+    args = ppo_rlhf.Args(dtype="bf16", reward_model=str(folder / "judge"), response_length=LENGTH)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    score = ppo_rlhf.load_reward(args, "tiny", tokenizer, LONGEST)
+    held = score.args[0]
+    assert dtypes_of(held.base_model) == HELD
+    assert not any(p.requires_grad for p in held.parameters())
+    assert held.score.weight.dtype == torch.float32
+    queries = tiny.make_queries(CONTEXTS)
+    responses = random_rows([LENGTH] * len(CONTEXTS), seed=2)
+    scores, _ = score(queries, responses)
+    autocast = load(folder / "judge", "reward_model", "bf16")
+    expected, _ = ppo_rlhf.score_by_model(autocast, args, queries, responses)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, expected)
+    exact = load(folder / "judge", "reward_model")
+    expected, _ = ppo_rlhf.score_by_model(exact, args, queries, responses)
+    assert 1e-4 < (scores - expected).abs().mean() < 0.1 * scores.std()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_models_that_a_cache_cannot_hold_are_refused_in_a_line(name: str, tmp_path: Path) -> None:
+    """Sampling would give other tokens than the log-probabilities are of, and no error."""
+    folder = tiny.save_model(tmp_path / "model", name)
+    with pytest.raises(ppo_rlhf.UserError, match=f"^--base_model {folder}: [^\n]+$"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [("attention_mask", torch.ones_like), ("position_ids", lambda x: None)]
+)
+def test_models_that_padding_confuses_are_refused(
+    name: str, change: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ignore the mask, or count positions from the first pad."""
+    folder = tiny.save_model(tmp_path, "gpt2")
+    load(folder)
+    forward = GPT2Model.forward
+
+    def changed(self: GPT2Model, *args: object, **kwargs: object) -> object:
+        if kwargs.get(name) is not None:
+            kwargs[name] = change(kwargs[name])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPT2Model, "forward", changed)
+    with pytest.raises(ppo_rlhf.UserError, match="is off by .* with padding: not supported"):
+        load(folder)
+
+
+def test_models_that_change_their_logits_in_an_unknown_way_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.save_model(tmp_path, "llama")
+    load(folder)
+    forward = LlamaForCausalLM.forward
+
+    def halved(self: LlamaForCausalLM, *args: object, **kwargs: object) -> object:
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits / 2
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", halved)
+    with pytest.raises(ppo_rlhf.UserError, match="is off by .*: not supported"):
+        load(folder)
 
 
 def test_the_fused_gelu_is_used(tmp_path: Path) -> None:
@@ -133,35 +363,39 @@ def test_the_fused_gelu_is_used(tmp_path: Path) -> None:
     assert [type(block.mlp.act) for block in lm.transformer.h] == [nn.GELU] * 2
 
 
-def test_under_bf16_the_trunk_is_autocast_and_the_heads_are_fp32(folder: Path) -> None:
-    half, full = load_actor(folder, "bf16"), load_actor(folder)
-    assert all(parameter.dtype == torch.float32 for parameter in half.parameters())
-    ids, mask, at = torch.tensor(random_rows((9, 9), seed=3)), torch.ones(2, 9, dtype=torch.bool), torch.arange(18)
-    with torch.no_grad():
-        logits, values = half(at, ids, mask)
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = full.lm.base_model(ids).last_hidden_state.float().flatten(0, 1)
-        assert torch.equal(logits, full.lm.get_output_embeddings()(hidden))
-        assert torch.equal(values, full.value_head(hidden).squeeze(-1))
-        assert logits.dtype == values.dtype == torch.float32
-        error = (logits - full(at, ids, mask)[0]).abs().mean()
-    assert 1e-4 < error < 0.1 * logits.std()  # bf16 it was
+def without(folder: Path, part: str) -> Path:
+    """The folder, whose weights have no more names with this part."""
+    weights = load_file(folder / "model.safetensors")
+    left = {name: x for name, x in weights.items() if part not in name}
+    assert len(left) < len(weights)
+    save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
-def test_missing_heads_and_layers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "flag", "config"),
+    [
+        ("lm_head", "base_model", {"tie_word_embeddings": False}),
+        ("score", "reward_model", {}),
+        ("h.1.", "reward_model", {}),
+    ],
+)
+def test_missing_heads_and_layers_are_refused(
+    part: str, flag: str, config: dict[str, object], tmp_path: Path
+) -> None:
     """transformers would only warn, and make up random weights."""
-    judge, one = AutoModelForSequenceClassification, {"num_labels": 1}
-    untied = ("lm_head", AutoModelForCausalLM, {"tie_word_embeddings": False})
-    for drop, auto_class, changes in (untied, ("score", judge, one), ("h.1.", judge, one)):
-        made = tiny.save_model(tmp_path / drop, "gpt2", auto_class, **changes)
-        flag = "reward_model" if auto_class is judge else "base_model"
-        load(made, flag)
-        weights = {key: x for key, x in load_file(made / "model.safetensors").items() if drop not in key}
-        save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=f"--{flag} .*: .*{drop}"):
-            load(made, flag)
-    made = tiny.save_model(tmp_path / "lm", "gpt2")
-    load(made, num_labels=1)  # a new head, for train_reward.py, is no fault
-    tiny.make_config("gpt2", num_hidden_layers=1).save_pretrained(made)
-    with pytest.raises(ValueError, match=r"^--base_model [^\n]*\.1\."):
-        load(made)
+    save = tiny.save_classifier if flag == "reward_model" else tiny.save_model
+    folder = save(tmp_path, "gpt2", **config)
+    load(folder, flag)
+    with pytest.raises(ppo_rlhf.UserError, match=f"^--{flag} .*: .*{part}[^\n]*$"):
+        load(without(folder, part), flag)
+
+
+def test_a_new_head_is_no_fault_but_layers_too_many_are(tmp_path: Path) -> None:
+    folder = tiny.save_model(tmp_path, "gpt2")
+    load(folder, num_labels=1)  # as train_reward.py does
+    tiny.make_config("gpt2", num_hidden_layers=1).save_pretrained(folder)
+    with pytest.raises(ppo_rlhf.UserError, match=r"^--base_model [^\n]*\.1\."):
+        load(folder)
+    with pytest.raises(ppo_rlhf.UserError, match=r"^--base_model [^\n]*\.1\."):
+        load(folder, num_labels=1)

@@ -1,4 +1,5 @@
-"""Numbers gone wrong stop a run before they do harm; a model is on the disk before anything is printed."""
+"""Numbers gone wrong stop a run before they do harm; a model is on the disk before anything is
+printed."""
 
 import importlib
 import itertools
@@ -8,70 +9,265 @@ from typing import Any
 
 import fork_tools
 import pytest
-from fork_tools import MODEL, PPO, REWARD, RLOO, WORDS, copy, kit, plain, run, run_on
+from fork_tools import MODEL, PPO, REWARD, RLOO, UPDATES, WORDS, copy, kit, plain, run, run_on
 from run_tools import call, read_lines
 
 
 # Processes; the micro-batch whose loss is no number, on the first process; the updates before it
 @pytest.mark.parametrize(
-    ("script", "world", "call", "updates"), [(PPO, 1, 11, 2), (PPO, 2, 4, 1), (RLOO, 1, 2, 0), (REWARD, 1, 6, 2)]
+    ("script", "world", "call", "updates"),
+    [(PPO, 1, 11, 2), (PPO, 2, 4, 1), (RLOO, 1, 2, 0), (REWARD, 1, 6, 2)],
 )
 def test_a_gradient_that_is_no_number_stops_before_it_reaches_a_file(
     script: str, world: int, call: int, updates: int, tmp_path: Path
 ) -> None:
     folder = copy(kit(), tmp_path)
     code, _, errors = run_on(world, script, WORDS[script], folder, (fork_tools.give_nan, call))
-    newest = f"out/checkpoints/{updates:07d}/state.json" if updates else "none"
-    assert errors.endswith(f"\n{script}: the gradient is not finite; the newest checkpoint: {newest}\n")
+    assert errors.endswith(f"\n{script}: the gradient is not finite\n")
     assert (code, "Traceback" in errors) == (2, False)
     assert len(read_lines(folder / "out/metrics.jsonl")) == updates
-    assert len([*folder.glob("out/checkpoints/*")]) == updates and not (folder / "out" / MODEL[script]).exists()
+    assert len([*folder.glob("out/checkpoints/*")]) == updates
+    assert not (folder / "out" / MODEL[script]).exists()
 
 
-# What is added to log-probabilities of the evaluation and of every update; the KLs, in thousands, of those logged
-@pytest.mark.parametrize(
-    ("script", "added", "says", "kls"),
-    [
-        (PPO, {"ref_logprobs": [0, 0, 200, -200]}, "the KL is .*--max_kl 200", [0, -1, 1]),
-        (RLOO, {"ref_logprobs": [0, 0, 200, -200]}, "the KL is .*--max_kl 200", [0, -1, 1]),
-        (PPO, {"ref_logprobs": [0, 0.002], "logprobs": [0, 0.002]}, "first ratio off 1", []),
-        (PPO, {"ref_logprobs": [0, 0.002]}, "first KL -0.01", []),
-    ],
-)
+REF = "ref_logprobs"
+FAR = "^the KL is .*--max_kl 200"
+# What is added to log-probabilities of the evaluation and of every update; the KLs, in thousands,
+# of those that are logged.
+OFF = {
+    REF: [0, 0.002],
+    "logprobs": [0, 0.002],
+}
+PASSES = [
+    (PPO, {REF: [0, 0, -200]}, FAR, [0, 1]),
+    (PPO, {REF: [0, 0, 200]}, FAR, [0, -1]),
+    (RLOO, {REF: [0, 0, -200]}, FAR, [0, 1]),
+    (RLOO, {REF: [0, 0, 200]}, FAR, [0, -1]),
+    (PPO, OFF, "^first ratio off 1 by 0.002", [0]),
+    (RLOO, OFF, "^first ratio off 1 by 0.002", [0]),
+    (PPO, {REF: [0, 0.002]}, "first KL -0.01", [0]),
+    (RLOO, {REF: [0, 0.002]}, "first KL -0.01", [0]),
+]
+
+
+@pytest.mark.parametrize(("script", "added", "says", "kls"), PASSES)
 def test_far_policies_and_first_passes_that_differ_stop_a_run(
-    script: str, added: Any, says: str, kls: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, added: Any, says: str, kls: list[int], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """All that is logged before is finite."""
-    module, folder = importlib.import_module(script[:-3]), copy(kit(), tmp_path)
-    rollout, calls = module.rollout, itertools.count()
+    """All that is logged is finite, and the update gets no checkpoint."""
+    module = importlib.import_module(script[:-3])
+    folder = copy(kit(), tmp_path)
+    rollout = module.rollout
+    calls = itertools.count()
 
     def changed(*args: Any) -> Any:
-        batch, i = rollout(*args), next(calls)
-        return batch | {name: batch[name] + numbers[i] for name, numbers in added.items()}
+        batch = rollout(*args)
+        i = next(calls)
+        for name, numbers in added.items():
+            setattr(batch, name, getattr(batch, name) + numbers[i])
+        return batch
 
     monkeypatch.setattr(module, "rollout", changed)
-    with pytest.raises(FloatingPointError, match=says):
+    with pytest.raises(module.UserError, match=says):
         call(script, WORDS[script], folder, monkeypatch)
     rows = read_lines(folder / "out/metrics.jsonl")
     assert [round(row["objective/kl"] / 1000) for row in rows] == kls
     assert all(math.isfinite(x) for row in rows for x in row.values())
+    made = sorted(path.name for path in folder.glob("out/checkpoints/*"))
+    assert made == [f"{i:07d}" for i in range(1, len(kls))]
 
 
+# Update, error of the first ratio, KL, dtype; whether the run goes on
+LIMITS = [
+    (0, 9e-4, 9e-4, "fp32", True),
+    (0, 1.1e-3, 0.0, "fp32", False),
+    (3, 1.1e-3, 5.0, "fp32", False),
+    (0, 0.0, 1.1e-3, "fp32", False),
+    (0, 0.0, -1.1e-3, "fp32", False),
+    (0, 0.019, -0.019, "bf16", True),
+    (0, 0.021, 0.0, "bf16", False),
+    (0, 0.0, 0.021, "bf16", False),
+    (3, math.nan, 0.0, "fp32", False),
+    (0, 0.0, math.nan, "fp32", False),
+    (3, 0.0, math.nan, "fp32", False),
+    (3, 0.0, 50.0, "fp32", True),
+    (3, 0.0, 50.1, "fp32", False),
+    (3, 0.0, -5.0, "fp32", True),
+    (3, 0.0, -5.1, "fp32", False),
+]
+
+
+@pytest.mark.parametrize("script", [PPO, RLOO])
+def test_the_limits_of_ratios_and_kls(script: str) -> None:
+    module = importlib.import_module(script[:-3])
+    for update, error, kl, dtype, goes_on in LIMITS:
+        args = module.Args(dtype=dtype, max_kl=50)
+        if goes_on:
+            module.check_policy(update, error, kl, args)
+        else:
+            with pytest.raises(module.UserError, match="^(the KL is|first ratio off 1 by)"):
+                module.check_policy(update, error, kl, args)
+
+
+# A function whose call of that number is as it says; the first is the evaluation's, before the run
+# has a folder, then come the updates and the last evaluation.
+FUNCTIONS = """
+import os
+import sys
+calls = []
+def late(value, number):
+    def f(queries, responses):
+        calls.append(1)
+        return [value if len(calls) == number + 1 else 0.5] * len(responses)
+    return f
+nan_0 = late(float("nan"), 0)
+nan_2 = late(float("nan"), 2)
+inf_2 = late(-float("inf"), 2)
+nan_5 = late(float("nan"), 5)
+def moves(queries, responses):
+    os.chdir("/")
+    return [0.5] * len(responses)
+def leaves(queries, responses):
+    sys.exit(0)
+"""
+BY_FUNCTION = "--reward_model none --critic shared --reward_fn".split()
+NO_NUMBER = "--reward_fn rewards:.*: NaN or infinite rewards"
+CALLS = [
+    ("nan_0", NO_NUMBER, None),
+    ("nan_2", NO_NUMBER, 1),
+    ("inf_2", NO_NUMBER, 1),
+    ("nan_5", NO_NUMBER, UPDATES),
+    ("moves", "", UPDATES),
+]
+
+
+@pytest.mark.parametrize(("name", "says", "updates"), CALLS)
+def test_reward_functions_that_fail_late_or_move(
+    name: str, says: str, updates: int | None, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """An evaluation with NaN leaves no samples.jsonl; and no file moves to another folder."""
+    for script in (PPO, RLOO):
+        folder = copy(kit(), tmp_path / script)
+        (folder / "rewards.py").write_text(FUNCTIONS)
+        words = WORDS[script]
+        if script == RLOO:
+            words = [*words, "--reward_model", "none", "--reward_fn", f"rewards:{name}"]
+        else:
+            words = [*words, *BY_FUNCTION, f"rewards:{name}"]
+        monkeypatch.delitem(fork_tools.sys.modules, "rewards", raising=False)
+        if says:
+            with pytest.raises(ValueError, match=says):
+                call(script, words, folder, monkeypatch)
+        else:
+            call(script, words, folder, monkeypatch)
+        assert (folder / "out/samples.jsonl").exists() == (not says)
+        if updates is None:
+            assert not (folder / "out").exists()
+        else:
+            assert len(read_lines(folder / "out/metrics.jsonl")) == updates
+            assert (folder / f"out/checkpoints/{updates:07d}/state.json").exists()
+
+
+def test_a_function_that_leaves_does_not_end_a_run_in_silence(tmp_path: Path) -> None:
+    folder = copy(kit(), tmp_path)
+    (folder / "rewards.py").write_text(FUNCTIONS)
+    code, _, errors = run(PPO, [*WORDS[PPO], *BY_FUNCTION, "rewards:leaves"], folder)
+    assert (code, "in leaves" in errors) == (1, True)
+    assert "--reward_fn rewards:leaves" in errors.splitlines()[-1]
+
+
+# --- the end of a run -----------------------------------------------------------------------------
 @pytest.mark.parametrize("script", [PPO, REWARD])
 def test_the_model_is_on_the_disk_before_anything_is_printed(script: str, tmp_path: Path) -> None:
-    """`python script | true`"""
-    folder, expected = copy(kit(), tmp_path), plain(script, 1)
+    """`python script | true`; no flag is to blame."""
+    folder = copy(kit(), tmp_path)
     code, _, errors = run(script, WORDS[script], folder, (fork_tools.close_stdout,))
-    assert code != 0 and f"{script}: [Errno 32] Broken pipe" in errors
-    made = [{x.name: x.read_bytes() for x in (y / "out" / MODEL[script]).iterdir()} for y in (folder, expected)]
-    assert made[0] == made[1] and (folder / "out/samples.jsonl").exists()
+    made = []
+    for place in (folder, plain(script, 1)):
+        files = (place / "out" / MODEL[script]).iterdir()
+        made.append({file.name: file.read_bytes() for file in files})
+    assert made[0] == made[1]
+    assert (folder / "out/samples.jsonl").exists()
+    assert code != 0
+    assert "--output_dir" not in errors
+
+
+# What is written when the disk is full, and which of these writes fails
+FULL = [
+    (PPO, "open out/args.tmp"),
+    (PPO, "save out/checkpoints/0000002/model"),
+    (RLOO, "half of out/checkpoints/0000002/optimizer"),
+    (PPO, "save out/policy"),
+    (RLOO, "open out/samples"),
+    (REWARD, "open out/results.json"),
+    (PPO, "open out/metrics.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("script", "pattern"), FULL)
+def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
+    script: str, pattern: str, tmp_path: Path
+) -> None:
+    folder = copy(kit(), tmp_path)
+    words = [*WORDS[script], "--resume"]
+    count = 2 if "metrics" in pattern else 1
+    code, _, errors = run(script, words, folder, (fork_tools.strike, pattern, count, 0))
+    last = errors.splitlines()[-1]
+    assert (code, "Traceback" in errors) == (2, False), last
+    assert last.startswith(f"{script}: --output_dir {folder}/out: ")
+    assert "No space left on device" in last
+    code, _, errors = run(script, words, folder)
+    assert (code, "is finished" in errors) == (0, False)
+    expected = plain(script, 1) / "out"
+    for name in ("metrics.jsonl", "samples.jsonl", f"{MODEL[script]}/model.safetensors"):
+        assert (folder / "out" / name).read_bytes() == (expected / name).read_bytes()
 
 
 def test_weights_and_biases_gets_every_metric(tmp_path: Path) -> None:
     """Offline; the record is in the run's folder or beside it."""
     folder = copy(kit(), tmp_path)
-    code, _, errors = run(REWARD, [*WORDS[REWARD], "--track"], folder, WANDB_MODE="offline", WANDB_SILENT="true")
+    words = [*WORDS[REWARD], "--track"]
+    silent = {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+    }
+    code, _, errors = run(REWARD, words, folder, **silent)
     assert code == 0, errors
     (record,) = folder.rglob("*.wandb")
     data = record.read_bytes()
-    assert all(name.encode() in data for row in read_lines(folder / "out/metrics.jsonl") for name in row)
+    for row in read_lines(folder / "out/metrics.jsonl"):
+        assert all(name.encode() in data for name in row)
+
+
+def test_weights_and_biases_without_a_key_leaves_nothing_that_is_in_the_way(tmp_path: Path) -> None:
+    folder = copy(kit(), tmp_path)
+    online = {
+        "WANDB_MODE": "online",
+        "WANDB_API_KEY": "",
+    }
+    code, _, errors = run(RLOO, [*WORDS[RLOO], "--track"], folder, **online)
+    assert (code, "--track True: No API key configured" in errors) == (2, True)
+    assert run(RLOO, WORDS[RLOO], folder)[0] == 0
+
+
+def test_weights_and_biases_goes_on_with_the_run(tmp_path: Path) -> None:
+    """Every update once, under one id, and the accuracy or the samples at the end."""
+    for script in (PPO, REWARD):
+        folder = copy(kit(), tmp_path / script)
+        log = tmp_path / f"{script}.log"
+        words = [*WORDS[script], "--track", "--resume"]
+        track = (fork_tools.log_tracking, str(log))
+        stop = (fork_tools.strike, "open out/metrics.jsonl", 2, fork_tools.signal.SIGTERM)
+        code, _, errors = run(script, words, folder, track, stop)
+        assert code == 130, errors
+        code, _, errors = run(script, words, folder, track)
+        assert code == 0, errors
+        rows = read_lines(log)
+        ids = {row[1]["id"] for row in rows if row[0] == "init"}
+        assert len(ids) == 1
+        metrics = read_lines(folder / "out/metrics.jsonl")
+        logged = [row[1:] for row in rows if row[0] == "log" and row[1] is not None]
+        assert logged == [[i + 1, row] for i, row in enumerate(metrics)]
+        (last,) = [row[2] for row in rows if row[0] == "log" and row[1] is None]
+        assert list(last) == ["samples" if script == PPO else "test/accuracy"]
+        assert sum(row[0] == "init" for row in rows) == 2

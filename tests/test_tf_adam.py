@@ -1,55 +1,187 @@
-"""AdamTF against arrays recorded from TensorFlow, and its groups."""
+"""AdamTF against arrays recorded from TensorFlow; parameter groups, learning rates, clipping."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from golden_tools import load_golden
-from torch import nn
+from torch import Tensor, nn
 
-from tf_adam import AdamTF
+from tf_adam import AdamTF, clip_gradients, make_optimizer, set_learning_rates
+
+SETTINGS = {
+    "lr": 1e-2,
+    "critic_lr": None,
+    "critic_warmup": 0,
+    "lr_warmup": 0,
+    "lr_schedule": "linear",
+    "adam": "tf",
+    "adam_eps": 1e-5,
+    "adam_betas": (0.9, 0.999),
+    "weight_decay": 0.0,
+}
 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-8])
 @pytest.mark.parametrize("fused", [True, False])
 def test_trajectory_and_moments_equal_tensorflow(golden_06: Path, eps: float, fused: bool) -> None:
     arrays, _ = load_golden(golden_06)
-    prefix, names = f"eps{eps:.0e}/", [key.removeprefix("init/") for key in arrays if key.startswith("init/")]
-    assert len(names) == 5 and arrays["lr"].shape == (50,)
-    parameters = {name: nn.Parameter(torch.from_numpy(arrays[f"init/{name}"].copy())) for name in names}
+    prefix = f"eps{eps:.0e}/"
+    parameters = {}
+    for key, x in arrays.items():
+        if key.startswith("init/"):
+            parameters[key[5:]] = nn.Parameter(torch.from_numpy(x.copy()))
+    assert len(parameters) == 5
+    assert arrays["lr"].shape == (50,)
     optimizer = AdamTF(parameters.values(), lr=1.0, eps=eps, fused=fused)
     for t, lr in enumerate(arrays["lr"].tolist()):
         optimizer.param_groups[0]["lr"] = lr
-        for name, parameter in parameters.items():
-            parameter.grad = torch.from_numpy(np.asarray(arrays[f"grad/{name}"][t])).clone()
+        for name, p in parameters.items():
+            gradient = arrays[f"grad/{name}"][t]
+            p.grad = torch.tensor(gradient)
         optimizer.step()
-        for name, parameter in parameters.items():
+        for name, p in parameters.items():
             expected = arrays[f"{prefix}traj/{name}"][t]
-            assert np.allclose(parameter.detach().numpy(), expected, rtol=2e-6, atol=2e-7), (name, t)
-    for name, parameter in parameters.items():
-        state = optimizer.state[parameter]
-        scale = np.abs(arrays[f"grad/{name}"]).max()  # gradients of both signs cancel
-        assert np.abs(state["exp_avg"].numpy() - arrays[f"{prefix}m/{name}"]).max() < 1e-6 * scale, name
-        # 1 - beta2 is 0.99998713e-3 in TensorFlow's fp32, 1.3e-5 less than 1e-3; its beta power offsets it in the moves
-        assert np.allclose(state["exp_avg_sq"].numpy(), arrays[f"{prefix}v/{name}"], rtol=2e-5, atol=0), name
+            ours = p.detach().numpy()
+            assert np.allclose(ours, expected, rtol=2e-6, atol=2e-7), f"{name} in step {t}"
+
+    for name, p in parameters.items():
+        state = optimizer.state[p]
+        m = state["exp_avg"].numpy()
+        largest = np.abs(arrays[f"grad/{name}"]).max()  # gradients of both signs cancel
+        off = np.abs(m - arrays[f"{prefix}m/{name}"]).max()
+        assert off < 1e-6 * largest, name
+        # 1 - beta2 is 0.99998713e-3 in TensorFlow's fp32, 1.3e-5 less than 1e-3; its beta power
+        # offsets it in the moves.
+        v = state["exp_avg_sq"].numpy()
+        assert np.allclose(v, arrays[f"{prefix}v/{name}"], rtol=2e-5, atol=0), name
+
+
+def zeros(count: int) -> list[nn.Parameter]:
+    """Parameters of six numbers."""
+    return [nn.Parameter(torch.zeros(6)) for _ in range(count)]
 
 
 def test_groups_keep_their_own_settings_and_step_count_and_the_eps_that_was_given() -> None:
-    """The second group is added after 30 steps of the first; an error within a step leaves eps as it was, too."""
-    first, second, third, alone, other = (nn.Parameter(torch.zeros(6)) for _ in range(5))
+    """The second group is added after 30 steps of the first; an error within a step leaves eps as
+    it was, too."""
+    first, second, idle = zeros(3)
+    alone, other = zeros(2)
     settings = {"lr": 1e-2, "betas": (0.5, 0.9), "eps": 1e-2}
-    optimizer, *single = AdamTF([first], eps=1e-5), AdamTF([alone], eps=1e-5), AdamTF([other], **settings)
+    optimizer = AdamTF([first], eps=1e-5)
+    first_alone = AdamTF([alone], eps=1e-5)
+    second_alone = AdamTF([other], **settings)
     for i, gradient in enumerate(torch.randn(40, 6) * 10 ** torch.linspace(-7, 1, 6)):
         if i == 30:
-            optimizer.add_param_group({"params": [second, third], **settings})
-        for p in (first, alone, *([second, other] if i >= 30 else [])):
-            p.grad = gradient
-        for x in (optimizer, *single[: 1 + (i >= 30)]):
-            x.step()
-    assert torch.equal(first, alone) and torch.equal(second, other) and optimizer.param_groups[1]["fused"]
-    assert torch.equal(third, torch.zeros(6))  # it has no gradient
+            optimizer.add_param_group({"params": [second, idle], **settings})
+        first.grad = gradient
+        alone.grad = gradient
+        first_alone.step()
+        if i >= 30:
+            second.grad = gradient
+            other.grad = gradient
+            second_alone.step()
+        optimizer.step()
+    assert torch.equal(first, alone)
+    assert torch.equal(second, other)
+    assert torch.equal(idle, torch.zeros(6))  # it has no gradient
+    assert optimizer.param_groups[1]["fused"]
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
     for groups in (optimizer.param_groups, optimizer.state_dict()["param_groups"]):
         assert [group["eps"] for group in groups] == [1e-5, 1e-2]
+
+
+def test_a_step_returns_what_its_closure_gives() -> None:
+    """With the gradients that the closure makes."""
+    (p,) = zeros(1)
+
+    def closure() -> Tensor:
+        loss = (p - 1).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer = AdamTF([p], lr=0.5)
+    assert optimizer.step(closure) == 6
+    assert p.min() > 0.4
+
+
+def with_settings(**changes: Any) -> SimpleNamespace:
+    """Settings as the scripts have them."""
+    return SimpleNamespace(**SETTINGS | changes)
+
+
+def test_groups_are_matrices_and_the_rest_of_policy_and_critic() -> None:
+    policy, head, critic = (nn.Linear(3, 2) for _ in range(3))
+    frozen = nn.Linear(3, 2).requires_grad_(False)
+    args = with_settings(weight_decay=0.3, adam_betas=[0.8, 0.95], adam_eps=1e-3)
+    optimizer = make_optimizer([policy, frozen], [head, None, critic], args)
+    made = []
+    for group in optimizer.param_groups:
+        assert group["betas"] == (0.8, 0.95)
+        assert group["eps"] == 1e-3
+        weights = [id(p) for p in group["params"]]
+        made.append((weights, group["weight_decay"], group["is_critic"]))
+    assert made == [
+        ([id(policy.weight)], 0.3, False),
+        ([id(policy.bias)], 0.0, False),
+        ([id(head.weight), id(critic.weight)], 0.3, True),
+        ([id(head.bias), id(critic.bias)], 0.0, True),
+    ]
+    assert type(optimizer) is AdamTF
+    optimizer = make_optimizer([policy], [], with_settings(adam="torch"))
+    assert type(optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize(("lr", "is_said"), [(1.1e-4, True), (1e-4, False)])
+def test_a_rate_of_small_models_is_said_to_be_one(
+    lr: float, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    PartialState()
+    said = "--lr 0.00011 suits small models: for 1.0e+08 weights"
+    large = nn.Linear(10_001, 10_000, device="meta")
+    make_optimizer([large], [], with_settings(lr=lr))
+    assert (said in caplog.text) == is_said
+    small = nn.Linear(9_998, 10_000, device="meta")
+    make_optimizer([small], [], with_settings(lr=1.0))
+    assert "--lr 1.0" not in caplog.text
+
+
+RATES = [  # settings; update, progress, the policy's rate, the critic's
+    ({}, "0 0 1e-2 1e-2"),
+    ({}, "3 0.75 2.5e-3 2.5e-3"),
+    ({"lr_schedule": "constant"}, "3 0.75 1e-2 1e-2"),
+    ({"lr_warmup": 3}, "0 0 2.5e-3 2.5e-3"),
+    ({"lr_warmup": 3}, "2 0.5 3.75e-3 3.75e-3"),
+    ({"lr_warmup": 3}, "3 0.5 5e-3 5e-3"),
+    ({"critic_lr": 1.0}, "1 0.5 5e-3 0.5"),
+    ({"critic_lr": 0.0}, "1 0.5 5e-3 0"),
+    ({"critic_warmup": 2}, "1 0.5 0 5e-3"),
+    ({"critic_warmup": 2, "critic_lr": 1.0}, "2 0.5 5e-3 0.5"),
+]
+
+
+@pytest.mark.parametrize(("changes", "case"), RATES)
+def test_learning_rates_follow_the_schedule(changes: dict[str, Any], case: str) -> None:
+    update, progress, lr, critic_lr = (float(number) for number in case.split())
+    args = with_settings(**changes)
+    optimizer = make_optimizer([nn.Linear(3, 2)], [nn.Linear(3, 2)], args)
+    set_learning_rates(optimizer, int(update), progress, args)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == pytest.approx([lr, lr, critic_lr, critic_lr])
+
+
+@pytest.mark.parametrize(("limit", "scale"), [(None, 1.0), (14.0, 1.0), (6.5, 0.5)])
+def test_gradients_of_a_larger_norm_are_scaled_down_to_the_limit(
+    limit: float | None, scale: float
+) -> None:
+    model = nn.Linear(3, 1)
+    model.weight.grad = torch.tensor([[3.0, 4.0, 0.0]])
+    model.bias.grad = torch.tensor([-12.0])
+    assert clip_gradients(model, limit).item() == pytest.approx(13)
+    assert model.weight.grad.tolist() == [pytest.approx([3 * scale, 4 * scale, 0.0])]
+    assert model.bias.grad.tolist() == pytest.approx([-12 * scale])

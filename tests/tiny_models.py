@@ -1,6 +1,7 @@
-"""Random tiny models of several architectures, and batches of given tokens, as the tests put them into the scripts."""
+"""Random tiny models of many architectures, and batches of given tokens, as the tests put them into
+the scripts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,47 +9,95 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 import ppo_rlhf
 
-VOCABULARY, EOS = 50, 0
-COMMON = {"vocab_size": VOCABULARY, "initializer_range": 0.25, "bos_token_id": EOS, "eos_token_id": EOS}
-COMMON |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": None}
-COMMON |= {"max_position_embeddings": 64, "attention_dropout": 0.1}
+VOCABULARY = 50
+EOS = 0
+LONGEST = 24  # tokens of a row in these tests
+ANY_TOKENIZER: Any = SimpleNamespace(get_vocab=lambda: {"": 0})  # that suits every model
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.25,
+    "bos_token_id": EOS,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.1,  # GPT-2 has dropout without being told
+}
 LLAMA = COMMON | {"intermediate_size": 64, "num_key_value_heads": 2}
-GEMMA = LLAMA | {"head_dim": 8, "query_pre_attn_scalar": 8}
-CONFIGS = {  # GPT-2 has dropout without being told
+GEMMA = LLAMA | {"head_dim": 8, "query_pre_attn_scalar": 8, "initializer_range": 0.15}
+NEOX = LLAMA | {"hidden_dropout": 0.1, "classifier_dropout": 0.1}
+FALCON = COMMON | {"hidden_dropout": 0.1}
+OPT = COMMON | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.25}
+MPT = COMMON | {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
+GRANITE = LLAMA | {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+CAPS = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0}
+SHORT = 8  # tokens of a sliding window that is shorter than the texts
+MAMBA = COMMON | {"state_size": 4}
+JAMBA = LLAMA | {
+    "num_experts": 2,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "use_mamba_kernels": False,
+    "mamba_d_state": 4,
+}
+GRIFFIN = LLAMA | {"lru_width": 32, "attention_window_size": 32, "num_hidden_layers": 3}
+RWKV = COMMON | {"context_length": 64, "attention_hidden_size": 32}
+MINIMAX = LLAMA | {"head_dim": 8, "num_local_experts": 2, "block_size": 8}
+MINIMAX |= {"layer_types": ["linear_attention", "full_attention"]}
+CONFIGS = {
     "gpt2": (transformers.GPT2Config, COMMON),
-    "gpt_neox": (transformers.GPTNeoXConfig, LLAMA | {"hidden_dropout": 0.1, "classifier_dropout": 0.1}),
+    "gpt_neox": (transformers.GPTNeoXConfig, NEOX),
     "llama": (transformers.LlamaConfig, LLAMA),
     "qwen3": (transformers.Qwen3Config, LLAMA | {"head_dim": 8}),
-    "falcon": (transformers.FalconConfig, COMMON | {"alibi": False, "hidden_dropout": 0.1}),
-    "gemma3": (transformers.Gemma3TextConfig, GEMMA | {"sliding_window": 32, "initializer_range": 0.15}),
+    "falcon": (transformers.FalconConfig, FALCON | {"alibi": False, "bias": True}),
+    "gemma3": (transformers.Gemma3TextConfig, GEMMA | {"sliding_window": 32}),
     "mistral": (transformers.MistralConfig, LLAMA | {"sliding_window": 64}),
     "phi3": (transformers.Phi3Config, LLAMA),
-    "opt": (transformers.OPTConfig, COMMON | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.25}),
+    "opt": (transformers.OPTConfig, OPT),
     "olmo2": (transformers.Olmo2Config, LLAMA),
-}
-REFUSED = {
     "bloom": (transformers.BloomConfig, COMMON),
-    "falcon with alibi": (transformers.FalconConfig, COMMON | {"alibi": True}),
-    "mpt": (transformers.MptConfig, COMMON | {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}),
-    "mamba": (transformers.MambaConfig, COMMON | {"state_size": 4}),
-    "gemma2": (transformers.Gemma2Config, GEMMA | {"initializer_range": 0.005}),  # small logits, hardly capped
-    "cohere": (transformers.CohereConfig, LLAMA | {"logit_scale": 0.1}),
-    "mistral with a short window": (transformers.MistralConfig, LLAMA | {"sliding_window": 8}),
-    "gemma3 with a short window": (transformers.Gemma3TextConfig, GEMMA | {"sliding_window": 8}),
+    "falcon_alibi": (transformers.FalconConfig, FALCON | {"alibi": True}),
+    "mpt": (transformers.MptConfig, MPT),
+    "gemma2": (transformers.Gemma2Config, GEMMA | CAPS | {"sliding_window": 32}),
+    "cohere": (transformers.CohereConfig, LLAMA | {"logit_scale": 0.5}),
+    "granite": (transformers.GraniteConfig, GRANITE),
+    "mistral_short": (transformers.MistralConfig, LLAMA | {"sliding_window": SHORT}),
+    "gemma3_short": (transformers.Gemma3TextConfig, GEMMA | {"sliding_window": SHORT}),
+}
+RECURRENT = {  # whose states a cache of keys and values does not hold
+    "mamba": (transformers.MambaConfig, MAMBA),
+    "jamba": (transformers.JambaConfig, JAMBA),
+    "recurrent_gemma": (transformers.RecurrentGemmaConfig, GRIFFIN),
+    "rwkv": (transformers.RwkvConfig, RWKV),
+    "minimax": (transformers.MiniMaxConfig, MINIMAX),
 }
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    config_class, values = (CONFIGS | REFUSED)[name]
+    """The architecture's config, with changes."""
+    config_class, values = (CONFIGS | RECURRENT)[name]
     return config_class(**values | changes)
 
 
-def randomize(model: torch.nn.Module) -> None:
+def randomize(model: nn.Module) -> None:
     """Biases and norms start at 0 and 1, where mistakes in them would not show."""
     for parameter in model.parameters():
         if parameter.dim() < 2:
@@ -65,7 +114,9 @@ def save_tokenizer(folder: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def save_model(folder: Path, name: str, auto_class: Any = AutoModelForCausalLM, **changes: Any) -> Path:
+def save_model(
+    folder: Path, name: str, auto_class: Any = AutoModelForCausalLM, **changes: Any
+) -> Path:
     """A random model of the architecture, and the tokenizer, in a Hugging Face folder."""
     model = auto_class.from_config(make_config(name, **changes))
     randomize(model)
@@ -75,59 +126,81 @@ def save_model(folder: Path, name: str, auto_class: Any = AutoModelForCausalLM, 
 
 
 def save_classifier(folder: Path, name: str, **changes: Any) -> Path:
+    """The same of a classifier with one label."""
     return save_model(folder, name, AutoModelForSequenceClassification, num_labels=1, **changes)
 
 
-def load(folder: Path, flag: str = "base_model", dtype: str = "fp32", **kwargs: Any) -> Any:
-    """A model as the scripts load it, for rows of up to 24 tokens of any of its embeddings."""
-    args, tokenizer = ppo_rlhf.Args(dtype=dtype, **{flag: str(folder)}), SimpleNamespace(get_vocab=lambda: {"": 0})
-    return ppo_rlhf.load(flag, args, tokenizer, 24, torch.device("cpu"), **kwargs)
+def load(folder: Path, flag: str = "base_model", dtype: str = "fp32", **config: Any) -> Any:
+    """A model as the scripts load it, for rows of up to LONGEST tokens of any of its embeddings."""
+    auto_class = AutoModelForCausalLM
+    if flag == "reward_model" or "num_labels" in config:
+        auto_class = AutoModelForSequenceClassification
+    args = ppo_rlhf.Args(dtype=dtype, **{flag: str(folder)})
+    return ppo_rlhf.load_model(auto_class, flag, args, ANY_TOKENIZER, LONGEST, **config)
 
 
-def load_actor(folder: Path, dtype: str = "fp32") -> ppo_rlhf.ActorCritic:
-    """The policy as ppo_rlhf.py loads it, with a random value head instead of one of zeros."""
-    actor = ppo_rlhf.ActorCritic(load(folder, dtype=dtype))
-    torch.nn.init.normal_(actor.value_head.weight, std=0.25, generator=torch.Generator().manual_seed(7))
-    return actor
+def fill_value_head(policy: ppo_rlhf.ActorCritic) -> ppo_rlhf.ActorCritic:
+    """The policy, whose value head of zeros becomes a random one."""
+    generator = torch.Generator().manual_seed(7)
+    nn.init.normal_(policy.value_head.weight, std=0.25, generator=generator)
+    return policy
 
 
-def make_actor(name: str, attn_implementation: str = "eager", **changes: Any) -> ppo_rlhf.ActorCritic:
-    """A policy straight from a config, for tests that are not about loading."""
+def make_lm(name: str, attention: str = "eager", **changes: Any) -> Any:
+    """A language model straight from a config, for tests that are not about loading."""
     torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(make_config(name, **changes), attn_implementation=attn_implementation)
+    config = make_config(name, **changes)
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     randomize(lm)
-    return ppo_rlhf.ActorCritic(lm.eval())
+    lm.base_model.is_autocast = False  # as the scripts' load_model says
+    return lm.eval()
 
 
-def make_queries(contexts: list[list[int]]) -> list[dict[str, list[int]]]:
-    """What `load_queries` returns, without prefixes and suffixes."""
-    return [{"input_ids": context, "context": context} for context in contexts]
+def make_actor(name: str, attention: str = "eager", **changes: Any) -> ppo_rlhf.ActorCritic:
+    """A policy on such a model."""
+    return ppo_rlhf.ActorCritic(make_lm(name, attention, **changes))
 
 
-def make_batch(contexts: list[list[int]], responses: Any, kept: Tensor | None = None) -> dict[str, Any]:
-    """What a rollout has before its passes, for given responses (n, R) or (n, K, R), of which `kept` (all) counts."""
-    tokens = torch.as_tensor(responses).long()
-    kept = torch.ones_like(tokens, dtype=torch.bool) if kept is None else kept
-    counts = kept.flatten(0, -2).sum(1).tolist()
-    fed = [row[: n - 1] for row, n in zip(tokens.flatten(0, -2).tolist(), counts, strict=True)]
-    k = len(fed) // len(contexts)
-    trees = [[context, *fed[i * k : i * k + k]] for i, context in enumerate(contexts)]
-    return {"trees": trees, "responses": tokens, "kept": kept}
+def with_attention(names: Iterable[str]) -> list[tuple[str, str]]:
+    """The names, each with the attention that the scripts take on a CPU and, where transformers has
+    it for this architecture, with that on a GPU."""
+    pairs = []
+    for name in names:
+        pairs.append((name, "eager"))
+        if AutoModelForCausalLM._model_mapping[CONFIGS[name][0]]._supports_sdpa:
+            pairs.append((name, "sdpa"))
+    return pairs
 
 
-def forward(policy: Any, batch: dict[str, Any], temperature: float = 0.7) -> list[Tensor]:
-    """forward_response of all rows, without gradients."""
-    with torch.no_grad():
-        return ppo_rlhf.forward_response(policy, batch, torch.arange(len(batch["trees"])), temperature)
+def has_classifier(name: str) -> bool:
+    """Whether transformers has a classifier of this architecture."""
+    return CONFIGS[name][0] in AutoModelForSequenceClassification._model_mapping
+
+
+def make_queries(contexts: list[list[int]]) -> list[ppo_rlhf.Query]:
+    """What load_queries returns, without prefixes and suffixes."""
+    return [ppo_rlhf.Query(context, context, {}) for context in contexts]
+
+
+def make_batch(contexts: list[list[int]], responses: list[list[int]]) -> SimpleNamespace:
+    """As much of a Batch as forward_response reads, for given responses of one length."""
+    return SimpleNamespace(contexts=contexts, responses=torch.tensor(responses))
 
 
 def random_rows(lengths: Sequence[int], seed: int, vocabulary: int = VOCABULARY) -> list[list[int]]:
     """Rows of random tokens, eos among them, of the given lengths."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    rows = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
+    return [row.tolist() for row in rows]
 
 
 def full_logits(lm: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
     """Logits (length, V) of each row alone, unpadded, from a plain forward pass of transformers."""
     with torch.no_grad():
         return [lm(torch.tensor([row])).logits[0] for row in rows]
+
+
+def full_states(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The same of the trunk's last hidden states (length, d)."""
+    with torch.no_grad():
+        return [model.base_model(torch.tensor([row])).last_hidden_state[0] for row in rows]

@@ -1,12 +1,14 @@
-"""The three scripts once more, in the plainest PyTorch, so that whole runs can be compared: see test_twin.py.
+"""The three scripts once more, in the plainest PyTorch, so that whole runs can be compared: see
+test_twin.py.
 
-One row at a time, in float64: no padding, no packing, no cache, no masks (rows are as long as their tokens count), no
-micro-batches; every rank in turn. Written from the papers and the original's description, importing nothing from the
-scripts; transformers gives the models and the tokenizer.
+One row at a time, in float64: no padding, no cache, no masks (rows are as long as their tokens
+count), no micro-batches; every rank in turn. Written from the papers and the original's
+description, importing nothing from the scripts; transformers gives the models and the tokenizer.
 """
 
 import json
 import math
+import pkgutil
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,105 +16,178 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 Numbers = dict[str, list[float]]
-EDGE = 1e-6  # a number nearer than this to where a decision falls could be on its other side in fp32
+EDGE = 1e-6  # nearer than this to where a decision falls, fp32 could decide the other way
 PAD = 50259  # pads the rows of tokens in label files
 # What settings that do not name an option mean:
-OFF = {"kl_estimator": "k1", "score_norm": "none", "score_clip": None, "target_kl": None, "top_p": 1.0, "ema": 0.0}
-OFF |= {"adam_betas": (0.9, 0.999), "weight_decay": 0.0, "max_grad_norm": None, "lr_schedule": "linear", "lr_warmup": 0}
-OFF |= {"ptx_coef": 0.0, "ptx_dataset": None, "unfrozen_layers": 0, "eval_every": 0, "whiten": "rank"}
-OFF |= {"critic": "shared", "critic_lr": None, "critic_warmup": 0, "whiten_advantages": True}
+OFF = {
+    "adam_betas": (0.9, 0.999),
+    "critic": "shared",
+    "critic_lr": None,
+    "critic_warmup": 0,
+    "ema": 0.0,
+    "eval_every": 0,
+    "kl_estimator": "k1",
+    "lr_schedule": "linear",
+    "lr_warmup": 0,
+    "max_grad_norm": None,
+    "normalize_advantages": False,
+    "ptx_coef": 0.0,
+    "ptx_dataset": None,
+    "reward_fn": None,
+    "score_clip": None,
+    "score_norm": None,
+    "target_kl": None,
+    "top_p": 1.0,
+    "unfrozen_layers": 0,
+    "value_after_end": False,
+    "weight_decay": 0.0,
+    "whiten": "rank",
+    "whiten_advantages": True,
+}
 
 
-def note(means: Numbers, where: str, **more: Any) -> None:
-    """Note numbers, or all numbers of tensors, under where/name: a metric is the mean of all that is noted."""
-    for name, x in more.items():
-        means[f"{where}/{name}"] += torch.as_tensor(x, dtype=torch.float64).detach().flatten().tolist()
+def note(means: Numbers, name: str, x: Any) -> None:
+    """Note a number, or all numbers of a tensor: a metric is the mean of all that is noted."""
+    numbers = torch.as_tensor(x, dtype=torch.float64)
+    means[name] += numbers.detach().flatten().tolist()
+
+
+def mean_of(numbers: list[float]) -> float:
+    """Their mean; 0 of none."""
+    return sum(numbers) / max(len(numbers), 1)
 
 
 class Adam:
-    """Kingma & Ba 2015: Algorithm 1 (`torch`), or as in the paragraph before section 2.1 (`tf`: epsilon hat); with the
-    decay of matrices of Loshchilov & Hutter 2019, Algorithm 2."""
+    """Kingma & Ba 2015: Algorithm 1 (`torch`), or as in the paragraph before section 2.1 (`tf`:
+    epsilon hat); with the decay of matrices of Loshchilov & Hutter 2019, Algorithm 2."""
 
-    def __init__(self, parameters: list[Tensor], critic: list[Tensor], s: Any) -> None:
-        self.parameters, self.critic, self.s, self.t = parameters, critic, s, 0
-        self.m, self.v = ([torch.zeros_like(p) for p in [*parameters, *critic]] for _ in range(2))
+    def __init__(self, policy: list[Tensor], critic: list[Tensor], s: Any) -> None:
+        self.s = s
+        self.steps = 0
+        self.policy = policy
+        self.critic = critic
+        self.m = [torch.zeros_like(p) for p in policy + critic]
+        self.v = [torch.zeros_like(p) for p in policy + critic]
 
     @torch.no_grad()
-    def step(self, lr: float, critic_lr: float = 0.0) -> float:
-        """One step with the gradients that have gathered, whose norm is returned; they are set to zero."""
-        s, parameters, self.t = self.s, [*self.parameters, *self.critic], self.t + 1
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        norm = math.sqrt(sum((gradient**2).sum().item() for gradient in gradients))
-        clip = 1.0 if s.max_grad_norm is None else min(1.0, s.max_grad_norm / (norm + 1e-6))
-        rates = [lr] * len(self.parameters) + [critic_lr] * len(self.critic)
-        one, two = s.adam_betas
-        for p, gradient, m, v, rate in zip(parameters, gradients, self.m, self.v, rates, strict=True):
-            m.copy_(one * m + (1 - one) * clip * gradient)
-            v.copy_(two * v + (1 - two) * (clip * gradient) ** 2)
-            if s.adam == "tf":
-                move = math.sqrt(1 - two**self.t) / (1 - one**self.t) * m / (v.sqrt() + s.adam_eps)
-            else:
-                move = (m / (1 - one**self.t)) / ((v / (1 - two**self.t)).sqrt() + s.adam_eps)
-            p -= rate * (move + s.weight_decay * p if p.dim() > 1 else move)
+    def step(self, lr: float, critic_lr: float) -> float:
+        """One step with the gradients that have gathered, whose norm is returned; they are set to
+        zero."""
+        s = self.s
+        self.steps += 1
+        parameters = self.policy + self.critic
+        rates = [lr] * len(self.policy) + [critic_lr] * len(self.critic)
+        gradients = []
+        for p in parameters:
+            gradients.append(torch.zeros_like(p) if p.grad is None else p.grad)
             p.grad = None
+        norm = math.sqrt(sum((gradient**2).sum().item() for gradient in gradients))
+        clip = 1.0
+        if s.max_grad_norm is not None:
+            clip = s.max_grad_norm / (norm + 1e-6)
+            clip = min(1.0, clip)
+
+        beta1, beta2 = s.adam_betas
+        rest1 = 1 - beta1**self.steps
+        rest2 = 1 - beta2**self.steps
+        rows = zip(parameters, gradients, self.m, self.v, rates, strict=True)
+        for p, gradient, m, v, rate in rows:
+            clipped = clip * gradient
+            m.copy_(beta1 * m + (1 - beta1) * clipped)
+            v.copy_(beta2 * v + (1 - beta2) * clipped**2)
+            if s.adam == "tf":
+                move = math.sqrt(rest2) / rest1 * m / (v.sqrt() + s.adam_eps)
+            else:
+                move = (m / rest1) / ((v / rest2).sqrt() + s.adam_eps)
+            if p.dim() > 1:
+                move = move + s.weight_decay * p
+            p -= rate * move
         return norm
 
 
 def scheduled(lr: float, left: float, update: int, s: Any) -> float:
-    """A learning rate in the update (from 0) before which that part of the run is left: a rise, times the decay."""
-    return lr * (left if s.lr_schedule == "linear" else 1) * min(1, (update + 1) / (s.lr_warmup + 1))
+    """A learning rate in the update (from 0) before which that part of the run is left."""
+    rise = min(1.0, (update + 1) / (s.lr_warmup + 1))
+    decay = left if s.lr_schedule == "linear" else 1.0
+    return lr * rise * decay
 
 
-# --- models and data ---
+# --- models ---
 
 
 def load(auto_class: Any, folder: Path, **kwargs: Any) -> Any:
     """A model in float64, without dropout; every token that it reads is a real one, the pad too."""
-    model = auto_class.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager", **kwargs).eval()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
+    model = auto_class.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", **kwargs
+    )
+    for module in model.eval().modules():
+        if isinstance(module, nn.Embedding):
             module.padding_idx = None
     return model
 
 
 def train_upper(lm: Any, layers: int) -> None:
-    """Only the upper layers, the norm behind them and a head that is not the embedding get gradients (0: all)."""
+    """Only the upper layers, the norm behind them and a head that is not the embedding get
+    gradients (0: all)."""
+    if layers == 0:
+        return
     trunk = lm.base_model
-    head = [] if lm.lm_head.weight is lm.get_input_embeddings().weight else [lm.lm_head]
-    blocks, norm = (trunk.h, trunk.ln_f) if hasattr(trunk, "h") else (trunk.layers, trunk.norm)
-    for p in lm.parameters() if layers else ():
-        p.requires_grad_(False)
-    for part in (*blocks[len(blocks) - layers :], norm, *head):
+    if hasattr(trunk, "h"):  # GPT-2
+        trained = [*trunk.h[len(trunk.h) - layers :], trunk.ln_f]
+    else:
+        trained = [*trunk.layers[len(trunk.layers) - layers :], trunk.norm]
+    if lm.lm_head.weight is not lm.get_input_embeddings().weight:
+        trained.append(lm.lm_head)
+    lm.requires_grad_(False)
+    for part in trained:
         part.requires_grad_(True)
 
 
 def weights_of(files: dict[str, Any]) -> dict[str, Tensor]:
     """A copy of all weights of the models in these files, as file:name; tied ones once."""
-    return {f"{file}:{name}": p.detach().clone() for file, x in files.items() for name, p in x.named_parameters()}
+    weights = {}
+    for file, model in files.items():
+        for name, p in model.named_parameters():
+            weights[f"{file}:{name}"] = p.detach().clone()
+    return weights
+
+
+# --- data ---
 
 
 def one_token(tokenizer: Any, text: str | None) -> int | None:
     """The token that is this text, or the tokenizer's eos."""
     if text is None:
         return None
-    return tokenizer.eos_token_id if text == "eos" else tokenizer(text, add_special_tokens=False).input_ids[0]
+    if text == "eos":
+        return tokenizer.eos_token_id
+    return tokenizer(text, add_special_tokens=False).input_ids[0]
 
 
-def cut_query(tokens: list[int], length: int, start: int | None, end: int | None, long: str) -> list[int]:
+def cut_query(
+    tokens: list[int], length: int, start: int | None, end: int | None, long: str
+) -> list[int]:
     """The query in a text, or nothing."""
     if start is not None:
         if start not in tokens:
             return []
-        if tokens.index(start) < len(tokens) - 1:
-            tokens = tokens[tokens.index(start) + 1 :]
+        first = tokens.index(start) + 1
+        if first < len(tokens):
+            tokens = tokens[first:]
     if len(tokens) > length:
-        tokens = {"keep_start": tokens[:length], "keep_end": tokens[len(tokens) - length :], "drop": []}[long]
-    while end is not None and tokens and tokens[-1] != end:
-        tokens = tokens[:-1]
+        if long == "drop":
+            return []
+        elif long == "keep_start":
+            tokens = tokens[:length]
+        else:
+            tokens = tokens[len(tokens) - length :]
+    if end is not None:
+        while tokens and tokens[-1] != end:
+            tokens = tokens[:-1]
     return tokens
 
 
@@ -131,23 +206,43 @@ def tokens_of(value: Any, tokenizer: Any) -> list[int]:
 def first_token(tokenizer: Any) -> list[int]:
     """The BOS that the tokenizer puts before every text, if it does."""
     ids = tokenizer("").input_ids
-    return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
+    if ids and ids[0] == tokenizer.bos_token_id:
+        return ids[:1]
+    return []
 
 
-def read_queries(s: Any, folder: Path, tokenizer: Any) -> list[SimpleNamespace]:
-    """Queries in the order of the seed: what the reward model reads (ids), and what the policy reads (context)."""
-    rows = read_rows(folder / s.query_dataset)
-    column = next(x for x in ("text", "query", "prompt", "messages", "article", "content") if x in rows[0])
-    start, end = one_token(tokenizer, s.start_text), one_token(tokenizer, s.end_text)
-    long = s.long_queries or ("drop" if end is None else "keep_start")
+def read_queries(s: Any, file: Path, tokenizer: Any) -> list[SimpleNamespace]:
+    """Queries in the order of the seed: what the reward model reads (ids), what the policy reads
+    (context), and what else stands in the table (columns)."""
+    rows = read_rows(file)
+    names = ("text", "query", "prompt", "messages", "article", "content")
+    column = [name for name in names if name in rows[0]][0]
+    start = one_token(tokenizer, s.start_text)
+    end = one_token(tokenizer, s.end_text)
+    long = s.long_queries
+    if long is None:
+        long = "drop" if end is None else "keep_start"
     bos = first_token(tokenizer)
-    prefix, suffix = (tokens_of(text, tokenizer) for text in (s.query_prefix, s.query_suffix))
+    prefix = tokens_of(s.query_prefix, tokenizer)
+    suffix = tokens_of(s.query_suffix, tokenizer)
     queries = []
     for i in np.random.default_rng([s.seed, 2]).permutation(len(rows)):
-        query = cut_query(tokens_of(rows[i][column], tokenizer), s.query_length, start, end, long)
-        if query:
-            queries.append(SimpleNamespace(ids=bos + query, context=bos + prefix + query + suffix))
+        tokens = tokens_of(rows[i][column], tokenizer)
+        cut = cut_query(tokens, s.query_length, start, end, long)
+        if cut:
+            query = SimpleNamespace(ids=bos + cut, columns=rows[i])
+            query.context = bos + prefix + cut + suffix
+            queries.append(query)
     return queries
+
+
+def read_texts(s: Any, folder: Path, tokenizer: Any) -> list[list[int]]:
+    """The pretraining texts, as far as they are read, in the order of the seed."""
+    if s.ptx_dataset is None:
+        return []
+    whole = {"start_text": None, "end_text": None, "long_queries": "keep_start"}
+    settings = SimpleNamespace(**vars(s) | whole)
+    return [text.ids for text in read_queries(settings, folder / s.ptx_dataset, tokenizer)]
 
 
 # --- what a model does with one row ---
@@ -155,7 +250,8 @@ def read_queries(s: Any, folder: Path, tokenizer: Any) -> list[SimpleNamespace]:
 
 def uniforms(seed: int, update: int, rows: int, length: int) -> list[list[float]]:
     """The numbers that the scripts sample with."""
-    return np.random.default_rng([seed, 1, update]).random((rows, length), dtype=np.float32).tolist()
+    generator = np.random.default_rng([seed, 1, update])
+    return generator.random((rows, length), dtype=np.float32).tolist()
 
 
 @torch.no_grad()
@@ -164,152 +260,357 @@ def sample(lm: Any, context: list[int], u: list[float], s: Any) -> list[int]:
     response = []
     for number in u:
         logits = lm(torch.tensor([context + response])).logits[0, -1]
-        probs, mass = (logits / s.temperature).softmax(0), 0.0
-        for i in probs.argsort(descending=True).tolist() if s.top_p < 1 else ():  # Holtzman et al. 2020, section 3.1
-            assert abs(mass - s.top_p) > EDGE, "as many tokens or one more: take another seed"
-            mass, probs[i] = mass + probs[i].item(), probs[i] * (mass < s.top_p)
-        cdf = (probs / probs.sum()).cumsum(0)
-        assert (cdf[:-1] - number).abs().min() > EDGE, "a number at the border of two tokens: take another seed"
-        response.append(int((cdf[:-1] <= number).sum()))
+        probs = (logits / s.temperature).softmax(0)
+        if s.top_p < 1:
+            probs = nucleus(probs, s.top_p)
+        cdf = probs.cumsum(0)[:-1]
+        assert (cdf - number).abs().min() > EDGE, "between two tokens: take another seed"
+        response.append(int((cdf <= number).sum()))
     return response
+
+
+def nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """The fewest tokens that have this probability together (Holtzman et al. 2020, section 3.1)."""
+    kept = torch.zeros_like(probs)
+    mass = 0.0
+    for token in probs.argsort(descending=True).tolist():
+        assert abs(mass - top_p) > EDGE, "as many tokens or one more: take another seed"
+        if mass < top_p:
+            kept[token] = probs[token]
+        mass += probs[token].item()
+    return kept / kept.sum()
 
 
 def logit(model: Any, tokens: list[int]) -> Tensor:
     """The logit of a classifier, at the last token."""
-    return model.score(model.base_model(torch.tensor([tokens])).last_hidden_state[0, -1])[0]
+    states = model.base_model(torch.tensor([tokens])).last_hidden_state
+    return model.score(states[0, -1])[0]
 
 
-def read(policy: Any, row: Any, temperature: float) -> tuple[Tensor, ...]:
-    """Log-probabilities, entropies, values of the tokens that count, each from the state before it; all log p."""
-    ids, start = torch.tensor([row.query.context + row.response]), len(row.query.context) - 1
-    out, before = policy.lm(ids, output_hidden_states=True), slice(start, start + row.count)
-    states = policy.critic(ids).last_hidden_state if policy.critic else out.hidden_states[-1]
-    distributions = (out.logits[0, before] / temperature).log_softmax(1)
-    logprobs = torch.stack([d[token] for d, token in zip(distributions, row.response, strict=False)])
-    entropies = -(distributions.exp() * distributions).sum(1)
-    return logprobs, entropies, states[0, before] @ policy.head.weight[0] + policy.head.bias, distributions
+def read(policy: Any, row: Any, temperature: float) -> SimpleNamespace:
+    """Of the tokens that count, each from the state before it: log-probability, entropy, value, and
+    the log-probabilities of all tokens in its place."""
+    ids = torch.tensor([row.query.context + row.response])
+    first = len(row.query.context) - 1
+    output = policy.lm(ids, output_hidden_states=True)
+    states = output.hidden_states[-1]
+    if policy.critic is not None:
+        states = policy.critic(ids).last_hidden_state
+    states = states[0, first : first + row.value_count]
+    seen = SimpleNamespace(values=states @ policy.head.weight[0] + policy.head.bias)
+    logits = output.logits[0, first : first + row.count]
+    seen.distributions = (logits / temperature).log_softmax(1)
+    seen.logprobs = seen.distributions[range(row.count), row.response[: row.count]]
+    seen.entropies = -(seen.distributions.exp() * seen.distributions).sum(1)
+    return seen
 
 
 def kl_penalty(log_ratio: Tensor, policy: Tensor, ref: Tensor, kind: str) -> Tensor:
-    """What stands for the KL to the reference at every token: an estimate from the sampled one, or all of it."""
-    kinds = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": (-log_ratio).exp() - 1 + log_ratio}
-    kinds |= {"abs": log_ratio.abs(), "full": (policy.exp() * (policy - ref)).sum(1)}
-    return kinds[kind]
+    """What stands for the KL to the reference at every token: an estimate from the sampled one, or
+    all of it."""
+    if kind == "k1":
+        return log_ratio
+    if kind == "k2":
+        return log_ratio**2 / 2
+    if kind == "k3":
+        return (-log_ratio).exp() - 1 + log_ratio
+    if kind == "abs":
+        return log_ratio.abs()
+    return (policy.exp() * (policy - ref)).sum(1)
+
+
+class Judge:
+    """What scores responses: a classifier, or a function of texts."""
+
+    def __init__(self, s: Any, folder: Path, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.model = None
+        if s.reward_fn is None:
+            self.model = load(AutoModelForSequenceClassification, folder / s.reward_model)
+        else:
+            self.function = pkgutil.resolve_name(s.reward_fn)
+
+    def __call__(self, query: Any, response: list[int]) -> tuple[float, list[float]]:
+        """The score of a response, and the part of it that each token has."""
+        if self.model is not None:
+            config = self.model.config
+            reward = logit(self.model, query.ids + response).item()
+            return config.reward_gain * reward + config.reward_bias, [0.0] * len(response)
+        prompt = self.tokenizer.decode(query.ids, skip_special_tokens=True)
+        answer = self.tokenizer.decode(response, skip_special_tokens=True)
+        weight = query.columns["weight"]
+        rewards = self.function([prompt], [answer], response_ids=[response], weight=[weight])
+        (reward,) = rewards
+        if isinstance(reward, float):
+            return reward, [0.0] * len(response)
+        parts = [float(x) for x in reward]
+        return sum(parts), parts
 
 
 @torch.no_grad()
-def make_row(policy: Any, ref: Any, reward: Any, query: Any, u: list[float], end: int | None, s: Any) -> Any:
+def make_row(
+    policy: Any, ref: Any, judge: Judge, query: Any, u: list[float], end: int | None, s: Any
+) -> SimpleNamespace:
     """One response to one query, with everything that is thought of it."""
     row = SimpleNamespace(query=query, response=sample(policy.lm, query.context, u, s))
-    ends = [i for i, token in enumerate(row.response) if token == end and i >= s.truncate_after]
-    row.found = bool(ends) or end is None
-    row.truncated = row.response[: ends[0] + 1] if ends else row.response
-    row.count = len(row.truncated) if s.mask_truncated else len(row.response)
-    row.logprobs, _, row.values, p = read(policy, row, s.temperature)
-    ref_logprobs, _, _, q = read(ref, row, s.temperature)
-    row.log_ratio = row.logprobs - ref_logprobs
-    row.penalty = kl_penalty(row.log_ratio, p, q, s.kl_estimator)
-    row.score = reward.config.reward_gain * logit(reward, query.ids + row.truncated) + reward.config.reward_bias
-    row.penalized = row.score
-    if not row.found:
-        row.penalized = s.penalty_reward_value + (row.score if s.penalty_mode == "add" else 0 * row.score)
+    length = len(row.response)
+    ends = [i for i in range(s.truncate_after, length) if row.response[i] == end]
+    row.found_end = end is None or ends != []
+    if ends:
+        length = ends[0] + 1
+    row.truncated = row.response[:length]
+    row.count = length if s.mask_truncated else len(row.response)
+    row.value_count = row.count
+    if s.value_after_end:
+        row.value_count = min(row.count + 1, len(row.response))
+
+    ours = read(policy, row, s.temperature)
+    theirs = read(ref, row, s.temperature)
+    row.logprobs = ours.logprobs
+    row.values = ours.values
+    row.log_ratio = ours.logprobs - theirs.logprobs
+    row.kl = kl_penalty(row.log_ratio, ours.distributions, theirs.distributions, s.kl_estimator)
+    row.score, row.token_scores = judge(query, row.truncated)
+    if not row.found_end:
+        if s.penalty_mode == "replace":
+            row.score = 0.0
+        row.score += s.penalty_reward_value
     return row
 
 
-def evaluate(policy: Any, ref: Any, reward: Any, queries: list[Any], tokenizer: Any, end: Any, s: Any) -> list[Any]:
-    """Query, response, score, kl of the evaluation queries."""
+def evaluate(
+    policy: Any, ref: Any, judge: Judge, queries: list[Any], tokenizer: Any, end: Any, s: Any
+) -> list[dict[str, Any]]:
+    """What is said of each of the evaluation queries."""
     found = []
-    for query, u in zip(queries, uniforms(s.seed, 0, len(queries), s.response_length), strict=True):
-        row = make_row(policy, ref, reward, query, u, end, s)
-        texts = tokenizer.decode(query.ids), tokenizer.decode(row.truncated)
-        found.append((*texts, row.score.item(), row.log_ratio.sum().item()))
+    numbers = uniforms(s.seed, 0, len(queries), s.response_length)
+    for query, u in zip(queries, numbers, strict=True):
+        row = make_row(policy, ref, judge, query, u, end, s)
+        found.append(
+            {
+                "query": tokenizer.decode(query.ids),
+                "response": tokenizer.decode(row.truncated),
+                "score": row.score,
+                "kl": row.log_ratio.sum().item(),
+                "found_end": row.found_end,
+                "length": len(row.truncated),
+            }
+        )
     return found
 
 
 # --- PPO and RLOO ---
 
 
-def whiten(rows: list[Tensor], shift_mean: bool) -> list[Tensor]:
-    """Rows of numbers, scaled so that all of them together have variance 1 and, with shift_mean, mean 0."""
+def set_scores(rows: list[Any], s: Any) -> None:
+    """`scaled`, the score that is paid for: after normalisation over all rows, and a clip."""
+    scores = [row.score for row in rows]
+    for row in rows:
+        row.scaled = row.score
+        if s.score_norm == "whiten":
+            row.scaled -= np.mean(scores)
+        if s.score_norm is not None:
+            row.scaled /= math.sqrt(np.var(scores) + 1e-8)
+        if s.score_clip is not None:
+            row.scaled = min(max(row.scaled, -s.score_clip), s.score_clip)
+
+
+def note_rollout(rows: list[Any], kl_coef: float, means: Numbers) -> None:
+    """The metrics of responses."""
+    for row in rows:
+        note(means, "objective/kl", row.log_ratio.sum())
+        note(means, "objective/entropy", -row.logprobs.sum())
+        note(means, "objective/scores", row.score)
+        note(means, "objective/scores_scaled", row.scaled)
+        note(means, "objective/non_score_reward", -kl_coef * row.kl.sum())
+        note(means, "objective/score_total", row.scaled - kl_coef * row.kl.sum())
+        note(means, "objective/found_end", row.found_end)
+        note(means, "objective/length", len(row.truncated))
+
+
+def draw_steps(shuffles: list[Any], rows: list[Any], k: int, s: Any) -> list[list[list[Any]]]:
+    """Of every optimizer step each rank's rows: a fresh permutation in every epoch, of its groups
+    of k rows."""
+    num_groups = len(rows) // len(shuffles) // k
+    steps = [[] for _ in range(s.num_epochs * s.num_minibatches)]
+    for rank, shuffle in enumerate(shuffles):
+        orders = [shuffle.permutation(num_groups) for _ in range(s.num_epochs)]
+        minibatches = np.concatenate(orders).reshape(len(steps), -1)
+        for step, minibatch in zip(steps, minibatches, strict=True):
+            mine = []
+            for i in minibatch:
+                first = (rank * num_groups + i) * k
+                mine += rows[first : first + k]
+            step.append(mine)
+    return steps
+
+
+def whiten(rows: list[Tensor], shift_mean: bool, correction: int) -> list[Tensor]:
+    """Rows of numbers, scaled so that all of them together have variance 1 and, with shift_mean,
+    mean 0."""
     every = torch.cat(rows)
-    mean, std = every.mean(), (every.var(correction=0) + 1e-8).sqrt()
-    return [(x - mean) / std + (0 if shift_mean else mean) for x in rows]
+    mean = every.mean()
+    deviation = (every.var(correction=correction) + 1e-8).sqrt()
+    whitened = [(x - mean) / deviation for x in rows]
+    return whitened if shift_mean else [x + mean for x in whitened]
 
 
 def gae(values: Tensor, rewards: Tensor, gamma: float, lam: float) -> Tensor:
     """Advantages of one response (Schulman et al. 2016, equation 16)."""
-    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=True)]
-    sums = [sum((gamma * lam) ** (i - t) * deltas[i] for i in range(t, len(deltas))) for t in range(len(deltas))]
-    return torch.stack(sums)
+    next_values = [*values[1:], 0.0]
+    deltas = []
+    for reward, value, next_value in zip(rewards, values, next_values, strict=True):
+        deltas.append(reward + gamma * next_value - value)
+    advantages = []
+    for t in range(len(deltas)):
+        later = range(t, len(deltas))
+        advantages.append(sum((gamma * lam) ** (i - t) * deltas[i] for i in later))
+    return torch.stack(advantages)
 
 
-def clipped_loss(log_ratio: Tensor, advantages: Tensor, cliprange: float, means: Numbers) -> Tensor:
+def token_rewards(row: Any, kl_coef: float) -> Tensor:
+    """Of each token that is valued: what it has of the score, less the KL; the last one has the
+    rest of the score."""
+    rewards = torch.zeros(row.value_count, dtype=torch.float64)
+    rewards[: row.count] = -kl_coef * row.kl
+    for t, score in enumerate(row.token_scores):
+        rewards[t] += score
+    rewards[-1] += row.scaled - sum(row.token_scores)
+    return rewards
+
+
+def set_advantages(rows: list[Any], kl_coef: float, s: Any) -> None:
+    """Advantages and returns of PPO; these rows are whitened together."""
+    correction = 1 if s.whiten == "batch" else 0
+    rewards = [token_rewards(row, kl_coef) for row in rows]
+    if s.whiten_rewards:
+        rewards = whiten(rewards, False, correction)
+    for row, x in zip(rows, rewards, strict=True):
+        advantages = gae(row.values, x, s.gamma, s.lam)
+        row.returns = advantages + row.values
+        row.advantages = advantages[: row.count]
+    if s.whiten_advantages:
+        whitened = whiten([row.advantages for row in rows], True, correction)
+        for row, x in zip(rows, whitened, strict=True):
+            row.advantages = x
+
+
+def set_leave_one_out(rows: list[Any], k: int, kl_coef: float, s: Any) -> None:
+    """Advantages of RLOO: the reward less the mean of the others' (Ahmadian et al. 2024, equation
+    8)."""
+    totals = [(row.scaled - kl_coef * row.kl.sum()).item() for row in rows]
+    for i, row in enumerate(rows):
+        first = i // k * k
+        others = totals[first:i] + totals[i + 1 : first + k]
+        row.advantages = totals[i] - mean_of(others)
+        if all(total == totals[i] for total in others):
+            row.advantages = 0.0
+        else:
+            assert abs(row.advantages) > EDGE, "a tie, nearly: take another seed"
+    if s.normalize_advantages:
+        every = [row.advantages for row in rows]
+        for row in rows:
+            row.advantages -= np.mean(every)
+            row.advantages /= np.std(every, ddof=1) + 1e-4
+
+
+def clipped_loss(
+    log_ratio: Tensor, advantages: Any, cliprange: float, means: Numbers, where: str
+) -> Tensor:
     """Minus the objective of Schulman et al. 2017, equation 7, of every ratio."""
     ratio = log_ratio.exp()
-    free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    loss = torch.maximum(free, clipped)
-    note(means, "ppo/loss", policy=loss)
-    note(means, "ppo/policy", approxkl=log_ratio**2 / 2, clipfrac=clipped > free)
-    note(means, "ppo/val", ratio=ratio, ratio_var=ratio**2)
+    near = ratio.clamp(1 - cliprange, 1 + cliprange)
+    loss = -advantages * ratio
+    near_loss = -advantages * near
+    note(means, "ppo/loss/policy", torch.maximum(loss, near_loss))
+    note(means, "ppo/val/ratio", ratio)
+    note(means, f"{where}/approxkl", log_ratio**2 / 2)
+    note(means, f"{where}/clipfrac", near_loss > loss)
+    return torch.maximum(loss, near_loss)
+
+
+def value_loss(values: Tensor, row: Any, cliprange: float, means: Numbers) -> Tensor:
+    """Half the squared error of every value, or of what is left of it after a clip around the old
+    one, whichever is larger."""
+    lowest = row.values - cliprange
+    highest = row.values + cliprange
+    near = torch.minimum(torch.maximum(values, lowest), highest)
+    error = (values - row.returns) ** 2
+    near_error = (near - row.returns) ** 2
+    loss = torch.maximum(error, near_error) / 2
+    note(means, "ppo/loss/value", loss)
+    note(means, "ppo/val/vpred", values)
+    note(means, "ppo/val/error", error)
+    note(means, "ppo/val/clipfrac", near_error > error)
     return loss
 
 
-def ptx_step(policy: Any, rows: list[Any], s: Any, means: Numbers) -> None:
-    """The gradient of the mean loss over the tokens of a minibatch's texts (Ouyang et al. 2022, equation 2)."""
-    texts = [row.text for row in rows if row.text]
-    for text in texts:
-        loss = -policy.lm(torch.tensor([text])).logits[0, :-1].log_softmax(1)[range(len(text) - 1), text[1:]]
-        note(means, "ppo/loss", ptx=loss)
-        (s.ptx_coef * loss.sum() / sum(len(text) - 1 for text in texts)).backward()
-
-
 def ppo_step(policy: Any, parts: list[list[Any]], kl_coef: float, s: Any, means: Numbers) -> None:
-    """The gradient of the mean loss over the tokens of a minibatch; `parts` has each rank's rows."""
+    """The gradient of the mean losses over the tokens of a minibatch; `parts` has each rank's
+    rows."""
     every = [row for rows in parts for row in rows]
-    for rows in [every] if s.whiten == "global" else parts:
-        rewards = [-kl_coef * row.penalty for row in rows]
-        for row, reward in zip(rows, rewards, strict=True):
-            reward[-1] += row.scaled
-        if s.whiten_rewards:
-            rewards = whiten(rewards, shift_mean=False)
-        advantages = [gae(row.values, reward, s.gamma, s.lam) for row, reward in zip(rows, rewards, strict=True)]
-        whitened = whiten(advantages, shift_mean=True) if s.whiten_advantages else advantages
-        for row, x, advantage in zip(rows, advantages, whitened, strict=True):
-            row.returns, row.advantage = x + row.values, advantage
+    if s.whiten == "global":
+        set_advantages(every, kl_coef, s)
+    if s.whiten == "rank":
+        for rows in parts:
+            set_advantages(rows, kl_coef, s)
     for rows in parts:
-        for name, x in (("returns", [row.returns for row in rows]), ("val", [row.values for row in rows])):
-            note(means, f"ppo/{name}", mean=torch.cat(x).mean(), var=torch.cat(x).var(correction=0))
+        returns = torch.cat([row.returns for row in rows])
+        values = torch.cat([row.values for row in rows])
+        note(means, "ppo/returns/mean", returns.mean())
+        note(means, "ppo/returns/var", returns.var(correction=0))
+        note(means, "ppo/val/mean", values.mean())
+        note(means, "ppo/val/var", values.var(correction=0))
+    num_tokens = sum(row.count for row in every)
+    num_values = sum(row.value_count for row in every)
     for row in every:
-        logprobs, entropies, values, _ = read(policy, row, s.temperature)
-        policy_loss = clipped_loss(logprobs - row.logprobs, row.advantage, s.cliprange, means)
-        near = torch.maximum(torch.minimum(values, row.values + s.cliprange_value), row.values - s.cliprange_value)
-        error, near_error = (values - row.returns) ** 2, (near - row.returns) ** 2
-        value_loss = torch.maximum(error, near_error) / 2
-        loss = policy_loss + s.vf_coef * value_loss
-        note(means, "ppo/loss", value=value_loss, total=loss)
-        note(means, "ppo/val", vpred=values, error=error, clipfrac=near_error > error)
-        note(means, "ppo/policy", entropy=entropies)
-        (loss.sum() / sum(row.count for row in every)).backward()
+        now = read(policy, row, s.temperature)
+        log_ratio = now.logprobs - row.logprobs
+        loss = clipped_loss(log_ratio, row.advantages, s.cliprange, means, "ppo/policy")
+        error = value_loss(now.values, row, s.cliprange_value, means)
+        note(means, "ppo/policy/entropy", now.entropies)
+        (loss.sum() / num_tokens + s.vf_coef * error.sum() / num_values).backward()
 
 
-def rloo_step(policy: Any, parts: list[list[Any]], kl_coef: float, s: Any, means: Numbers) -> None:
+def rloo_step(policy: Any, parts: list[list[Any]], s: Any, means: Numbers) -> None:
     """The gradient of the mean loss over the responses of a minibatch."""
-    for row in (rows := [row for part in parts for row in part]):
-        logprobs, entropies, *_ = read(policy, row, s.temperature)
-        log_ratio = logprobs - row.logprobs if s.token_level else (logprobs - row.logprobs).sum().view(1)
-        note(means, "ppo/policy", entropy=entropies)
-        (clipped_loss(log_ratio, row.advantage, s.cliprange, means).sum() / len(rows)).backward()
+    every = [row for rows in parts for row in rows]
+    for row in every:
+        now = read(policy, row, s.temperature)
+        log_ratio = now.logprobs - row.logprobs
+        if not s.token_level:
+            log_ratio = log_ratio.sum()
+        loss = clipped_loss(log_ratio, row.advantages, s.cliprange, means, "rloo")
+        note(means, "ppo/policy/entropy", now.entropies)
+        (loss.sum() / len(every)).backward()
 
 
-def make_policies(s: Any, folder: Path) -> tuple[Any, Any, dict[str, Any]]:
-    """Policy and reference with their value heads, and which model each file of the run shall have."""
-    lm, ref_lm = (load(AutoModelForCausalLM, folder / s.base_model) for _ in range(2))
+def ptx_step(policy: Any, parts: list[list[Any]], s: Any, means: Numbers) -> None:
+    """The gradient of the mean loss over the tokens of a minibatch's texts (Ouyang et al. 2022,
+    equation 2)."""
+    if s.ptx_coef == 0:
+        return
+    texts = [row.text for rows in parts for row in rows]
+    num_tokens = sum(len(text) - 1 for text in texts)
+    note(means, "ppo/loss/ptx", [])
+    for text in texts:
+        if len(text) > 1:  # nothing comes before the first token
+            logits = policy.lm(torch.tensor([text])).logits[0, :-1]
+            loss = -logits.log_softmax(1)[range(len(text) - 1), text[1:]]
+            note(means, "ppo/loss/ptx", loss)
+            (s.ptx_coef * loss.sum() / num_tokens).backward()
+
+
+def make_policies(s: Any, folder: Path, is_rloo: bool) -> tuple[Any, Any, dict[str, Any]]:
+    """Policy and reference with their value heads, and which model each file of the run has."""
+    lm = load(AutoModelForCausalLM, folder / s.base_model)
+    ref_lm = load(AutoModelForCausalLM, folder / s.base_model)
     train_upper(lm, s.unfrozen_layers)
-    head = torch.nn.Linear(lm.config.hidden_size, 1, dtype=torch.float64)
-    head.weight.data.zero_(), head.bias.data.zero_()
-    policy, ref = (SimpleNamespace(lm=x, head=head, critic=None) for x in (lm, ref_lm))
-    where = "policy" if s.critic == "shared" else "critic"
-    files = {"policy/model": lm} | ({} if hasattr(s, "rloo_k") else {f"{where}/value_head": head})
+    head = nn.Linear(lm.config.hidden_size, 1, dtype=torch.float64)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    policy = SimpleNamespace(lm=lm, head=head, critic=None)
+    ref = SimpleNamespace(lm=ref_lm, head=head, critic=None)
     if s.critic == "policy":
         policy.critic = load(AutoModelForCausalLM, folder / s.base_model).base_model
     if s.critic == "reward":
@@ -317,178 +618,279 @@ def make_policies(s: Any, folder: Path) -> tuple[Any, Any, dict[str, Any]]:
         policy.critic = reward.base_model
         head.weight.data.copy_(reward.config.reward_gain * reward.score.weight)
         head.bias.data.fill_(reward.config.reward_bias)
-    return policy, ref, files | ({"critic/model": policy.critic} if policy.critic else {})
+
+    files = {"policy/model": lm}
+    if policy.critic is not None:
+        files["critic/model"] = policy.critic
+        files["critic/value_head"] = head
+    elif not is_rloo:
+        files["policy/value_head"] = head
+    return policy, ref, files
+
+
+def make_optimizer(policy: Any, is_rloo: bool, s: Any) -> Adam:
+    """Adam over what is trained."""
+    trained = [p for p in policy.lm.parameters() if p.requires_grad]
+    critic = []
+    if not is_rloo:
+        critic += policy.head.parameters()
+    if policy.critic is not None:
+        critic += policy.critic.parameters()
+    return Adam(trained, critic, s)
+
+
+def ema_files(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same, under the names of the averages' files."""
+    return {f"ema/{name}": x for name, x in weights.items()}
+
+
+def adapt(kl_coef: float, kl: float, s: Any) -> float:
+    """Ziegler et al. 2019, section 2.2."""
+    if s.kl_target is None:
+        return kl_coef
+    error = min(max(kl / s.kl_target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * s.batch_size / s.kl_horizon)
 
 
 def reinforce(script: str, settings: dict[str, Any], folder: Path, world: int) -> SimpleNamespace:
-    """A run of ppo_rlhf.py or rloo_rlhf.py: its metrics, samples and weights (`start`: those at the start)."""
+    """A run of ppo_rlhf.py or rloo_rlhf.py: its metrics, samples and weights (`start`: those at the
+    start)."""
     s = SimpleNamespace(**OFF | settings)
+    is_rloo = script == "rloo_rlhf.py"
+    k = s.rloo_k if is_rloo else 1
     tokenizer = AutoTokenizer.from_pretrained(folder / s.base_model)
-    end, k = one_token(tokenizer, s.truncate_token), s.rloo_k if script == "rloo_rlhf.py" else 1
-    queries = read_queries(s, folder, tokenizer)
-    texts = {"query_length": max(len(query.context) for query in queries) + s.response_length, "start_text": None}
-    texts |= {"end_text": None, "long_queries": "keep_start", "query_dataset": s.ptx_dataset}
-    texts = read_queries(SimpleNamespace(**vars(s) | texts), folder, tokenizer) if s.ptx_coef else []
-    held_out, queries = queries[: s.eval_queries], queries[s.eval_queries :]
-    reward = load(AutoModelForSequenceClassification, folder / s.reward_model)
-    policy, ref, files = make_policies(s, folder)
-    critic = [*policy.head.parameters(), *(policy.critic.parameters() if policy.critic else ())] if k == 1 else []
-    adam = Adam([p for p in policy.lm.parameters() if p.requires_grad], critic, s)
-    start, before = weights_of(files), evaluate(policy, ref, reward, held_out, tokenizer, end, s)
-    average = {name: x for name, x in start.items() if name.startswith("policy/")} if s.ema else {}
-    start |= {name.replace("/", "_ema/"): x for name, x in average.items()}
-    kl_coef, metrics = s.kl_coef, []
+    end = one_token(tokenizer, s.truncate_token)
+    queries = read_queries(s, folder / s.query_dataset, tokenizer)
+    held_out = [query for query in queries[: s.eval_queries] for _ in range(k)]
+    queries = queries[s.eval_queries :]
+    texts = read_texts(s, folder, tokenizer)
+    judge = Judge(s, folder, tokenizer)
+    policy, ref, files = make_policies(s, folder, is_rloo)
+    adam = make_optimizer(policy, is_rloo, s)
+    start = weights_of(files)
+    average = start
+    before = evaluate(policy, ref, judge, held_out, tokenizer, end, s)
+
+    kl_coef = s.kl_coef
     shuffles = [np.random.RandomState(s.seed + 100_003 * rank) for rank in range(world)]
-    updates, share = math.ceil(s.total_episodes / s.batch_size), s.batch_size // world // k  # share: a rank's queries
-    for update in range(updates):
-        u = uniforms(s.seed, update + 1, s.batch_size, s.response_length)
-        ranks, means = [], defaultdict(list)
-        lr, critic_lr = (
-            scheduled(x, 1 - update / updates, update, s)
-            for x in (s.lr * (update >= s.critic_warmup), s.lr if s.critic_lr is None else s.critic_lr)
-        )
-        for rank in range(world):
-            groups = []  # K responses to each query
-            for i in range((update * world + rank) * share, (update * world + rank + 1) * share):
-                query = queries[i % len(queries)]
-                groups.append([make_row(policy, ref, reward, query, u.pop(0), end, s) for _ in range(k)])
-                for j, row in enumerate(groups[-1]):
-                    row.text = texts[i % len(texts)].ids if texts and j == 0 else []  # one for a query
-            ranks.append(groups)
-        scores = [row.penalized.item() for groups in ranks for group in groups for row in group]
-        for group in (group for groups in ranks for group in groups):
-            for row in group:
-                row.scaled = row.penalized - (np.mean(scores) if s.score_norm == "whiten" else 0)
-                row.scaled = row.scaled / (math.sqrt(np.var(scores) + 1e-8) if s.score_norm != "none" else 1)
-                clip = math.inf if s.score_clip is None else s.score_clip
-                note(means, "objective", score_clipfrac=row.scaled.abs() > clip)
-                row.scaled = row.scaled.clamp(-clip, clip)
-            totals = [row.scaled - kl_coef * row.penalty.sum() for row in group]
-            for i, row in enumerate(group):
-                others = totals[:i] + totals[i + 1 :]
-                row.advantage = totals[i] - sum(others) / max(len(others), 1)  # RLOO's: Ahmadian et al. 2024, eq. 8
-                assert abs(row.advantage) > EDGE, "a tie, which rounding decides: take another seed"
-                k3 = ((-row.log_ratio).exp() - 1 + row.log_ratio).sum()
-                note(means, "objective", kl=row.log_ratio.sum(), kl_k3=k3, kl_per_token=row.log_ratio)
-                note(means, "objective", non_score_reward=-kl_coef * row.penalty.sum(), entropy=-row.logprobs.sum())
-                note(means, "objective", scores=row.penalized, scores_scaled=row.scaled, score_total=totals[i])
-                note(means, "objective", found_end=row.found, length=len(row.truncated))
-        orders = [[shuffle.permutation(share) for _ in range(s.num_epochs)] for shuffle in shuffles]
-        orders = [np.concatenate(epochs).reshape(s.num_epochs * s.num_minibatches, -1) for epochs in orders]
-        for order in zip(*orders, strict=True):
-            parts = [[row for i in mine for row in groups[i]] for mine, groups in zip(order, ranks, strict=True)]
+    num_updates = math.ceil(s.total_episodes / s.batch_size)
+    metrics = []
+    for update in range(num_updates):
+        means = defaultdict(list)
+        left = 1 - update / num_updates
+        lr = scheduled(s.lr, left, update, s)
+        critic_lr = lr
+        if s.critic_lr is not None:
+            critic_lr = scheduled(s.critic_lr, left, update, s)
+        if update < s.critic_warmup:
+            lr = 0.0
+
+        rows = []
+        numbers = uniforms(s.seed, update + 1, s.batch_size, s.response_length)
+        for i, u in enumerate(numbers):
+            episode = update * s.batch_size + i
+            query = queries[episode // k % len(queries)]
+            row = make_row(policy, ref, judge, query, u, end, s)
+            if texts:
+                row.text = texts[episode % len(texts)]
+            rows.append(row)
+        set_scores(rows, s)
+        note_rollout(rows, kl_coef, means)
+        if is_rloo:
+            set_leave_one_out(rows, k, kl_coef, s)
+        elif s.whiten == "batch":
+            share = len(rows) // world
+            for rank in range(world):
+                set_advantages(rows[rank * share : (rank + 1) * share], kl_coef, s)
+
+        for parts in draw_steps(shuffles, rows, k, s):
             found = defaultdict(list)
-            (ppo_step if k == 1 else rloo_step)(policy, parts, kl_coef, s, found)
-            ptx_step(policy, [row for rows in parts for row in rows], s, found)
-            note(found, "ppo/policy", gradient_norm=adam.step(lr, critic_lr))
-            for name, x in found.items():
-                means[name] += x
-            if s.target_kl is not None and np.mean(found["ppo/policy/approxkl"]) > s.target_kl:
+            if is_rloo:
+                rloo_step(policy, parts, s, found)
+            else:
+                ppo_step(policy, parts, kl_coef, s, found)
+            ptx_step(policy, parts, s, found)
+            note(found, "ppo/policy/gradient_norm", adam.step(lr, critic_lr))
+            for name, numbers in found.items():
+                means[name] += numbers
+            approxkl = mean_of(found["rloo/approxkl" if is_rloo else "ppo/policy/approxkl"])
+            if s.target_kl is not None and approxkl > s.target_kl:
                 break
-        now = weights_of(files)
-        average = {name: s.ema * x + (1 - s.ema) * now[name] for name, x in average.items()}
-        mean = {name: sum(x) / len(x) for name, x in means.items()}
-        mean["first_ratio_error"] = 0.0  # the policy has not moved
-        mean["ppo/val/ratio_var"] -= mean["ppo/val/ratio"] ** 2
-        if k == 1:
-            mean["ppo/val/var_explained"] = 1 - mean["ppo/val/error"] / (mean["ppo/returns/var"] + 1e-8)
+        for name, x in weights_of(files).items():
+            average = average | {name: s.ema * average[name] + (1 - s.ema) * x}
+
+        row = {name: mean_of(numbers) for name, numbers in means.items()}
+        row["first_ratio_error"] = 0.0  # the policy has not moved
+        row["objective/kl_coef"] = kl_coef
+        row["ppo/episode"] = (update + 1) * s.batch_size
+        row["ppo/lr"] = lr
+        if not is_rloo:
+            row["ppo/loss/total"] = row["ppo/loss/policy"] + s.vf_coef * row["ppo/loss/value"]
+            variance = row["ppo/returns/var"] + 1e-8
+            bias = row["ppo/val/vpred"] - row["ppo/returns/mean"]
+            row["ppo/val/var_explained"] = 1 - row["ppo/val/error"] / variance
+            centred = row["ppo/val/error"] - bias**2
+            row["ppo/val/var_explained_centred"] = 1 - centred / variance
         if s.eval_every and (update + 1) % s.eval_every == 0:
-            *_, found, kls = zip(*evaluate(policy, ref, reward, held_out, tokenizer, end, s), strict=True)
-            mean |= {"eval/score": sum(found) / len(found), "eval/kl": sum(kls) / len(kls)}
-        metrics.append({"ppo/episode": (update + 1) * s.batch_size, "ppo/lr": lr, "objective/kl_coef": kl_coef} | mean)
-        if s.kl_target is not None:  # Ziegler et al. 2019, section 2.2
-            error = min(max(mean["objective/kl"] / s.kl_target - 1, -0.2), 0.2)
-            kl_coef *= 1 + error * s.batch_size / s.kl_horizon
-    after = evaluate(policy, ref, reward, held_out, tokenizer, end, s)
-    names = ("query", "response", "score", "kl", "response_after", "score_after", "kl_after")
-    samples = [dict(zip(names, old + new[1:], strict=True)) for old, new in zip(before, after, strict=True)]
-    weights = weights_of(files) | {name.replace("/", "_ema/"): x for name, x in average.items()}
-    return SimpleNamespace(metrics=metrics, samples=samples, results={}, start=start, weights=weights)
+            now = evaluate(policy, ref, judge, held_out, tokenizer, end, s)
+            for name in ("score", "kl", "found_end", "length"):
+                row[f"eval/{name}"] = float(np.mean([sample[name] for sample in now]))
+        metrics.append(row)
+        kl_coef = adapt(kl_coef, row["objective/kl"], s)
+
+    after = evaluate(policy, ref, judge, held_out, tokenizer, end, s)
+    samples = []
+    for old, new in zip(before, after, strict=True):
+        renamed = {f"{name}_after": x for name, x in new.items() if name != "query"}
+        samples.append(old | renamed)
+    weights = weights_of(files)
+    if s.ema > 0:
+        start = start | ema_files(start)
+        weights = weights | ema_files(average)
+    return SimpleNamespace(
+        metrics=metrics, samples=samples, results={}, start=start, weights=weights
+    )
 
 
 # --- the reward model ---
 
 
-def read_labels(rows: list[Any], s: Any, tokenizer: Any) -> list[tuple[list[int], list[list[int]], int]]:
-    """Query, responses and which is best. Of text preferences a coin says which comes first."""
-    bos, labels = first_token(tokenizer), []
+def read_preference(row: dict[str, Any], coin: int, s: Any, tokenizer: Any) -> Any:
+    """Query, responses and which is best, of texts; None if it is of no use. A coin says which of
+    the two comes first."""
+    query = tokens_of(row["prompt"], tokenizer)
+    query = cut_query(query, s.query_length, None, None, s.long_queries or "drop")
+    responses = []
+    for name in ("chosen", "rejected"):
+        response = tokens_of(row[name], tokenizer)
+        if s.truncate_token == "eos":
+            end = tokenizer.eos_token_id
+            if end in response:
+                response = response[: response.index(end)]
+            response = [*response, end]
+        responses.append(response[: s.response_length])
+    if not query or responses[0] == responses[1]:
+        return None
+    if coin == 1:  # the chosen one is the second
+        responses.reverse()
+    return query, responses, coin
+
+
+def read_samples(row: dict[str, Any], tokenizer: Any) -> Any:
+    """Query, responses and which is best, of tokens; None if all responses are the same."""
+    num_samples = len(row) - 2
+    query = tokens_of(row["query"], tokenizer)
+    responses = [tokens_of(row[f"sample{i}"], tokenizer) for i in range(num_samples)]
+    if all(response == responses[0] for response in responses):
+        return None
+    return query, responses, row["best"]
+
+
+def read_labels(rows: list[Any], s: Any, tokenizer: Any) -> list[Any]:
+    """Query, responses and which is best, of every label that is of use."""
+    bos = first_token(tokenizer)
     coins = np.random.default_rng([s.seed, 3]).integers(0, 2, len(rows)).tolist()
+    labels = []
     for row, coin in zip(rows, coins, strict=True):
-        is_text = "chosen" in row
-        names = ("chosen", "rejected") if is_text else [f"sample{i}" for i in range(len(row) - 2)]
-        query = tokens_of(row["prompt" if is_text else "query"], tokenizer)
-        responses, best = [tokens_of(row[name], tokenizer) for name in names], row.get("best", coin)
-        if is_text:
-            query = cut_query(query, s.query_length, None, None, s.long_queries or "drop")
-            if s.truncate_token == "eos":
-                end = tokenizer.eos_token_id
-                responses = [response[: (response + [end]).index(end)] + [end] for response in responses]
-            responses = [response[: s.response_length] for response in responses]
-            if not query or responses[0] == responses[1]:
-                continue
-            if coin == 1:  # the chosen one is the second
-                responses = responses[::-1]
-        labels.append((bos + query, responses, best))
+        if "chosen" in row:
+            label = read_preference(row, coin, s, tokenizer)
+        else:
+            label = read_samples(row, tokenizer)
+        if label is not None:
+            query, responses, best = label
+            labels.append((bos + query, responses, best))
     return labels
 
 
-def is_hit(rewards: Any, best: int) -> bool:
-    """Whether no response has a higher reward than the best one; two responses of a label may be the same."""
-    return bool(rewards[best] > max(rewards) - 1e-6)
+def is_hit(rewards: list[float], best: int) -> bool:
+    """Whether no response has a higher reward than the best one; two of a label may be the same."""
+    return rewards[best] > max(rewards) - 1e-5
 
 
-def train_reward(script: str, settings: dict[str, Any], folder: Path, world: int) -> SimpleNamespace:
+def train_reward(
+    script: str, settings: dict[str, Any], folder: Path, world: int
+) -> SimpleNamespace:
     """A run of train_reward.py: its metrics, samples, results and weights."""
     s = SimpleNamespace(**OFF | settings)
     tokenizer = AutoTokenizer.from_pretrained(folder / s.base_model)
     table = folder / s.label_dataset
-    parts = [read_rows(table / f"{x}.jsonl") for x in ("train", "test")] if table.is_dir() else [read_rows(table), []]
-    parts = [parts[0][: s.num_labels], parts[1] or parts[0][s.num_labels :]]
-    labels, held_out = (read_labels(rows, s, tokenizer) for rows in parts)
-    queries, ref = read_queries(s, folder, tokenizer), load(AutoModelForCausalLM, folder / s.base_model)
+    if table.is_dir():
+        rows = read_rows(table / "train.jsonl")
+        labels = read_labels(rows[: s.num_labels], s, tokenizer)
+        held_out = read_rows(table / "test.jsonl")
+    else:
+        rows = read_rows(table)
+        labels = read_labels(rows[: s.num_labels], s, tokenizer)
+        held_out = rows[s.num_labels :]
+    held_out = read_labels(held_out[: s.eval_labels], s, tokenizer)
+    queries = read_queries(s, folder / s.query_dataset, tokenizer)
+    ref = load(AutoModelForCausalLM, folder / s.base_model)
     model = load(AutoModelForSequenceClassification, folder / s.base_model, num_labels=1)
     torch.manual_seed(s.seed)
     size = model.config.hidden_size
-    model.score.weight.data.copy_(torch.empty(1, size).normal_(0, 1 / math.sqrt(size + 1)))
-    gain, bias = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (1.0, 0.0))
+    nn.init.zeros_(model.score.weight)
+    model.score.weight.data += torch.empty(1, size).normal_(0, 1 / math.sqrt(size + 1))
+    gain = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
 
     def normalize(step: int) -> dict[str, float]:
-        """Set gain and bias so that the rewards of the reference policy's samples have mean 0 and deviation 1."""
-        logits, count = [], s.normalization_samples
+        """Sets gain and bias so that the rewards of the reference policy's samples have mean 0 and
+        deviation 1."""
+        count = s.normalization_samples
+        logits = []
         for i, u in enumerate(uniforms(s.seed, step, count, s.response_length)):
             query = queries[(step * count + i) % len(queries)]
-            logits.append(logit(model, query.ids + sample(ref, query.context, u, s)).item())
-        mean, std = float(np.mean(logits)), float(np.std(logits))
+            response = sample(ref, query.context, u, s)
+            logits.append(logit(model, query.ids + response).item())
+        mean = float(np.mean(logits))
+        std = float(np.std(logits))
         gain.data.fill_(1 / std)
         bias.data.fill_(-mean / std)
         return {"mean": mean, "std": std}
 
-    def rewards(query: list[int], responses: list[list[int]]) -> Tensor:
+    def rewards_of(query: list[int], responses: list[list[int]]) -> Tensor:
         """The reward of each response."""
-        return torch.stack([gain * logit(model, query + response) + bias for response in responses])
+        logits = [logit(model, query + response) for response in responses]
+        return gain * torch.stack(logits) + bias
 
     files = {"reward_model/model": model}
-    start, results, metrics = weights_of(files), {"before": normalize(0)}, []
+    start = weights_of(files)
+    results = {"before": normalize(0)}
     adam = Adam([*model.parameters(), gain, bias], [], s)
     order = np.random.RandomState(s.seed).permutation(len(labels))
-    for first in range(0, len(labels) - s.batch_size + 1, s.batch_size):
-        means, lr = defaultdict(list), scheduled(s.lr, 1 - first / len(labels), first // s.batch_size, s)
+    metrics = []
+    for update in range(len(labels) // s.batch_size):
+        first = update * s.batch_size
+        lr = scheduled(s.lr, 1 - first / len(labels), update, s)
+        means = defaultdict(list)
         for i in order[first : first + s.batch_size]:
             query, responses, best = labels[i]
-            values = rewards(query, responses)
-            loss = values.logsumexp(0) - values[best]
+            rewards = rewards_of(query, responses)
+            loss = rewards.logsumexp(0) - rewards[best]
             (loss / s.batch_size).backward()
-            note(means, "train", loss=loss, accuracy=is_hit(values, best))
-        note(means, "train", gradient_norm=adam.step(lr))
-        metrics.append({"train/labels": first + s.batch_size, "train/lr": lr})
-        metrics[-1] |= {name: sum(x) / len(x) for name, x in means.items()}
-    results |= {"after": normalize(1), "gain": gain.item(), "bias": bias.item()}
-    with torch.no_grad():
-        found = [rewards(query, responses).tolist() for query, responses, _ in held_out]
-    answers, samples = [best for *_, best in held_out], []
-    for (query, responses, best), values in zip(held_out, found, strict=True):
-        texts = [tokenizer.decode(response) for response in responses]
-        samples.append({"query": tokenizer.decode(query), "responses": texts, "best": best, "rewards": values})
-    results["test/accuracy"] = float(np.mean([is_hit(x, best) for x, best in zip(found, answers, strict=True)]))
+            note(means, "train/loss", loss)
+            note(means, "train/accuracy", is_hit(rewards.tolist(), best))
+        note(means, "train/gradient_norm", adam.step(lr, 0.0))
+        row = {name: mean_of(numbers) for name, numbers in means.items()}
+        row["train/labels"] = first + s.batch_size
+        row["train/lr"] = lr
+        metrics.append(row)
+    results["after"] = normalize(1)
+    results["gain"] = gain.item()
+    results["bias"] = bias.item()
+
+    samples = []
+    hits = []
+    for query, responses, best in held_out:
+        with torch.no_grad():
+            rewards = rewards_of(query, responses).tolist()
+        hits.append(is_hit(rewards, best))
+        row = {"query": tokenizer.decode(query), "best": best, "rewards": rewards}
+        row["responses"] = [tokenizer.decode(response) for response in responses]
+        samples.append(row)
+    answers = [best for _, _, best in held_out]
+    results["test/accuracy"] = mean_of(hits)
     results["test/constant"] = max(answers.count(best) for best in answers) / len(answers)
-    return SimpleNamespace(metrics=metrics, samples=samples, results=results, start=start, weights=weights_of(files))
+    return SimpleNamespace(
+        metrics=metrics, samples=samples, results=results, start=start, weights=weights_of(files)
+    )

@@ -1,0 +1,98 @@
+"""The statistics of benchmark/ablations.py, on curves and differences whose answers are known."""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.fixture
+def ablations(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmark")
+    return importlib.import_module("ablations")
+
+
+def run(choice: str, seed: int, gold: list[float], kl: list[float]) -> dict[str, Any]:
+    """A row of the record with this curve."""
+    return {
+        "choice": choice,
+        "seed": seed,
+        "gold": gold[-1],
+        "proxy": 0.0,
+        "kl": kl[-1],
+        "distinct": 1.0,
+        "gold_reference": 0.0,
+        "curve": {"gold": gold, "kl": kl},
+    }
+
+
+def line(choice: str, seed: int, gold: float, kl: float) -> dict[str, Any]:
+    """A row whose curve is a line from the origin."""
+    return run(choice, seed, [0.0, gold], [0.0, kl])
+
+
+def test_gold_is_read_where_a_curve_first_passes_a_level(ablations: ModuleType) -> None:
+    points = {
+        "kl": [0.5, 4.5, 3.0, 8.0],
+        "gold": [0.0, 0.4, 0.9, 0.6],
+    }
+    assert ablations.gold_at(points, 2.5) == pytest.approx(0.2)
+    assert ablations.gold_at(points, 9.0) is None
+    assert ablations.gold_at(points, 0.2) is None
+
+
+def test_equal_kl_takes_the_levels_that_both_reach(ablations: ModuleType) -> None:
+    one = line("a", 1, 0.6, kl=6.0)
+    other = line("b", 1, 0.2, kl=4.0)
+    near = line("c", 1, 0.1, kl=1.0)
+    assert ablations.at_equal_kl(one, other) == pytest.approx(0.15)
+    assert ablations.at_equal_kl(one, near) is None
+
+
+def test_a_choice_that_only_goes_further_is_no_better_at_equal_kl(ablations: ModuleType) -> None:
+    rows = []
+    for seed in (1, 2, 3):
+        slope = 0.1 + 0.001 * seed
+        further = 10 * slope + 0.01 * (seed - 2)
+        better = 5 * slope + 0.5 + 0.01 * seed
+        rows.append(line("default", seed, 5 * slope, kl=5.0))
+        rows.append(line("lambda 1", seed, further, kl=10.0))
+        rows.append(line("gamma 0.95", seed, better, kl=5.0))
+    table = ablations.summarise(rows)
+    lines = {x["choice"]: x for x in table}
+    longer = lines["lambda 1"]
+    higher = lines["gamma 0.95"]
+    assert longer["gold_difference"] == pytest.approx(0.51)
+    assert longer["equal_kl"] == pytest.approx(0.0, abs=1e-12)
+    assert not longer["equal_kl_holds"]
+    # At 2 and 4 nats: the default does not reach 6.
+    assert higher["equal_kl"] == pytest.approx(0.52 * 3 / 5)
+    assert higher["equal_kl_holds"]
+    assert lines["default"]["equal_kl"] is None
+
+
+def test_holm_stops_at_the_first_that_does_not_hold(ablations: ModuleType) -> None:
+    """Three choices with p of 0.003, 0.03 and 0.03: alone each is below 0.05, but 0.05 / 2 is not
+    reached by the second."""
+    spreads = {"lambda 1": 0.1, "gamma 0.95": 0.33, "1 epoch": 0.33}
+    rows = []
+    for seed, sign in ((1, -1.0), (2, 0.0), (3, 1.0)):
+        rows.append(line("default", seed, 1.0, kl=10.0))
+        for choice, spread in spreads.items():
+            # Linear curves: at 2, 4 and 6 nats the mean difference is 0.4 of that at 10.
+            gold = 1.0 + (1.0 + spread * sign) / 0.4
+            rows.append(line(choice, seed, gold, kl=10.0))
+    table = ablations.summarise(rows)
+    lines = {x["choice"]: x for x in table}
+    assert lines["lambda 1"]["equal_kl"] == pytest.approx(1.0)
+    holds = [lines[choice]["equal_kl_holds"] for choice in spreads]
+    assert holds == [True, False, False]
+
+
+def test_every_run_is_a_copy_that_vader_reads(ablations: ModuleType, tmp_path: Any) -> None:
+    for name, choice in ablations.CHOICES.items():
+        path = tmp_path / f"{ablations.slug(name)}.py"
+        assert ablations.changed_copy(choice, path) == str(path)
+        compile(path.read_text(), path, "exec")

@@ -1,0 +1,77 @@
+"""Every row of tests/DETAILS.md names code and a test, and the test sees a fault in the code.
+
+`pytest tests/test_details.py --faults` puts the fault of every row into its script, in a copy of
+the project, and runs the row's test there, which has to fail: that takes several minutes. Without
+the option it is done for two rows.
+"""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import details
+import pytest
+from conftest import ROOT
+from details import DETAILS, Detail
+
+QUICK = (
+    "TensorFlow's Adam: eps outside the bias correction",
+    "whitening: biased variance, eps 1e-8",
+)
+
+
+def test_the_tables_are_up_to_date() -> None:
+    page = details.PAGE.read_text()
+    assert page == details.with_tables(page), "run `python tests/details.py`"
+
+
+@pytest.mark.parametrize("detail", DETAILS, ids=lambda detail: detail.what[:40])
+def test_every_fault_can_be_made(detail: Detail) -> None:
+    assert detail.line() > 0
+    assert ast.dump(details.parse(detail.code)) != ast.dump(details.Fault(detail).fault)
+
+
+def test_code_is_found_by_its_syntax_alone() -> None:
+    assert details.is_same(
+        details.parse("f(a,  b)  # text"), details.parse("f(\n    a,\n    b,\n)")
+    )
+    assert not details.is_same(details.parse("f(a, b)"), details.parse("f(b, a)"))
+    with pytest.raises(ValueError, match="in lines"):
+        Detail("", details.PPO, "no_such_name", "1", "").line()
+
+
+def copy_of_project(folder: Path) -> Path:
+    ignored = (".*", "__pycache__", "runs", "wandb", "*.egg-info", "results")
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored))
+    return folder
+
+
+def run_tests(nodes: list[str], folder: Path) -> tuple[int, str]:
+    """pytest's status and output for these tests of a copy of the project."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *nodes]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+    return done.returncode, done.stdout
+
+
+def test_a_fault_in_the_code_of_a_detail_makes_its_test_fail(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    chosen = DETAILS
+    if request.config.getoption("--faults", default=False):
+        nodes = list(dict.fromkeys(detail.node for detail in DETAILS))
+        status, printed = run_tests(nodes, copy_of_project(tmp_path / "whole"))
+        assert status == 0, printed
+    else:
+        chosen = [detail for detail in DETAILS if detail.what in QUICK]
+        assert len(chosen) == len(QUICK)
+    survived = []
+    for i, detail in enumerate(chosen):
+        folder = copy_of_project(tmp_path / str(i))
+        (folder / detail.script).write_text(detail.broken())
+        status, printed = run_tests([detail.node], folder)
+        if status != 1 or " error" in printed.splitlines()[-1]:  # 1: tests have failed
+            survived.append(f"{detail.what}: {detail.node}\n{printed[-500:]}")
+        shutil.rmtree(folder)
+    assert not survived, "\n".join(survived)
