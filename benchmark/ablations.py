@@ -1,17 +1,28 @@
-"""What each choice is worth on the embedded default, whose true reward is known: VADER labelled its data.
+"""What each choice is worth on the embedded default, whose true reward is known: VADER labelled its
+data.
 
-    python benchmark/ablations.py                          # all choices, five seeds; finished runs are used again
+    python benchmark/ablations.py                          # all choices, five seeds, short runs
+    python benchmark/ablations.py --tag full --episodes 12800 --batch_size 128 --seeds 1 2 3
     python benchmark/ablations.py --choices default "torch's Adam" --seeds 1 2
 
-One choice at a time is made the other way. A seed has its own reward model, and its policies start from the same
-queries and random numbers: differences to the default are taken within seeds, and their 95 % intervals are Student's t
-over the seeds. Gold score (VADER), proxy (the default's reward model), KL and distinct samples are those of fresh
-samples for 512 held-out queries. A run has failed if it stopped, or if its gold score ends below the reference's.
-RLOO's rows compare with K 4, and that with PPO's default. Writes results/ablations-<tag>.json and .png.
+One choice at a time is made the other way. A seed has its own reward model, and its policies start
+from the same queries and random numbers: differences to the default are taken within seeds, and
+their 95 % intervals are Student's t over the seeds. Gold score (VADER), proxy (the default's reward
+model), KL and distinct samples are those of fresh samples for 512 held-out queries. A run has
+failed if it stopped, or if its gold score ends below the reference's. RLOO's rows compare with K 4,
+and that with PPO's default.
+
+A copy of the script that does each run has VADER read the responses of every update. So each run is
+a curve of gold over KL, and two of them are compared at equal KL: at each of 2, 4 and 6 nats that
+both reach, which are then averaged. Whether such a difference is 0 is asked of all choices at once,
+by Holm's method (1979).
+
+Runs of the same scripts and flags are used again, from --folder or from the record. Writes
+results/ablations-<tag>.json and .png.
 """
 
-import argparse
 import contextlib
+import hashlib
 import json
 import multiprocessing
 import os
@@ -34,14 +45,37 @@ import ppo_rlhf
 import rloo_rlhf
 import train_reward
 
-PPO, RLOO = ppo_rlhf.__file__, rloo_rlhf.__file__
+PPO = ppo_rlhf.__file__
+RLOO = rloo_rlhf.__file__
 STEADY = "--lr 2e-4 --kl_coef 0.15 --temperature 0.7"  # a recipe's own are for models of billions
-DROPOUT = (("    before = evaluate(", "    policy.train()\n    before = evaluate("), ("abs(kl) * (update == 0)", "0"))
-SHIFTED = (("shift_mean=False, total", "total"),)
+DROPOUT = (
+    ("    before = assess(", "    policy.train()\n    before = assess("),
+    ("if not max(ratio_error, abs(first_kl)) <= tolerance:", "if False:"),
+)
+# VADER reads the responses of every update, in metrics.jsonl.
+JUDGED = (
+    ("from tf_adam import", "from benchmark import vader\nfrom tf_adam import"),
+    (
+        "            final_scores = normalize_scores(scores, args)\n",
+        "            final_scores = normalize_scores(scores, args)\n"
+        "            texts = tokenizer.batch_decode(batch.truncated)\n"
+        "            gold = torch.tensor(vader.sentiment([], texts), device=scores.device)\n",
+    ),
+    (
+        '                "objective/scores": scores,\n',
+        '                "objective/scores": scores,\n'
+        '                "gold": gold,\n'
+        '                "proxy": raw_scores,\n',
+    ),
+)
+LEVELS = (2.0, 4.0, 6.0)  # nats at which gold scores are compared
+BINS = 16  # points of a curve, each a mean of so many updates that there are this many
+SHIFTED = (("whiten(rewards, value_mask, False,", "whiten(rewards, value_mask, True,"),)
 
 
 class Choice(NamedTuple):
-    """Flags, a recipe whose flags come first, flags of the reward model, lines of the script to change, processes."""
+    """Flags, a recipe whose flags come first, flags of the reward model, texts of the script to
+    change, processes."""
 
     script: str
     flags: str = ""
@@ -71,6 +105,12 @@ CHOICES = {
     "temperature 1": Choice(PPO, "--temperature 1"),
     "penalty added": Choice(PPO, "--penalty_mode add"),
     "no penalty": Choice(PPO, "--penalty_mode add --penalty_reward_value 0"),
+    "whitening over the batch": Choice(PPO, "--whiten batch"),
+    "critic's rate 2e-3": Choice(PPO, "--critic_lr 2e-3"),
+    "critic's rate 1e-2": Choice(PPO, "--critic_lr 1e-2"),
+    "critic's rate 1e-2, no value clipping": Choice(PPO, "--critic_lr 1e-2 --cliprange_value 1e9"),
+    "value loss times 1": Choice(PPO, "--vf_coef 1"),
+    "no value function": Choice(PPO, "--vf_coef 0 --lam 1"),
     "truncated tokens masked": Choice(PPO, "--mask_truncated"),
     "8 minibatches": Choice(PPO, "--num_minibatches 8"),
     "1 epoch": Choice(PPO, "--num_epochs 1"),
@@ -81,7 +121,9 @@ CHOICES = {
     "PPO-ptx": Choice(PPO, "--ptx_coef 1 --ptx_dataset tiny/queries"),
     "scores clipped to 1": Choice(PPO, "--score_clip 1"),
     "dropout left on": Choice(PPO, changes=DROPOUT),
-    "recipe instructgpt": Choice(PPO, f"{STEADY} --critic_lr 2e-4 --ema 0.8 --ptx_dataset tiny/queries", "instructgpt"),
+    "recipe instructgpt": Choice(
+        PPO, f"{STEADY} --critic_lr 2e-4 --ema 0.8 --ptx_dataset tiny/queries", "instructgpt"
+    ),
     "recipe llama2": Choice(PPO, STEADY, "llama2"),
     "recipe qwen": Choice(PPO, f"{STEADY} --critic_lr 2e-4 --critic_warmup 5", "qwen"),
     "recipe deepspeed_chat": Choice(PPO, f"{STEADY} --critic_lr 2e-4", "deepspeed_chat"),
@@ -90,9 +132,11 @@ CHOICES = {
     "RLOO, K 2": Choice(RLOO, "--rloo_k 2"),
     "RLOO, K 8": Choice(RLOO, "--rloo_k 8"),
     "RLOO of tokens": Choice(RLOO, "--token_level"),
+    "RLOO, normalised": Choice(RLOO, "--normalize_advantages"),
 }
 
 
+# --- runs -----------------------------------------------------------------------------------------
 def slug(text: str) -> str:
     """As a name of a folder."""
     return re.sub("[^A-Za-z0-9.]+", "-", text).strip("-")
@@ -113,22 +157,32 @@ def output_to(path: Path) -> Iterator[None]:
                 os.close(copy)
 
 
-def run(script: str, out: Path, flags: list[str], choice: Choice | None = None) -> int:
-    """A script as a user would run it, or a copy with other lines, unless `out` is finished: its exit status."""
-    if (out / "samples.jsonl").exists() or (out / "results.json").exists():
+def changed_copy(choice: Choice, path: Path) -> str:
+    """The script, or a copy at `path` that VADER reads too and that has the choice's changes."""
+    if choice.script == train_reward.__file__:
+        return choice.script
+    text = Path(choice.script).read_text()
+    for old, new in (*JUDGED, *choice.changes):
+        if text.count(old) != 1:
+            raise ValueError(f"{choice.script}: {old!r} stands there {text.count(old)} times")
+        text = text.replace(old, new)
+    path.write_text(text)
+    return str(path)
+
+
+def run(choice: Choice, out: Path, flags: list[str]) -> int:
+    """Its exit status: a script as a user would run it, or the rest of it; not if it is finished"""
+    if (out / "samples.jsonl").exists():
         return 0
     out.parent.mkdir(parents=True, exist_ok=True)
-    for old, new in choice.changes if choice else ():
-        text = Path(script).read_text()
-        script = str(out.parent / f"{out.name}.py")
-        if text.count(old) != 1:
-            raise ValueError(f"{script}: {old!r} stands there {text.count(old)} times")
-        Path(script).write_text(text.replace(old, new))
+    script = changed_copy(choice, out.with_name(f"{out.name}.py"))
     command = [script, *flags, "--output_dir", str(out), "--resume"]
-    with output_to(out.parent / f"{out.name}.log"):
-        if choice and choice.processes > 1:
-            launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(choice.processes)]
-            return subprocess.run([sys.executable, *launch, *command], check=False).returncode
+    with output_to(out.with_name(f"{out.name}.log")):
+        if choice.processes > 1:
+            launch = ["-m", "accelerate.commands.launch", "--multi_gpu"]
+            launch += ["--num_processes", str(choice.processes)]
+            launched = subprocess.run([sys.executable, *launch, *command], check=False)
+            return launched.returncode
         sys.argv = command
         try:
             runpy.run_path(script, run_name="__main__")
@@ -137,104 +191,281 @@ def run(script: str, out: Path, flags: list[str], choice: Choice | None = None) 
     return 0
 
 
+def reward_folder(flags: str, seed: int, folder: Path) -> Path:
+    """Of the run of a reward model."""
+    return folder / slug(f"reward {flags} {seed}")
+
+
 def reward_model(task: tuple[str, int, Path]) -> int:
-    """Train one; in a process of its own, forked from one that has the imports."""
+    """Trains one; in a process of its own, forked from one that has the imports."""
     flags, seed, folder = task
-    return run(train_reward.__file__, folder / slug(f"reward {flags} {seed}"), [*flags.split(), "--seed", str(seed)])
+    choice = Choice(train_reward.__file__)
+    return run(choice, reward_folder(*task), [*flags.split(), "--seed", str(seed)])
+
+
+def flags_of(choice: Choice, seed: int, folder: Path, sizes: list[str]) -> list[str]:
+    """All flags of a run; what comes later counts."""
+    flags = []
+    if choice.recipe:
+        recipe = common.ROOT / "benchmark" / "recipes" / f"{choice.recipe}.args"
+        flags += re.sub("#.*", "", recipe.read_text()).split()
+    flags += [*sizes, *choice.flags.split(), "--seed", str(seed), "--checkpoint_every", "0"]
+    reward = reward_folder(choice.reward, seed, folder) / "reward_model"
+    return [*flags, "--reward_model", str(reward)]
+
+
+def digest_of(choice: Choice, flags: list[str]) -> str:
+    """What tells runs with these flags from others."""
+    named = choice._replace(script=Path(choice.script).name)
+    words = [Path(word).name if word.endswith("reward_model") else word for word in flags]
+    return hashlib.sha256(repr((named, words)).encode()).hexdigest()[:6]
+
+
+def curve(metrics: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Gold and proxy score and KL of a run's responses on its way, in BINS points."""
+    points = {}
+    for kind, metric in (("gold", "gold"), ("proxy", "proxy"), ("kl", "objective/kl")):
+        values = np.array([row[metric] for row in metrics])
+        points[kind] = [float(part.mean()) for part in np.array_split(values, BINS)]
+    return points
+
+
+def run_folder(name: str, seed: int, folder: Path, sizes: list[str]) -> tuple[Path, str]:
+    """Where a choice's run with a seed is, and its digest."""
+    choice = CHOICES[name]
+    digest = digest_of(choice, flags_of(choice, seed, folder, sizes))
+    return folder / slug(f"{name} {seed} {digest}"), digest
 
 
 def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
-    """Train one choice with one seed, and judge it."""
-    name, seed, folder, common_flags = task
-    choice, out = CHOICES[name], folder / slug(f"{name} {seed}")
-    record = folder / f"{out.name}.json"
+    """Trains one choice with one seed, and judges it."""
+    name, seed, folder, sizes = task
+    choice = CHOICES[name]
+    flags = flags_of(choice, seed, folder, sizes)
+    out, digest = run_folder(*task)
+    record = out.with_name(f"{out.name}.json")
     if record.exists():
         return json.loads(record.read_text())
-    recipe = common.ROOT / "benchmark" / "recipes" / f"{choice.recipe}.args"
-    flags = re.sub("#.*", "", recipe.read_text()).split() if choice.recipe else []
-    flags += [*common_flags, *choice.flags.split(), "--seed", str(seed), "--checkpoint_every", "0"]
-    reward, default = (folder / slug(f"reward {x} {seed}") / "reward_model" for x in (choice.reward, ""))
-    status = run(choice.script, out, [*flags, "--reward_model", str(reward)], choice)
-    row: dict[str, Any] = {"choice": name, "seed": seed, "failed": status != 0}
+    status = run(choice, out, flags)
+    row = {"choice": name, "seed": seed, "failed": status != 0, "flags": " ".join(flags)}
+    row["commit"] = common.commit()
+    row["digest"] = digest
     if status == 0:
-        judge, kinds = Judge(seed, default), ("gold", "proxy", "kl")
-        found = judge(judge.actor(out / ("policy_ema" if (out / "policy_ema").exists() else "policy")))
-        row |= {kind: float(np.mean(found[kind])) for kind in kinds} | {"distinct": found["distinct"]}
+        row["curve"] = curve(common.read_lines(out / "metrics.jsonl"))
+        judge = Judge(seed, reward_folder("", seed, folder) / "reward_model")
+        average = out / "ema" / "policy"
+        found = judge(judge.actor(average if average.exists() else out / "policy"))
+        for kind in ("gold", "proxy", "kl", "distinct"):
+            row[kind] = float(np.mean(found[kind]))
         if name in ("default", "RLOO, K 4"):  # the same for all of a seed
             row["gold_reference"] = float(np.mean(judge(judge.ref)["gold"]))
     record.write_text(json.dumps(row))
     return row
 
 
+# --- results --------------------------------------------------------------------------------------
+def base_of(name: str) -> str:
+    """The choice that a choice is compared with."""
+    if CHOICES[name].script == RLOO and name != "RLOO, K 4":
+        return "RLOO, K 4"
+    return "default"
+
+
+def interval(differences: list[float]) -> float | None:
+    """Half the width of the 95 % interval of their mean."""
+    if len(differences) < 2:
+        return None
+    error = np.std(differences, ddof=1) / len(differences) ** 0.5
+    return float(stats.t.ppf(0.975, len(differences) - 1) * error)
+
+
+def gold_at(points: dict[str, list[float]], level: float) -> float | None:
+    """The gold score where a curve first passes a KL; None if it never does."""
+    kl = np.maximum.accumulate(points["kl"])
+    if not kl[0] <= level <= kl[-1]:
+        return None
+    return float(np.interp(level, kl, points["gold"]))
+
+
+def at_equal_kl(one: dict[str, Any], other: dict[str, Any]) -> float | None:
+    """Gold score of a run less that of another, at the levels that both reach."""
+    differences = []
+    for level in LEVELS:
+        mine = gold_at(one["curve"], level)
+        theirs = gold_at(other["curve"], level)
+        if mine is not None and theirs is not None:
+            differences.append(mine - theirs)
+    return float(np.mean(differences)) if differences else None
+
+
+def add_equal_kl(table: list[dict[str, Any]], of_run: dict[tuple, dict[str, Any]]) -> None:
+    """Adds the differences at equal KL, their intervals, and whether Holm's method keeps them."""
+    tested = []
+    for line in table:
+        name = line["choice"]
+        differences = []
+        for (choice, seed), row in of_run.items():
+            base = of_run.get((base_of(name), seed), {})
+            if choice == name != base_of(name) and "curve" in row and "curve" in base:
+                differences.append(at_equal_kl(row, base))
+        found = [x for x in differences if x is not None]
+        line["equal_kl"] = float(np.mean(found)) if found else None
+        line["equal_kl_seeds"] = len(found)
+        line["equal_kl_interval"] = interval(found)
+        line["equal_kl_holds"] = False
+        if len(found) > 1:
+            tested.append((float(stats.ttest_1samp(found, 0).pvalue), line))
+    tested.sort(key=lambda item: item[0])
+    for i, (p, line) in enumerate(tested):
+        if not p <= 0.05 / (len(tested) - i):
+            break
+        line["equal_kl_holds"] = True
+
+
 def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over seeds, and differences of gold score and KL to the default, within seeds, with 95 % intervals."""
-    at = {(row["choice"], row["seed"]): row for row in rows}
+    """Means over seeds, and differences of gold score and KL to the default, within seeds, with
+    95 % intervals."""
+    of_run = {(row["choice"], row["seed"]): row for row in rows}
     start = {row["seed"]: row["gold_reference"] for row in rows if "gold_reference" in row}
     table = []
     for name in dict.fromkeys(row["choice"] for row in rows):
         mine = [row for row in rows if row["choice"] == name]
-        base = "RLOO, K 4" if CHOICES[name].script == RLOO and name != "RLOO, K 4" else "default"
-        failed = [row["failed"] or row["gold"] < start.get(row["seed"], -1) for row in mine]
-        line = {"choice": name, "seeds": len(mine), "failed": float(np.mean(failed))}
+        ended = [row for row in mine if "gold" in row]
+        lost = [row for row in ended if row["gold"] < start.get(row["seed"], -1)]
+        num_failed = len(mine) - len(ended) + len(lost)
+        line = {"choice": name, "seeds": len(mine), "failed": num_failed / len(mine)}
         for kind in ("gold", "proxy", "kl", "distinct"):
-            line[kind] = float(np.mean([row[kind] for row in mine if kind in row] or [np.nan]))
+            line[kind] = float(np.mean([row[kind] for row in ended] or [np.nan]))
         for kind in ("gold", "kl"):
-            pairs = [(row, at.get((base, row["seed"]), {})) for row in mine]
-            pairs = [a[kind] - b[kind] for a, b in pairs if kind in a and kind in b]
-            line[f"{kind}_difference"] = float(np.mean(pairs)) if pairs else None
-            spread = np.std(pairs, ddof=1) / len(pairs) ** 0.5 if len(pairs) > 1 and name != base else None
-            line[f"{kind}_interval"] = None if spread is None else float(stats.t.ppf(0.975, len(pairs) - 1) * spread)
+            differences = []
+            for row in ended:
+                base = of_run.get((base_of(name), row["seed"]), {})
+                if kind in base:
+                    differences.append(row[kind] - base[kind])
+            line[f"{kind}_difference"] = float(np.mean(differences)) if differences else None
+            line[f"{kind}_interval"] = interval(differences) if name != base_of(name) else None
         table.append(line)
+    add_equal_kl(table, of_run)
     return table
 
 
-def plot(table: list[dict[str, Any]], path: Path) -> None:
-    """Differences of gold score and KL to the default with their intervals, sorted by the first."""
-    rows = sorted((row for row in table if row["gold_interval"] is not None), key=lambda row: row["gold_difference"])
-    figure = Figure(figsize=(9, 0.21 * len(rows) + 1), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    for panel, kind, title in zip(axes, ("gold", "kl"), ("gold score (VADER)", "KL, nats"), strict=True):
-        for i, row in enumerate(rows):
-            x, spread = row[f"{kind}_difference"], row[f"{kind}_interval"]
-            color = "tab:gray" if abs(x) <= spread else "tab:green" if x > 0 else "tab:red"
-            panel.errorbar(x, i, xerr=spread, fmt="o", color=color, capsize=2, markersize=4)
-        panel.set_xlabel(f"{title}, less the default's")
-        panel.axvline(0, color="black", linewidth=0.8)
-        panel.grid(alpha=0.3)
-    axes[0].set(yticks=range(len(rows)), yticklabels=[row["choice"] for row in rows], ylim=(-1, len(rows)))
-    figure.suptitle("means and 95 % intervals over seeds; grey: cannot be told from 0", fontsize=10)
-    figure.savefig(path, dpi=110)
+def rivals(base: str) -> list[str]:
+    """The choices of the same script that are compared with a base."""
+    names = []
+    for name, choice in CHOICES.items():
+        if name != base and base_of(name) == base and choice.script == CHOICES[base].script:
+            names.append(name)
+    return names
+
+
+def mean_curve(rows: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Levels of KL that all runs reach, and mean and deviation of the gold score there."""
+    reached = min(max(row["curve"]["kl"]) for row in rows)
+    levels = np.linspace(0, reached, 60)[1:]
+    gold = []
+    for row in rows:
+        kl = np.maximum.accumulate(row["curve"]["kl"])
+        gold.append(np.interp(levels, kl, row["curve"]["gold"]))
+    return levels, np.mean(gold, 0), np.std(gold, 0)
+
+
+def plot(rows: list[dict[str, Any]], table: list[dict[str, Any]], path: Path) -> None:
+    """Gold score over KL: PPO's choices against the default's band, RLOO's against K 4's; the
+    choices that leave it in colours. And the differences at equal KL with their intervals."""
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
+    lines = {line["choice"]: line for line in table}
+    colours = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+    for axes, base in zip(panels, ("default", "RLOO, K 4"), strict=False):
+        leaving = list(colours)
+        for name in (base, *rivals(base)):
+            line = lines.get(name)
+            runs = [row for row in rows if row["choice"] == name and "curve" in row]
+            if not runs:
+                continue
+            x, y, deviation = mean_curve(runs)
+            style = {"color": "#BBBBBB", "linewidth": 1, "zorder": 1}
+            if name == base:
+                axes.fill_between(x, y - deviation, y + deviation, color="black", alpha=0.15)
+                style = {"color": "black", "linewidth": 2, "label": name}
+            elif line["equal_kl"] is not None and abs(line["equal_kl"]) > 0.03 and leaving:
+                style = {"color": leaving.pop(0), "linewidth": 1.5, "label": name}
+            axes.plot(x, y, **style)
+        axes.set(xlabel="KL to the reference (nats per response)", ylabel="gold score (VADER)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    compared = [line for line in table if line["equal_kl_interval"] is not None]
+    compared.sort(key=lambda line: line["equal_kl"])
+    for i, line in enumerate(compared):
+        colour = "#0072B2" if line["equal_kl_holds"] else "#999999"
+        style = {"fmt": "o", "color": colour, "capsize": 2, "markersize": 4}
+        panels[2].errorbar(line["equal_kl"], i, xerr=line["equal_kl_interval"], **style)
+    panels[2].set_yticks(range(len(compared)), [line["choice"] for line in compared], fontsize=7)
+    panels[2].axvline(0, color="black", linewidth=0.8)
+    panels[2].set_xlabel("gold at equal KL, less the base's; blue: holds by Holm")
+    panels[2].grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def run_all(tasks: list[tuple[str, int, Path, list[str]]], jobs: int) -> Iterator[dict[str, Any]]:
+    """Rows of the tasks, so many at a time, after the reward models that they need."""
+    rewards = []
+    for name, seed, folder, _ in tasks:
+        rewards += [("", seed, folder), (CHOICES[name].reward, seed, folder)]
+    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
+        if any(pool.map(reward_model, list(dict.fromkeys(rewards)), 1)):
+            raise SystemExit(f"train_reward.py failed: see {tasks[0][2]}")
+        yield from pool.imap(measure, tasks)
+
+
+def recorded(
+    tag: str, choices: list[str], seeds: list[int], folder: Path, sizes: list[str]
+) -> list[dict[str, Any]]:
+    """Rows of the record that were made by these scripts, with these flags."""
+    path = common.RESULTS / f"ablations-{tag}.json"
+    if not path.exists():
+        return []
+    rows = []
+    for row in json.loads(path.read_text())["rows"]:
+        if row["choice"] not in choices or row["seed"] not in seeds or "digest" not in row:
+            continue
+        _, digest = run_folder(row["choice"], row["seed"], folder, sizes)
+        if (row["digest"], row["commit"]) == (digest, common.commit()):
+            rows.append(row)
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tag", default="tiny", help="name of the record")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--choices", nargs="+", default=list(CHOICES), choices=CHOICES, metavar="CHOICE")
-    parser.add_argument("--episodes", type=int, default=2_560, help="of each policy (the default's own: 12,800)")
-    parser.add_argument("--batch_size", type=int, default=64, help="of them in an update (the default's own: 128)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
-    parser.add_argument("--folder", default="runs/ablations", help="where the runs go; finished ones are used again")
+    parser = common.make_parser(__doc__)
+    add = parser.add_argument
+    add("--tag", default="tiny", help="name of the record")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    add("--choices", nargs="+", default=list(CHOICES), choices=CHOICES, metavar="CHOICE")
+    add("--episodes", type=int, default=2_560, help="of each policy (the default's own: 12,800)")
+    add("--batch_size", type=int, default=64, help="of an update (the default's own: 128)")
+    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
+    add("--folder", default="runs/ablations", help="where the runs go")
     args = parser.parse_args()
     os.chdir(common.ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    folder, rows = Path(args.folder) / f"{args.episodes}-{args.batch_size}", []
-    rewards = dict.fromkeys(CHOICES[name].reward for name in ["default", *args.choices])
-    with multiprocessing.get_context("fork").Pool(args.jobs, maxtasksperchild=1) as pool:
-        if any(pool.map(reward_model, [(flags, seed, folder) for seed in args.seeds for flags in rewards], 1)):
-            raise SystemExit(f"train_reward.py failed: see {folder}")
-        flags = ["--total_episodes", str(args.episodes), "--batch_size", str(args.batch_size)]
-        tasks = [(name, seed, folder, flags) for seed in args.seeds for name in args.choices]
-        for row in pool.imap(measure, tasks):
-            rows.append(row)
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
+    folder = Path(args.folder) / common.commit()
+    sizes = ["--total_episodes", str(args.episodes), "--batch_size", str(args.batch_size)]
+    rows = recorded(args.tag, args.choices, args.seeds, folder, sizes)
+    known = {(row["choice"], row["seed"]) for row in rows}
+    tasks = []
+    for seed in args.seeds:
+        for name in args.choices:
+            if (name, seed) not in known:
+                tasks.append((name, seed, folder, sizes))
+    for row in run_all(tasks, args.jobs):
+        rows.append(row)
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
     table = summarise(rows)
-    rewards = [{"seed": x} | json.loads((folder / f"reward-{x}" / "results.json").read_text()) for x in args.seeds]
-    path = common.write("ablations", args.tag, args, rows, table=table, rewards=rewards)
-    plot(table, path.with_suffix(".png"))
-    common.show(list(table[0]), [[f"{x:.3g}" if isinstance(x, float) else x for x in row.values()] for row in table])
+    path = common.write("ablations", args.tag, args, rows, table=table)
+    plot(rows, table, path.with_suffix(".png"))
+    common.show_rows(table)
 
 
 if __name__ == "__main__":

@@ -1,97 +1,127 @@
-"""The first update under TensorFlow's Adam and PyTorch's, on the same rollouts: how far each epoch goes.
+"""The first update under TensorFlow's Adam and PyTorch's, on the same rollouts: how far each epoch
+goes.
 
     python benchmark/adam.py
 
-Huang et al. 2024 (the N implementation details) saw, in the first two epochs of gpt2 on fixed rollouts, an approxkl of
-3.72e-4 with TensorFlow's Adam, 2.37e-3 with PyTorch's and 3.75e-4 with a copy of the first: TensorFlow adds epsilon
-before the bias correction, which makes it some thirty times larger in the first steps.
+Huang et al. 2024 (the N implementation details) saw, in the first two epochs of gpt2 on fixed
+rollouts, an approxkl of 3.72e-4 with TensorFlow's Adam, 2.37e-3 with PyTorch's and 3.75e-4 with a
+copy of the first: TensorFlow adds epsilon before the bias correction, which makes it some thirty
+times larger in the first steps.
 
-Here: the recorded model of tests/golden with a rollout of OpenAI's own code, whose run in TensorFlow is recorded too,
-and the embedded default with its own lr and with that of the sentiment preset, means over seeds. The reward is
-tiny.rewards:happy. An epoch is a single step on all rows, so that the first has the ratio 1. Writes results/adam-<tag>.
+Here: the recorded model of tests/golden with a rollout of OpenAI's own code, whose run in
+TensorFlow is recorded too, and the embedded default with its own lr and with that of the sentiment
+preset, means over seeds. The reward is tiny.rewards:happy. An epoch is a single step on all rows,
+so that the first has the ratio 1. Writes results/adam-<tag>.json.
 """
 
-import argparse
+import functools
 import sys
 from typing import Any
 
 import common
 import numpy as np
+import ours
 import torch
-from ours import load
 
 import ppo_rlhf
-from tf_adam import make_optimizer
 from tiny.rewards import happy
 
 sys.path.append(str(common.ROOT / "tests"))
-from golden_tools import HERE, load_actor, load_golden, rows_of, script_args
-from tiny_models import make_batch
+import golden_tools
 
-KINDS = {"approxkl": "ppo/policy/approxkl", "clipfrac": "ppo/policy/clipfrac"}
+KINDS = ("approxkl", "clipfrac")
 
 
-def epochs_of(policy: Any, batch: dict[str, Any], epochs: torch.Tensor, args: Any) -> dict[str, list[float]]:
+def epochs_of(
+    policy: Any, batch: ppo_rlhf.Batch, epochs: torch.Tensor, args: Any
+) -> dict[str, list[float]]:
     """approxkl and clipfrac of each epoch of one update with ppo_update."""
     accelerator = common.new_accelerator()
-    policy, optimizer = accelerator.prepare(policy, make_optimizer(policy, args))
+    policy, optimizer = accelerator.prepare(policy, ours.optimizer_of(policy, args))
     records = ppo_rlhf.ppo_update(accelerator, policy, optimizer, batch, epochs, args)
-    pairs = {kind: [record[name] for record in records if name in record] for kind, name in KINDS.items()}
-    return {kind: [(total / count).item() for total, count in found] for kind, found in pairs.items()}
+    found = {kind: [] for kind in KINDS}
+    for record in records:
+        for kind in KINDS:
+            if f"ppo/policy/{kind}" in record:
+                total, count = record[f"ppo/policy/{kind}"]
+                found[kind].append((total / count).item())
+    return found
 
 
 def recorded(adam: str) -> dict[str, Any]:
     """On a rollout of the original's; adam `original`: what it logged, in TensorFlow."""
-    arrays, record = load_golden(HERE / "04c_ppo_3steps_real.npz")
-    args = script_args(record["hparams"])
-    row = {"work": "recorded model", "adam": adam, "lr": args.lr, "seeds": 1}
+    arrays, record = golden_tools.load_golden(golden_tools.HERE / "04c_ppo_3steps_real.npz")
+    args = golden_tools.script_args(record["hparams"])
+    row = {
+        "work": "recorded model",
+        "adam": adam,
+        "lr": args.lr,
+        "seeds": 1,
+    }
     if adam == "original":
-        steps = range(args.num_epochs)
-        return row | {kind: [float(arrays[f"s0/mb{i}/stats/policy/{kind}"]) for i in steps] for kind in KINDS}
-    args.adam, policy = adam, load_actor(HERE / "hf_policy")
-    batch = make_batch(
-        rows_of(arrays["s0/rollout/queries"], policy.lm.config.vocab_size), arrays["s0/rollout/responses"]
-    )
-    for name in ("logprobs", "values", "rewards"):
-        batch[name] = torch.from_numpy(arrays[f"s0/rollout/{name}"])
-    epochs = torch.from_numpy(arrays["s0/perms"]).long().view(args.num_epochs, args.num_minibatches, -1)
+        for kind in KINDS:
+            names = [f"s0/mb{i}/stats/policy/{kind}" for i in range(args.num_epochs)]
+            row[kind] = [float(arrays[name]) for name in names]
+        return row
+    args.adam = adam
+    policy = golden_tools.load_actor(golden_tools.HERE / "hf_policy")
+    contexts = golden_tools.rows_of(arrays["s0/rollout/queries"], policy.lm.config.vocab_size)
+    responses = torch.from_numpy(arrays["s0/rollout/responses"]).long()
+    batch = ours.make_batch(ppo_rlhf, contexts, responses)
+    batch.value_mask = batch.mask
+    batch.logprobs = torch.from_numpy(arrays["s0/rollout/logprobs"])
+    batch.values = torch.from_numpy(arrays["s0/rollout/values"])
+    batch.rewards = torch.from_numpy(arrays["s0/rollout/rewards"])
+    epochs = torch.from_numpy(arrays["s0/perms"]).long()
+    epochs = epochs.view(args.num_epochs, args.num_minibatches, -1)
     return row | epochs_of(policy, batch, epochs, args)
 
 
 def embedded(adam: str, lr: float, seeds: list[int]) -> dict[str, Any]:
     """On the first rollout of the embedded default, means over seeds."""
-    found, device, tokenizer = [], torch.device("cpu"), common.tokenizer()
+    tokenizer = common.tokenizer()
+    found = []
     for seed in seeds:
         args = ppo_rlhf.Args(seed=seed, adam=adam, lr=lr)
-        queries = ppo_rlhf.load_queries(tokenizer, args, args.eval_queries + args.batch_size)[args.eval_queries :]
-        policy, ref = (ppo_rlhf.ActorCritic(load("tiny/model", args, device)) for _ in range(2))
-        end, shuffle = ppo_rlhf.token_id(tokenizer, args.truncate_token), np.random.RandomState(seed)
-        epochs = torch.from_numpy(np.stack([shuffle.permutation(args.batch_size) for _ in range(args.num_epochs)]))
-        epochs = epochs.view(args.num_epochs, args.num_minibatches, -1)
+        num_queries = args.eval_queries + args.batch_size
+        queries = ppo_rlhf.load_queries("query_dataset", tokenizer, args, num_queries)
+        queries = queries[args.eval_queries :]
+        score = functools.partial(ppo_rlhf.score_by_function, happy, tokenizer, args)
+        policy = ppo_rlhf.ActorCritic(ours.load_lm("tiny/model", args))
+        ref = ppo_rlhf.ActorCritic(ours.load_lm("tiny/model", args))
+        end = ppo_rlhf.token_id("truncate_token", tokenizer, args)
+        epochs = next(ours.draw_epochs(args))
         u = ppo_rlhf.uniforms(seed, 1, args.batch_size, args.response_length)
         batch = ppo_rlhf.rollout(policy, ref, queries, u, epochs[0], end, args)
-        scores = ppo_rlhf.score(happy, queries, batch["truncated"], tokenizer, args).sum(1)
-        scores = torch.where(batch["found"], scores, args.penalty_reward_value)
-        log_ratio = batch["logprobs"] - batch["ref_logprobs"]
-        batch["rewards"] = ppo_rlhf.token_rewards(scores, log_ratio, batch["kept"], args.kl_coef)
+        scores, _ = score(queries, batch.truncated)
+        ours.set_rewards(batch, ppo_rlhf.penalize(scores, batch.found_end, args), args)
         found.append(epochs_of(policy, batch, epochs, args))
-    row = {"work": "embedded default", "adam": adam, "lr": lr, "seeds": len(seeds)}
+    row = {
+        "work": "embedded default",
+        "adam": adam,
+        "lr": lr,
+        "seeds": len(seeds),
+    }
     return row | {kind: np.mean([x[kind] for x in found], 0).tolist() for kind in KINDS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__)
     parser.add_argument("--tag", default="first-update", help="name of the record")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     args = parser.parse_args()
-    ppo_rlhf.fast_math(torch.device("cpu"), "fp32")
+    ppo_rlhf.set_up_backend("fp32")
     rows = [recorded(adam) for adam in ("original", "tf", "torch")]
-    rows += [embedded(adam, lr, args.seeds) for lr in (2e-4, 1e-5) for adam in ("tf", "torch")]
+    for lr in (2e-4, 1e-5):
+        rows += [embedded(adam, lr, args.seeds) for adam in ("tf", "torch")]
     path = common.write("adam", args.tag, args, rows)
-    cells = [[f"{x:.3g}" for kind in KINDS for x in row[kind]] for row in rows]
-    columns = ["work", "adam", "lr", *(f"{kind} {i + 1}" for kind in KINDS for i in range(len(rows[0][kind])))]
-    table = [[row["work"], row["adam"], row["lr"], *cell] for row, cell in zip(rows, cells, strict=True)]
-    common.show(columns, table, path.name)
+    table = []
+    for row in rows:
+        line = {name: row[name] for name in ("work", "adam", "lr")}
+        for kind in KINDS:
+            line |= {f"{kind} {i}": x for i, x in enumerate(row[kind], 1)}
+        table.append(line)
+    common.show_rows(table, path.name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the way to the scripts, models of a shape, and the record of a measurement."""
+"""What the benchmarks share: the way to the scripts, models of a shape, records of measurements."""
 
 import argparse
 import contextlib
@@ -29,29 +29,48 @@ transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()  # a new reward head is what is wanted here
 
 
+# --- records --------------------------------------------------------------------------------------
 def git(*words: str) -> str:
     """What git prints about this repository, without touching it."""
     command = ["git", "--no-optional-locks", "-C", str(ROOT), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def commit() -> str:
+    """The last commit that changed what is measured, in short; with a + if it was changed since."""
+    short = git("log", "-1", "--format=%h", "--", *SCRIPTS, "tiny")
+    return f"{short}+" if git("diff", "--name-only", "HEAD", "--", *SCRIPTS, "tiny") else short
+
+
 def machine() -> dict[str, Any]:
-    """CPU, cores that this process may use, threads that it does use, load of the last minute, the GPU."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    """CPU, cores that this process may use, its threads, the load of the last minute, the GPU."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    used = {"threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 2), "gpu": gpu}
-    return {"cpu": models[0] if models else "", "cores": cores} | used
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    return {
+        "cpu": models[0] if models else "",
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
 
 
-def write(name: str, tag: str, args: argparse.Namespace, rows: list[dict[str, Any]], **more: Any) -> Path:
-    """results/<name>-<tag>.json with commit, versions, machine, load and arguments, so that it can be made again."""
+def write(
+    name: str, tag: str, args: argparse.Namespace, rows: list[dict[str, Any]], **more: Any
+) -> Path:
+    """results/<name>-<tag>.json with commit, versions, machine, load and arguments, so that it can
+    be made again."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    modules = (torch, transformers, accelerate)
     record = {
-        "version": tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"],
-        "commit": git("log", "-1", "--format=%H", "--", *SCRIPTS, "tiny"),  # the last that changed what is measured
+        "version": project["version"],
+        "commit": git("log", "-1", "--format=%H", "--", *SCRIPTS, "tiny"),
         "scripts_changed_since": git("diff", "--name-only", "HEAD", "--", *SCRIPTS).split(),
-        "versions": {module.__name__: module.__version__ for module in (torch, transformers, accelerate)},
+        "versions": {module.__name__: module.__version__ for module in modules},
         "machine": machine(),
         "args": {name: x for name, x in vars(args).items() if name != "trl_dir"},
     }
@@ -61,18 +80,37 @@ def write(name: str, tag: str, args: argparse.Namespace, rows: list[dict[str, An
     return path
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def show(columns: Sequence[str], rows: Sequence[Sequence[Any]], *lines: Any) -> None:
-    """Print a table of words and numbers, and lines under it."""
+    """Prints a table of words and numbers, and lines under it."""
     table = pd.DataFrame(rows, columns=columns).to_string(index=False)
     sys.stdout.write("\n".join([table, "", *map(str, lines), ""]))
 
 
-def new_accelerator(steps: int = 1, reset: bool = True) -> accelerate.Accelerator:
-    """An Accelerator as the scripts make it. `reset` ends those made before; without it, all share one state."""
+def show_rows(rows: list[dict[str, Any]], *lines: Any) -> None:
+    """Prints rows of equal keys as a table, floats with three digits, and lines under it."""
+    cells = [[f"{x:.3g}" if isinstance(x, float) else x for x in row.values()] for row in rows]
+    show(list(rows[0]), cells, *lines)
+
+
+def make_parser(text: str) -> argparse.ArgumentParser:
+    """A parser whose help is the text as it stands."""
+    style = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=text, formatter_class=style)
+
+
+# --- models and data ------------------------------------------------------------------------------
+def new_accelerator(reset: bool = True) -> accelerate.Accelerator:
+    """An Accelerator as the scripts make it. `reset` ends those made before; without it, all share
+    one state."""
     if reset:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-    return accelerate.Accelerator(gradient_accumulation_steps=steps, cpu=not torch.accelerator.is_available())
+    return accelerate.Accelerator(cpu=not torch.accelerator.is_available())
 
 
 def tokenizer() -> Any:
@@ -82,46 +120,74 @@ def tokenizer() -> Any:
 
 @contextlib.contextmanager
 def model_folder(name: str) -> Iterator[str]:
-    """A folder to load: tiny/model, a folder of the caller's, or random weights of the 124M shape (gpt2) or another.
+    """A folder to load: tiny/model, a folder of the caller's, or random weights of the 124M shape
+    (gpt2) or another.
 
-    That other is named layers x width: 4x128 is tiny's shape, with its vocabulary and a longer window.
-    """
+    That other is named layers x width: 4x128 is tiny's shape, with its vocabulary and a longer
+    window."""
     layers_and_width = re.fullmatch(r"(\d+)x(\d+)", name)
     if name != "gpt2" and not layers_and_width:
         yield str(ROOT / "tiny" / "model") if name == "tiny" else name
         return
-    sizes = {}
+    config = transformers.GPT2Config()
     if layers_and_width:
         layers, width = map(int, layers_and_width.groups())
-        sizes = {"n_layer": layers, "n_embd": width, "n_head": max(1, width // (64 if width >= 512 else 32))}
-        sizes |= {"vocab_size": 2816, "bos_token_id": 0, "eos_token_id": 0}
+        width_of_head = 64 if width >= 512 else 32
+        config = transformers.GPT2Config(
+            n_layer=layers,
+            n_embd=width,
+            n_head=max(1, width // width_of_head),
+            vocab_size=2816,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder)
+        transformers.GPT2LMHeadModel(config).save_pretrained(folder)
         yield folder
 
 
+def random_contexts(lengths: Sequence[int], vocabulary: int, seed: int) -> list[list[int]]:
+    """Random tokens: what they are changes neither time nor memory."""
+    rng = np.random.default_rng([seed, 4])
+    return [rng.integers(1, vocabulary, length).tolist() for length in lengths]
+
+
+# --- memory ---------------------------------------------------------------------------------------
 def device() -> torch.device:
     """The GPU, or the CPU where there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def peak(device: torch.device) -> int:
-    """Bytes: the most that this process has had so far. On a GPU, what PyTorch allocated; else its resident set."""
+    """Bytes: the most that this process has had so far. On a GPU, what PyTorch allocated; else its
+    resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")
-    if status.exists():  # unlike ru_maxrss, VmHWM does not begin at the peak of the process that started this one
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    # Unlike ru_maxrss, VmHWM does not begin at the peak of the process that started this one.
+    if status.exists():
+        high = re.search(r"VmHWM:\s+(\d+)", status.read_text())
+        return int(high[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def baseline(device: torch.device) -> int:
-    """The peak after the imports, with those that transformers puts off until a first model generates."""
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 8, "n_positions": 16}
-    lm = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    lm.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2, pad_token_id=0).sum()
+    """The peak after the imports, with those that transformers puts off until a first model
+    generates."""
+    config = transformers.GPT2Config(
+        n_layer=1,
+        n_embd=8,
+        n_head=1,
+        vocab_size=8,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    lm = transformers.GPT2LMHeadModel(config)
+    ids = torch.ones(1, 2, dtype=torch.long)
+    lm.generate(ids, max_new_tokens=2, pad_token_id=0).sum()
     return peak(device)
 
 
@@ -130,20 +196,31 @@ def used(device: torch.device, before: int) -> dict[str, int]:
     return {"peak_bytes": peak(device) - before, "baseline_bytes": before}
 
 
-def in_child(*words: str) -> dict[str, Any]:
-    """The JSON object that this very command, given more words, prints as its last line."""
-    done = subprocess.run([sys.executable, *sys.argv, *words], stdout=subprocess.PIPE, text=True, check=True)
+# --- processes ------------------------------------------------------------------------------------
+def in_child(*words: str) -> Any:
+    """The JSON value that this very command, given more words, prints as its last line."""
+    command = [sys.executable, *sys.argv, *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 class Worker:
-    """A process that answers each line of JSON with one: its other output goes to a file, for the error message."""
+    """A process that answers each line of JSON with one: its other output goes to a file, for the
+    error message."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
-        self.name, self.log, pipe = name, tempfile.TemporaryFile("w+"), subprocess.PIPE
-        environment = os.environ | (environment or {})
-        command = [sys.executable, *command]
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=environment)
+    def __init__(
+        self, name: str, command: Sequence[str], environment: dict[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self.log = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=os.environ | (environment or {}),
+        )
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """The worker's answer; its last words where there is none."""
@@ -158,7 +235,7 @@ class Worker:
         return json.loads(line)
 
     def close(self) -> None:
-        """End the worker."""
+        """Ends the worker."""
         self.process.stdin.close()
         self.process.wait()
 
@@ -169,9 +246,3 @@ def private_stdout() -> Iterator[TextIO]:
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         yield answers
-
-
-def random_contexts(lengths: Sequence[int], vocabulary: int, seed: int) -> list[list[int]]:
-    """Random tokens: what they are changes neither time nor memory."""
-    rng = np.random.default_rng([seed, 4])
-    return [rng.integers(1, vocabulary, length).tolist() for length in lengths]

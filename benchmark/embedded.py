@@ -1,42 +1,67 @@
-"""The embedded default, end to end: reward model, then PPO and RLOO for several seeds, judged by VADER itself.
+"""The embedded default, end to end: reward model, then PPO and RLOO for several seeds, judged by
+VADER itself.
 
     python benchmark/embedded.py --seeds 1 2 3
 
-The policies only ever saw the reward model. VADER, which labelled the data, scores fresh samples of theirs and of the
-reference policy for the held-out queries. Writes results/embedded-<tag>.json and the same as .png.
+The policies only ever saw the reward model. VADER, which labelled the data, scores fresh samples of
+theirs and of the reference policy for the held-out queries. The runs are those of ablations.py at
+full length, and are shared with it. Writes results/embedded-<tag>.json and the same as .png.
 """
 
-import argparse
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import ablations
 import common
 import numpy as np
-from judge import Judge
+import torch
 from matplotlib.figure import Figure
 
+NAMES = {"default": "PPO", "RLOO, K 4": "RLOO"}
+COLOURS = {"PPO": "#0072B2", "RLOO": "#D55E00"}
+PANELS = {
+    "objective/scores": "score of the reward model",
+    "objective/kl": "KL to the reference (nats per response)",
+    "objective/kl_coef": "KL coefficient",
+}
 
-def run(script: str, out: Path, *flags: str) -> None:
-    """Run a script as a user would, unless `out` is there from an earlier call."""
-    if not out.exists():
-        command = [sys.executable, str(common.ROOT / script), "--output_dir", str(out), *flags]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+def measure(task: tuple[str, int, Path, list[str]]) -> tuple[dict[str, Any], list]:
+    """One algorithm with one seed: a row of the record, and its metrics."""
+    choice, seed, folder, _ = task
+    found = ablations.measure(task)
+    out, _ = ablations.run_folder(*task)
+    reward = ablations.reward_folder("", seed, folder)
+    results = json.loads((reward / "results.json").read_text())
+    metrics = common.read_lines(out / "metrics.jsonl")
+    row = {
+        "algorithm": NAMES[choice],
+        "seed": seed,
+        "vader_before": found["gold_reference"],
+        "vader_after": found["gold"],
+        "kl": found["kl"],
+        "distinct": found["distinct"],
+        "accuracy": results["test/accuracy"],
+        "score": float(np.mean([x["objective/scores"] for x in metrics[-10:]])),
+        "found_end": float(np.mean([x["objective/found_end"] for x in metrics[-10:]])),
+        "rewards": results,
+    }
+    return row, metrics
 
 
 def plot(curves: dict[str, list[list[dict[str, float]]]], path: Path) -> None:
     """Mean over seeds, and a band from the lowest to the highest, of three metrics."""
     figure = Figure(figsize=(10, 3), layout="constrained")
-    panels = ("objective/scores", "objective/kl", "objective/kl_coef")
-    for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for (name, runs), color in zip(curves.items(), ("tab:blue", "tab:orange"), strict=True):
+    for axes, (metric, label) in zip(figure.subplots(1, 3), PANELS.items(), strict=True):
+        for name, runs in curves.items():
             x = [row["ppo/episode"] for row in runs[0]]
-            y = np.array([[row[panel] for row in metrics] for metrics in runs])
-            axes.plot(x, y.mean(0), color=color, label=f"{name}, {len(runs)} seeds")
-            axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.2)
-        axes.set(title=panel, xlabel="episodes")
+            y = np.array([[row[metric] for row in metrics] for metrics in runs])
+            axes.plot(x, y.mean(0), color=COLOURS[name], label=f"{name}, {len(runs)} seeds")
+            axes.fill_between(x, y.min(0), y.max(0), color=COLOURS[name], alpha=0.2)
+        axes.set(ylabel=label, xlabel="episodes")
         axes.locator_params(axis="x", nbins=5)
         axes.grid(alpha=0.3)
     figure.axes[0].legend()
@@ -44,40 +69,31 @@ def plot(curves: dict[str, list[list[dict[str, float]]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tag", default="tiny", help="name of the record")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--folder", default="runs/embedded", help="where the runs go; finished ones are used again")
+    parser = common.make_parser(__doc__)
+    add = parser.add_argument
+    add("--tag", default="tiny", help="name of the record")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--episodes", type=int, default=12_800, help="of each policy (that is the default)")
+    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
+    add("--folder", default="runs/ablations", help="where the runs go")
     args = parser.parse_args()
-    folder = Path(args.folder)
-    rows: list[dict[str, Any]] = []
-    curves: dict[str, list[list[dict[str, float]]]] = {"PPO": [], "RLOO": []}
-    for seed in args.seeds:
-        reward = folder / f"reward-{seed}"
-        run("train_reward.py", reward, "--seed", str(seed))
-        accuracy = json.loads((reward / "results.json").read_text())["test/accuracy"]
-        judge = Judge(seed, reward / "reward_model")
-        reference = judge(judge.ref)
-        for name, script in (("PPO", "ppo_rlhf.py"), ("RLOO", "rloo_rlhf.py")):
-            out = folder / f"{name}-{seed}"
-            run(script, out, "--seed", str(seed), "--reward_model", str(reward / "reward_model"))
-            found = judge(judge.actor(out / "policy"))
-            metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-            rows.append(
-                {
-                    "algorithm": name,
-                    "seed": seed,
-                    "vader_before": float(np.mean(reference["gold"])),
-                    "vader_after": float(np.mean(found["gold"])),
-                    "kl": float(np.mean(found["kl"])),
-                    "distinct": found["distinct"],
-                    "accuracy": accuracy,
-                    "score": sum(row["objective/scores"] for row in metrics[-10:]) / 10,
-                }
-            )
-            curves[name].append(metrics)
-            sys.stdout.write(json.dumps(rows[-1]) + "\n")
-        plot(curves, common.write("embedded", args.tag, args, rows).with_suffix(".png"))
+    os.chdir(common.ROOT)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    folder = Path(args.folder) / common.commit()
+    sizes = ["--total_episodes", str(args.episodes), "--batch_size", "128"]
+    tasks = [(choice, seed, folder, sizes) for seed in args.seeds for choice in NAMES]
+    for row in ablations.run_all(tasks, args.jobs):
+        sys.stdout.write(f"{row['choice']} {row['seed']}: {row.get('gold')}\n")
+    rows = []
+    curves = {name: [] for name in COLOURS}
+    for task in tasks:
+        row, metrics = measure(task)
+        rows.append(row)
+        curves[row["algorithm"]].append(metrics)
+    path = common.write("embedded", args.tag, args, rows)
+    plot(curves, path.with_suffix(".png"))
+    common.show_rows([{name: x for name, x in row.items() if name != "rewards"} for row in rows])
 
 
 if __name__ == "__main__":

