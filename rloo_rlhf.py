@@ -10,19 +10,20 @@ to a query, rows that stand together, with the mean of the others: there is no v
 
     python rloo_rlhf.py                                        # embedded default, two CPU cores
     python rloo_rlhf.py sentiment --dtype bf16 --track         # OpenAI's sentiment task, one GPU
-    accelerate launch --num_processes 8 rloo_rlhf.py sentiment # eight: batch sizes are global
+    accelerate launch --num_processes 8 rloo_rlhf.py sentiment # eight: --batch_size is of all
 
 Shapes: B responses in a process's share of a batch, b in a micro-batch, R tokens per response,
 t tokens in a row with its query, V tokens in the vocabulary, d hidden units.
 
-Left out, to stay readable: generation engines, gradient checkpointing, several reward models. A
-function that train_reward.py or rloo_rlhf.py has too is the same there, to the letter; some have a
-parameter that only the others use.
+All need a reward model, which train_reward.py makes, or a --reward_fn. Left out, to stay readable:
+generation engines, gradient checkpointing, several reward models. A function but main that
+train_reward.py or rloo_rlhf.py has too is the same there, to the letter; some have a parameter that
+only the others use.
 """
 
 import signal
 
-if __name__ == "__main__":  # Ctrl-C during the slow imports ends without a traceback
+if __name__ == "__main__":  # Ctrl-C before the run begins ends it without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
@@ -117,9 +118,9 @@ class Args:
     base_model: Name = "tiny/model"  # Policy and reference start from it: a folder or hub id
     # Classifier with one label: a folder or hub id (None: the preset's newest in runs/)
     reward_model: Name | None = None
-    # Instead of a reward model: `module:function` of (queries, responses, any columns) -> floats
+    # Instead of a reward model: `module:function` (queries, responses, ..), see score_by_function
     reward_fn: Name | None = None
-    # bf16: autocast with fp32 master weights; frozen weights in bf16; fp32 logits and values
+    # bf16: autocast with fp32 master weights, but most frozen ones in bf16; fp32 logits and values
     dtype: Literal["fp32", "bf16"] = "fp32"
     lora_rank: NonNegativeInt = 0  # Train only LoRA adapters of this rank (0: all weights)
     lora_alpha: PositiveFloat = 16.0  # LoRA adapters are scaled by this / --lora_rank
@@ -137,7 +138,7 @@ class Args:
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
     query_prefix: Name | None = None  # Before every query that the policy reads, not the rewards
     query_suffix: Name | None = None  # After every query that the policy reads, not the rewards
-    # One token: a query begins after its first occurrence (None: at once)
+    # One token: a query begins after its first occurrence, and needs one (None: it begins at once)
     start_text: Name | None = "."
     end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: not)
     response_length: PositiveInt = 24  # Tokens sampled per response
@@ -156,7 +157,8 @@ class Args:
     # the algorithm
     total_episodes: PositiveInt = 12_800  # Responses sampled in the whole run
     batch_size: PositiveInt = 128  # Episodes per update, over all devices
-    micro_batch_size: PositiveInt = 128  # Rows per pass on one device; gradients accumulate
+    # Rows per pass on one device, but in sampling, which has all; gradients accumulate
+    micro_batch_size: PositiveInt = 128
     num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
     num_epochs: PositiveInt = 4  # Passes over the batch in each update
     lr: NonNegativeFloat = 2e-4  # Learning rate, see the schedule
@@ -230,16 +232,16 @@ class Batch:
     truncated: TokenRows  # B lists: the responses up to their truncate token
     lengths: Tensor  # (B,), of truncated
     found_end: Tensor  # (B,), whether they have a truncate token
-    mask: Tensor  # (B, R), which tokens count in KL, rewards and loss: all, or --mask_truncated
+    mask: Tensor  # (B, R), the tokens that count: all, or with --mask_truncated those of truncated
     logprobs: Tensor  # (B, R), of the policy that sampled them
     ref_logprobs: Tensor  # (B, R), of the reference
     full_kl: Tensor  # (B, R), over the whole vocabulary; 0 unless --kl_estimator full
     # what follows is set after the rollout
     texts: TokenRows  # B pretraining texts, or none
-    advantages: Tensor  # (B, R)
+    advantages: Tensor  # (B, R), or (B, 1) in RLOO
 
 
-Sums = dict[str, Pair]  # the sum and the count of which a metric is the quotient
+Sums = dict[str, Pair]  # of metrics, which reduce_means makes of them: sum and count
 
 
 def main(preset: str, args: Args) -> None:
@@ -289,14 +291,14 @@ def main(preset: str, args: Args) -> None:
     before = assess(ref)  # what the policy is before the training; a resumed run has it too
 
     with lock_and_signals(args) as signals:
-        state = {"update": 0, "kl_coef": args.kl_coef}
+        state = {"update": 0, "kl_coef": args.kl_coef}  # open_run replaces it on resuming
         open_run(accelerator, preset, args, state)
         done = state["update"]
-        # A resumed run draws the shuffles of the updates that are done again, and skips them.
+        # A resumed run draws shuffles from the start, and drops those of the updates already made.
         shuffles = itertools.islice(draw_epochs(args, rank, share // k), done, None)
         bar = tqdm(range(done, num_updates), initial=done, total=num_updates, disable=rank > 0)
         for update in bar:
-            made = update + 1  # updates, with this one
+            made = update + 1  # updates, at the end of this one
             kl_coef = state["kl_coef"]
 
             # 1. rollout: responses to the queries; what policy and reference think of their tokens
@@ -308,18 +310,18 @@ def main(preset: str, args: Args) -> None:
             batch = rollout(actor, ref, asked, u, epochs[0], end_token, args)
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
-            raw_scores, _ = score(asked, batch.truncated)  # (B,), also of token scores
+            raw_scores, _ = score(asked, batch.truncated)  # (B,), sums of tokens' scores
             scores = penalize(raw_scores, batch.found_end, args)  # (B,)
             final_scores = normalize_scores(scores, args)
 
             # 3. reward: the KL penalty at every token, and the score at the last one
-            log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
-            token_kl = kl_penalty(log_ratio, args.kl_estimator, batch.full_kl) * batch.mask
+            ref_log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
+            token_kl = kl_penalty(ref_log_ratio, args.kl_estimator, batch.full_kl) * batch.mask
             rewards = token_rewards(final_scores, token_kl, batch.mask, kl_coef).sum(1)  # (B,)
             batch.advantages = rloo_advantages(rewards.view(-1, k), args).view(-1, 1)
 
             # 4. update: the optimizer steps on this batch
-            set_learning_rates(optimizer, update, update / num_updates, args)  # after any warm-up
+            set_learning_rates(optimizer, update, update / num_updates, args)  # warm-up times decay
             if ptx_texts:
                 batch.texts = [ptx_texts[i % len(ptx_texts)].input_ids for i in episodes]
             records = rloo_update(accelerator, policy, optimizer, batch, epochs, args)
@@ -333,7 +335,7 @@ def main(preset: str, args: Args) -> None:
                 "objective/score_total": rewards,
                 "objective/found_end": batch.found_end,
                 "objective/length": batch.lengths,
-                "objective/kl": log_ratio,
+                "objective/kl": ref_log_ratio,
                 "objective/entropy": -batch.logprobs * batch.mask,
                 "objective/non_score_reward": -kl_coef * token_kl,
             }
@@ -410,7 +412,8 @@ def penalize(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
 
 
 def normalize_scores(scores: Tensor, args: Args) -> Tensor:
-    """Scores (B,) after --score_norm, by the statistics of all processes, and --score_clip."""
+    """Scores (B,) after --score_norm, by the statistics of all processes, and --score_clip. Scores
+    of tokens stay as they are: they should be small beside these."""
     if args.score_norm is not None:
         mean, variance = moments(scores, torch.ones_like(scores), sum_over_ranks)
         if args.score_norm == "whiten":
@@ -521,7 +524,7 @@ def rloo_update(
                     if not norm.isfinite():  # the same on all processes: none goes on alone
                         raise UserError("the gradient is not finite")
                     sums["ppo/policy/gradient_norm"] = (norm, one)
-                optimizer.step()  # accelerate skips both but after the last micro-batch
+                optimizer.step()  # this and the next do nothing before the last micro-batch
                 optimizer.zero_grad()
             entropies = {"ppo/policy/entropy": entropy(all_logprobs.detach())}
             records.append(sums | sums_over(batch.mask[rows], entropies))
@@ -572,18 +575,19 @@ def reduce_means(records: list[Sums]) -> dict:
 
 # --- rollout and scoring --------------------------------------------------------------------------
 def draw_epochs(args: Args, rank: int, share: int) -> Iterator[Tensor]:
-    """Row numbers of the minibatches, (num_epochs, num_minibatches, n), of one update after the
-    other: of each epoch a permutation of the process's rows."""
+    """For each update the row numbers (num_epochs, num_minibatches, n) of its minibatches: for each
+    epoch a permutation of the process's rows."""
     random = np.random.RandomState(args.seed + 100_003 * rank)
     while True:
         shuffles = [random.permutation(share) for _ in range(args.num_epochs)]
         yield torch.from_numpy(np.stack(shuffles)).view(args.num_epochs, args.num_minibatches, -1)
 
 
-def uniforms(seed: int, update: int, batch: int, length: int) -> Tensor:
-    """Uniform numbers (batch, length) to sample with; update 0 is the evaluation. Processes take
-    their rows of one array, so that any number of them draws the same responses."""
-    generator = np.random.default_rng([seed, 1, update])  # 2 is for the order of queries
+def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
+    """Uniform numbers (batch, length) to sample with, others for each `draw`: 0 for evaluations,
+    1, 2, .. for updates. Processes take their rows of one array, so that any number of them draws
+    the same responses."""
+    generator = np.random.default_rng([seed, 1, draw])  # 2 is for the order of queries
     u = torch.from_numpy(generator.random((batch, length), dtype=np.float32))
     return u.to(PartialState().device)
 
@@ -624,8 +628,8 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def truncate(responses: Tensor, token: int | None, after: int) -> Pair:
-    """A mask (B, R) of the tokens up to the first `token` at index `after` or later (None: of
-    all), and whether there is one, (B,)."""
+    """A mask (B, R) of the tokens up to the first `token` at index `after` or later, which stays
+    (None: of all), and whether there is one, (B,)."""
     if token is None:
         everything = torch.ones_like(responses, dtype=torch.bool)
         return everything, everything.all(1)
@@ -658,7 +662,7 @@ def rollout(
 
     until_end, found_end = truncate(responses, end_token, args.truncate_after)
     lengths = until_end.sum(1)
-    # Every tensor begins as zeros (B, R). Some are filled here, the others in main.
+    # Every tensor begins as zeros (B, R). What is not filled here is later, or stays 0.
     zeros = {x.name: torch.zeros_like(u) for x in fields(Batch) if x.type is Tensor}
     batch = Batch(contexts=contexts, truncated=[], texts=[], **zeros)
     for row, length in zip(responses.tolist(), lengths.tolist(), strict=True):
@@ -737,8 +741,8 @@ def evaluate(
     args: Args,
     policy: Module,
 ) -> pd.DataFrame:
-    """A row for each held-out query. All calls sample from the same uniforms. Scores have their
-    penalty, as in training."""
+    """A row for each held-out query; main binds all parameters but the policy. All calls sample
+    from the same uniforms. Scores have their penalty, as in training."""
     u = uniforms(args.seed, 0, len(queries), args.response_length)
     minibatches = torch.arange(len(queries)).view(1, -1)
     batch = rollout(policy, ref, queries, u, minibatches, end_token, args)
@@ -811,17 +815,16 @@ class Actor(Module):
         cache: DynamicCache | None = None,
     ) -> Pair:
         """Logits (b, last, V), in fp32, at the last tokens of ids (b, t); no values. The n tokens
-        before many last ones are the same in k rows next to each other: they are read once."""
+        before the last ones are the same in k rows next to each other: they are read once."""
         n = ids.shape[1] - last
         unused = 0.0
-        if last > 1 and n > 0:
-            cache = DynamicCache(config=self.lm.config)
+        if n > 0:
+            if cache is None:
+                cache = DynamicCache(config=self.lm.config)
             unused = hidden_states(self.lm, ids[:: self.k, :n], mask[:: self.k, :n], 1, cache).sum()
             cache.batch_repeat_interleave(self.k)
             ids = ids[:, n:]
-        states = (
-            hidden_states(self.lm, ids, mask, last, cache) + 0 * unused
-        )  # gradients of 0, not none
+        states = hidden_states(self.lm, ids, mask, last, cache) + 0 * unused  # a gradient of 0
         return logits_of(self.lm, states), None
 
 
@@ -982,7 +985,8 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
 
 def scalar_head(model: Model) -> nn.Linear:
     """A layer from states (.., d) to (.., 1). Of a classifier it gives the reward, gain * logit +
-    bias, two numbers that train_reward.py leaves in config.json; of another model 0, for values."""
+    bias, two numbers that train_reward.py leaves in config.json: --critic reward begins so. Of
+    another model it gives 0, for values."""
     old_head = getattr(model, "score", model.get_output_embeddings())
     head = nn.Linear(old_head.in_features, 1, device=model.device)
     for p in head.parameters():
@@ -1275,8 +1279,8 @@ def check_settings(args: Args, divisor: int) -> None:
 
 @contextlib.contextmanager
 def lock_and_signals(args: Args) -> Iterator[list]:
-    """Holds the folder's lock. The list gets the SIGINTs and SIGTERMs that come: the loop ends when
-    it sees one. A second one of a kind ends the process at once."""
+    """Makes the run's folder, and holds its lock. The list gets the SIGINTs and SIGTERMs that come:
+    the loop ends when it sees one. A second one of a kind ends the process at once."""
     signals = []
     handlers = {}
 
@@ -1305,8 +1309,8 @@ def checkpoints(args: Args) -> list[Path]:
 
 
 def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> None:
-    """Makes the run's folder. If that has a checkpoint, loads it and its `state`, and cuts the log
-    back to that."""
+    """Writes args.json. If there is a checkpoint, loads it and its `state`, and cuts the log back
+    to that."""
     folder = Path(args.output_dir)
     samples = folder / "samples.jsonl"
     log = folder / "metrics.jsonl"
@@ -1417,7 +1421,7 @@ def one_line(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     if re.search("out of memory|can't allocate memory", str(error)):
-        return "out of memory: try a smaller --micro_batch_size"
+        return "out of memory: try a smaller --micro_batch_size or, in sampling, --batch_size"
     if re.search("(closed|reset) by peer", str(error)):
         return "another process has ended"
     return ""

@@ -102,7 +102,7 @@ class Args:
 
     # models
     base_model: Name = "tiny/model"  # Reward model and reference start from it: a folder or hub id
-    # bf16: autocast with fp32 master weights; frozen weights in bf16; fp32 logits and values
+    # bf16: autocast with fp32 master weights, but most frozen ones in bf16; fp32 logits and values
     dtype: Literal["fp32", "bf16"] = "fp32"
     lora_rank: NonNegativeInt = 0  # Train only LoRA adapters of this rank (0: all weights)
     lora_alpha: PositiveFloat = 16.0  # LoRA adapters are scaled by this / --lora_rank
@@ -123,7 +123,7 @@ class Args:
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
     query_prefix: Name | None = None  # Before every query that the policy reads, not the rewards
     query_suffix: Name | None = None  # After every query that the policy reads, not the rewards
-    # One token: a query begins after its first occurrence (None: at once)
+    # One token: a query begins after its first occurrence, and needs one (None: it begins at once)
     start_text: Name | None = "."
     end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: not)
     response_length: PositiveInt = 24  # Tokens sampled per response
@@ -135,7 +135,8 @@ class Args:
 
     # the algorithm
     batch_size: PositiveInt = 8  # Comparisons per update, over all devices
-    micro_batch_size: PositiveInt = 128  # Rows per pass on one device; gradients accumulate
+    # Rows per pass on one device, but in sampling, which has all; gradients accumulate
+    micro_batch_size: PositiveInt = 128
     lr: NonNegativeFloat = 2e-3  # Learning rate, see the schedule
     lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
     lr_warmup: NonNegativeInt = 0  # Updates n in which --lr rises: the first has lr / (n + 1)
@@ -412,10 +413,11 @@ def evaluate_labels(
 
 
 # --- rollout and scoring --------------------------------------------------------------------------
-def uniforms(seed: int, update: int, batch: int, length: int) -> Tensor:
-    """Uniform numbers (batch, length) to sample with; update 0 is the evaluation. Processes take
-    their rows of one array, so that any number of them draws the same responses."""
-    generator = np.random.default_rng([seed, 1, update])  # 2 is for the order of queries
+def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
+    """Uniform numbers (batch, length) to sample with, others for each `draw`: 0 for evaluations,
+    1, 2, .. for updates. Processes take their rows of one array, so that any number of them draws
+    the same responses."""
+    generator = np.random.default_rng([seed, 1, draw])  # 2 is for the order of queries
     u = torch.from_numpy(generator.random((batch, length), dtype=np.float32))
     return u.to(PartialState().device)
 
@@ -974,8 +976,8 @@ def resolve_args(preset: str, args: Args) -> Args | None:
 
 @contextlib.contextmanager
 def lock_and_signals(args: Args) -> Iterator[list]:
-    """Holds the folder's lock. The list gets the SIGINTs and SIGTERMs that come: the loop ends when
-    it sees one. A second one of a kind ends the process at once."""
+    """Makes the run's folder, and holds its lock. The list gets the SIGINTs and SIGTERMs that come:
+    the loop ends when it sees one. A second one of a kind ends the process at once."""
     signals = []
     handlers = {}
 
@@ -1004,8 +1006,8 @@ def checkpoints(args: Args) -> list[Path]:
 
 
 def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> None:
-    """Makes the run's folder. If that has a checkpoint, loads it and its `state`, and cuts the log
-    back to that."""
+    """Writes args.json. If there is a checkpoint, loads it and its `state`, and cuts the log back
+    to that."""
     folder = Path(args.output_dir)
     samples = folder / "samples.jsonl"
     log = folder / "metrics.jsonl"
@@ -1110,7 +1112,7 @@ def one_line(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     if re.search("out of memory|can't allocate memory", str(error)):
-        return "out of memory: try a smaller --micro_batch_size"
+        return "out of memory: try a smaller --micro_batch_size or, in sampling, --batch_size"
     if re.search("(closed|reset) by peer", str(error)):
         return "another process has ended"
     return ""
