@@ -183,7 +183,7 @@ class Label:
     best: int  # which of them
 
 
-Sums = dict[str, Pair]  # the sum and the count of which a metric is the quotient
+Sums = dict[str, Pair]  # of metrics, which reduce_means makes of them: sum and count
 
 
 def main(preset: str, args: Args) -> None:

@@ -126,7 +126,9 @@ CHOICES = {
     ),
     "recipe llama2": Choice(PPO, STEADY, "llama2"),
     "recipe qwen": Choice(PPO, f"{STEADY} --critic_lr 2e-4 --critic_warmup 5", "qwen"),
-    "recipe deepspeed_chat": Choice(PPO, f"{STEADY} --critic_lr 2e-4", "deepspeed_chat"),
+    "recipe deepspeed_chat": Choice(
+        PPO, f"{STEADY} --critic_lr 2e-4 --query_length 32 --response_length 24", "deepspeed_chat"
+    ),
     "recipe trl_0.9": Choice(PPO, STEADY, "trl_0.9"),
     "RLOO, K 4": Choice(RLOO),
     "RLOO, K 2": Choice(RLOO, "--rloo_k 2"),

@@ -41,6 +41,9 @@ RECORDS = {
     "memory": ["memory_speed-tiny-fp32", "memory_speed-gpt2-fp32"],
     "speed": SPEED,
     "bars": SPEED,
+    "versions": ["whole_run-bars-gpt2-rloo", "whole_run-bars-ppo"],
+    "equal_kl": ["ablations-full"],
+    "real_model": ["real_model-smollm2"],
     "scaling": ["scaling-cpu-fp32"],
 }
 
@@ -332,6 +335,74 @@ def bars_table() -> str:
     return table(["tokens, episodes, dtype", *[titles[name] for name in shown]], rows)
 
 
+def versions_table() -> str:
+    """Whole runs against those of a former version."""
+    names = {
+        "tiny": "embedded default",
+        "gpt2-rloo-16": "gpt2, book, 16 rows, fp32, RLOO",
+        "gpt2-ppo-16": "gpt2, book, 16 rows, fp32, PPO",
+        "gpt2-ppo-64": "gpt2, book, 64 rows in micro-batches of 16, fp32, PPO",
+    }
+    rows = []
+    for record in records("versions"):
+        for row in record["rows"]:
+            shape, algorithm, *rest = row["work"].split("-")
+            name = names.get(row["work"], f"{names['tiny']}, {rest[0]}, {algorithm.upper()}")
+            seconds = row["seconds"]["ours"]["least"]
+            ratios = [row[f"{kind}_ratio"] for kind in ("seconds", "memory")]
+            rows.append([name, f"{seconds:.2f}", *[f"{ratio:.2f}" for ratio in ratios]])
+    return table(["work", "seconds per update", "of 0.4.0's", "peak memory, of 0.4.0's"], rows)
+
+
+def equal_kl_table() -> str:
+    """Choices at full length: gold at equal KL, less the base's, and how far each went."""
+    columns = ["choice", "seeds", "gold at equal KL, less the base's", "gold", "KL", "distinct"]
+    rows = []
+    for row in sorted(records("equal_kl")[0]["table"], key=equal_kl_order):
+        cell = "-"
+        if row["equal_kl"] is not None:
+            cell = f"{row['equal_kl']:+.2f}"
+        if row["equal_kl_interval"] is not None:
+            cell += f" ± {row['equal_kl_interval']:.2f}"
+        if row["equal_kl_holds"]:
+            cell = f"**{cell}**"
+        values = [f"{row['gold']:.2f}", f"{row['kl']:.1f}", f"{row['distinct']:.0%}"]
+        rows.append([row["choice"], row["seeds"], cell, *values])
+    return table(columns, rows)
+
+
+def equal_kl_order(row: dict[str, Any]) -> tuple[bool, bool, float]:
+    """PPO's choices by their effect, then RLOO's."""
+    choice = row["choice"]
+    return "RLOO" in choice, choice != "RLOO, K 4", -(row["equal_kl"] or 0.0)
+
+
+def real_model_table() -> str:
+    """A real language model: every run, before and after."""
+    columns = [
+        "",
+        "seed",
+        "episodes",
+        "gold",
+        "score",
+        "KL",
+        "distinct",
+        "ends",
+        "tokens",
+        "seconds",
+    ]
+    rows = []
+    for row in records("real_model")[0]["rows"]:
+        cells = [row["arm"], row["seed"], row["episodes"]]
+        for kind in ("gold", "score"):
+            cells.append(f"{row[f'{kind}_before']:.2f} to {row[f'{kind}_after']:.2f}")
+        cells.append(f"{row['kl_after']:.1f}")
+        cells += [f"{row[f'{kind}_after']:.0%}" for kind in ("distinct", "found_end")]
+        cells.append(f"{row['length_after']:.1f}")
+        rows.append([*cells, f"{row['seconds']:.0f}"])
+    return table(columns, rows)
+
+
 def scaling_table() -> str:
     """How the time of an update grows, as ratios to the first point of a sweep."""
     names = {
@@ -365,6 +436,7 @@ BLOCKS: dict[str, Blocks] = {
         "symptoms": symptoms_table,
         "adam": adam_table,
         "rewards": rewards_table,
+        "versions": versions_table,
         "ratio": ratio_table,
         "optimum": optimum_table,
         "estimated": estimated_table,

@@ -165,7 +165,7 @@ ORIGINAL = [
     Detail(
         "sampling is a function of (seed, update, row)",
         PPO,
-        "np.random.default_rng([seed, 1, update])",
+        "np.random.default_rng([seed, 1, draw])",
         "np.random.default_rng([seed, 2, update])",
         TWIN,
     ),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from fork_tools import PPO, RLOO
-from trl_tools import COMMON, PPO09
+from trl_tools import COMMON, PPO09, PPO112
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "benchmark" / "recipes").glob("*.args"))}
 NOT_SAID = "not said"
@@ -152,6 +152,39 @@ SOURCES = {
             **UNTIL_EOS,
         },
     },
+    "trl_1.12": {
+        "trl/experimental/ppo/ppo_config.py, 1.12": {
+            "response_length": 53,
+            "batch_size": 8,
+            "micro_batch_size": 8,
+            "num_minibatches": 1,
+            "num_epochs": 4,
+            "lr": 3e-6,
+            "kl_coef": 0.05,
+            "kl_target": None,
+            "kl_estimator": "k1",
+            "cliprange": 0.2,
+            "cliprange_value": 0.2,
+            "vf_coef": 0.1,
+            "gamma": 1.0,
+            "lam": 0.95,
+            "whiten_rewards": False,
+            "temperature": 0.7,
+            **UNTIL_EOS,
+        },
+        "TrainingArguments": {
+            "lr_schedule": "linear",
+            "adam": "torch",
+            "adam_betas": (0.9, 0.999),
+            "adam_eps": 1e-8,
+            "weight_decay": 0.0,
+        },
+        "PPOTrainer": {
+            "whiten": "batch",
+            "value_after_end": True,
+            "critic": "reward",
+        },
+    },
     "trl_rloo": {
         "examples/scripts/rloo/rloo_tldr.py": {
             "base_model": "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
@@ -237,13 +270,17 @@ def test_what_a_source_does_not_give_is_said_there(name: str) -> None:
     assert found == not_said.keys()
 
 
-def test_the_recipe_of_trl_is_what_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("trl_0.9", PPO09), ("trl_1.12", PPO112)])
+def test_the_recipes_of_trl_are_what_is_replayed(
+    name: str, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The defaults of PPOConfig, as test_trl.py puts them into this project's settings."""
     rollout = {"responses": np.zeros((1, 1))}
-    recording = SimpleNamespace(config=PPO09.settings, rollouts=[rollout])
-    replayed = COMMON | PPO09.args(recording)
-    args = parse("trl_0.9", monkeypatch)
-    shared = replayed.keys() & comments("trl_0.9").keys() - {"total_episodes"}
+    about = {"groups": [{"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}]}
+    recording = SimpleNamespace(config=kind.settings, rollouts=[rollout], about=about, end_token=0)
+    replayed = COMMON | kind.args(recording)
+    args = parse(name, monkeypatch)
+    shared = replayed.keys() & comments(name).keys() - {"total_episodes"}
     assert len(shared) > 20
     assert {name: args[name] for name in shared} == {name: replayed[name] for name in shared}
 
