@@ -437,6 +437,8 @@ BLOCKS: dict[str, Blocks] = {
         "adam": adam_table,
         "rewards": rewards_table,
         "versions": versions_table,
+        "equal_kl": equal_kl_table,
+        "real_model": real_model_table,
         "ratio": ratio_table,
         "optimum": optimum_table,
         "estimated": estimated_table,

@@ -179,12 +179,14 @@ def measure(name: str, seed: int, base_model: str, args: Any, folder: Path) -> d
         flags += f" --reward_model {path}"
     flags += f" {arm.flags} --seed {seed}"  # the last of a kind counts
     digest = hashlib.sha256(flags.encode()).hexdigest()[:6]
-    out = folder / f"{common.commit()}-{digest}"
+    out = folder / f"{common.commit()}-{Path(arm.script).stem}-{digest}"
     run(arm.script, flags, out)
+    assert json.loads((out / "args.json").read_text())["script"] == Path(arm.script).stem
 
     metrics = common.read_lines(out / "metrics.jsonl")
     samples = common.read_lines(out / "samples.jsonl")
-    row = {"arm": name, "seed": seed, "flags": flags, "episodes": metrics[-1]["ppo/episode"]}
+    row = {"arm": name, "seed": seed, "episodes": metrics[-1]["ppo/episode"]}
+    row["flags"] = flags.replace(f"{common.ROOT}/", "")
     row |= json.loads(out.with_suffix(".json").read_text())
     for when, suffix in (("before", ""), ("after", "_after")):
         responses = [sample[f"response{suffix}"] for sample in samples]
