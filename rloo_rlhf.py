@@ -241,7 +241,7 @@ class Batch:
     advantages: Tensor  # (B, R), or (B, 1) in RLOO
 
 
-Sums = dict[str, Pair]  # of metrics, which reduce_means makes of them: sum and count
+Sums = dict[str, Pair]  # of each metric a sum and a count, which reduce_means divides
 
 
 def main(preset: str, args: Args) -> None:
@@ -346,8 +346,8 @@ def main(preset: str, args: Args) -> None:
             metrics["ppo/episode"] = made * args.batch_size
             metrics["ppo/lr"] = optimizer.param_groups[0]["lr"]
             if args.eval_every and made % args.eval_every == 0:
-                rows = assess(actor)
-                metrics |= rows.mean(numeric_only=True).add_prefix("eval/")
+                table = assess(actor)
+                metrics |= table.mean(numeric_only=True).add_prefix("eval/")
             if rank == 0:
                 log = f"{args.output_dir}/metrics.jsonl"
                 with as_user_error("output_dir", args), open(log, "a") as file:
@@ -402,13 +402,14 @@ def kl_penalty(log_ratio: Tensor, kind: str, full_kl: Tensor | None = None) -> T
 
 def penalize(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
     """Scores (B,), with --penalty_reward_value where there is no truncate token."""
+    kept = scores if args.penalty_mode == "add" else scores * 0  # a NaN stays one
+    scores = torch.where(found_end, scores, kept + args.penalty_reward_value)
     if not scores.isfinite().all():
         source = f"--reward_model {args.reward_model}, --reward_fn {args.reward_fn}"
-        raise UserError(f"{source}: NaN or infinite rewards")
-    penalized = torch.full_like(scores, args.penalty_reward_value)
-    if args.penalty_mode == "add":
-        penalized += scores
-    return torch.where(found_end, scores, penalized)
+        raise UserError(
+            f"{source}: NaN or infinite rewards, or --penalty_reward_value is too large"
+        )
+    return scores
 
 
 def normalize_scores(scores: Tensor, args: Args) -> Tensor:
@@ -1159,10 +1160,13 @@ def load_ids_tokenizer(tokenizer: Tokenizer, args: Args) -> Tokenizer | None:
 def load_table(flag: str, args: Args) -> datasets.DatasetDict:
     """The splits of the file, the folder, or the hub's owner/name[:config] that the flag names."""
     with as_user_error(flag, args):
-        path = Path(find(getattr(args, flag)))
-        where = [str(path)] if path.exists() else str(path).split(":")
+        name = find(getattr(args, flag))
+        path = Path(name)
+        where = [name] if path.exists() else name.split(":")
         if path.is_file():
-            where = [str(path.parent), None, None, glob.escape(str(path))]
+            where = [str(path.parent), None, None, glob.escape(name)]
+        elif glob.has_magic(name):
+            raise ValueError("datasets takes this path for a pattern: rename its folders")
         splits = datasets.load_dataset(*where)
         if "train" not in splits:
             raise ValueError(f"has splits {list(splits)}, but no `train`")
@@ -1237,8 +1241,8 @@ def resolve_args(preset: str, args: Args) -> Args | None:
     and it is finished. UserError if it has another run."""
     args = validated(vars(args))
     default = f"runs/{FILE.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    name = args.output_dir or default
-    folder = Path(broadcast_object_list([name])[0]).expanduser().absolute()  # clocks differ
+    # That of the first process, for all: clocks differ.
+    folder = Path(broadcast_object_list([args.output_dir or default])[0]).expanduser().absolute()
     args.output_dir = str(folder)
     record = read_record(args)
     is_finished = (folder / "samples.jsonl").exists()
@@ -1257,7 +1261,7 @@ def resolve_args(preset: str, args: Args) -> Args | None:
             if name not in CHANGEABLE.split():
                 raise ValueError(f"was started with --{name} {old}, not {new}")
             logger.warning(f"--resume: {name} {new} (was {old})")
-            is_finished = is_finished and (name != "total_episodes" or new < old)
+            is_finished = is_finished and name != "total_episodes"
     if is_finished:
         logger.warning(f"the run in {folder} is finished")
         return None

@@ -183,7 +183,7 @@ class Label:
     best: int  # which of them
 
 
-Sums = dict[str, Pair]  # of metrics, which reduce_means makes of them: sum and count
+Sums = dict[str, Pair]  # of each metric a sum and a count, which reduce_means divides
 
 
 def main(preset: str, args: Args) -> None:
@@ -310,7 +310,7 @@ def reward_update(
     records = []
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
     accelerator.gradient_accumulation_steps = len(groups)
-    accelerator.step = 0  # micro-batches so far, of which checkpoints keep the count
+    accelerator.step = 0  # accumulate() counts micro-batches here, and steps at multiples
     for rows in groups:
         with accelerator.accumulate(model):
             rewards, best = label_rewards(model, [labels[i] for i in rows])
@@ -318,7 +318,7 @@ def reward_update(
             accelerator.backward(loss * len(groups) / len(labels))
             if accelerator.sync_gradients:
                 norm = clip_gradients(model, args.max_grad_norm)
-                if not norm.isfinite():  # on all processes, whose gradients are averaged
+                if not norm.isfinite():  # the same on all processes: none goes on alone
                     raise UserError("the gradient is not finite")
                 records.append({"train/gradient_norm": (norm, torch.ones_like(norm))})
             optimizer.step()
@@ -776,10 +776,13 @@ def load_ids_tokenizer(tokenizer: Tokenizer, args: Args) -> Tokenizer | None:
 def load_table(flag: str, args: Args) -> datasets.DatasetDict:
     """The splits of the file, the folder, or the hub's owner/name[:config] that the flag names."""
     with as_user_error(flag, args):
-        path = Path(find(getattr(args, flag)))
-        where = [str(path)] if path.exists() else str(path).split(":")
+        name = find(getattr(args, flag))
+        path = Path(name)
+        where = [name] if path.exists() else name.split(":")
         if path.is_file():
-            where = [str(path.parent), None, None, glob.escape(str(path))]
+            where = [str(path.parent), None, None, glob.escape(name)]
+        elif glob.has_magic(name):
+            raise ValueError("datasets takes this path for a pattern: rename its folders")
         splits = datasets.load_dataset(*where)
         if "train" not in splits:
             raise ValueError(f"has splits {list(splits)}, but no `train`")
@@ -947,8 +950,8 @@ def resolve_args(preset: str, args: Args) -> Args | None:
     and it is finished. UserError if it has another run."""
     args = validated(vars(args))
     default = f"runs/{FILE.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    name = args.output_dir or default
-    folder = Path(broadcast_object_list([name])[0]).expanduser().absolute()  # clocks differ
+    # That of the first process, for all: clocks differ.
+    folder = Path(broadcast_object_list([args.output_dir or default])[0]).expanduser().absolute()
     args.output_dir = str(folder)
     record = read_record(args)
     is_finished = (folder / "samples.jsonl").exists()
@@ -967,7 +970,7 @@ def resolve_args(preset: str, args: Args) -> Args | None:
             if name not in CHANGEABLE.split():
                 raise ValueError(f"was started with --{name} {old}, not {new}")
             logger.warning(f"--resume: {name} {new} (was {old})")
-            is_finished = is_finished and (name != "total_episodes" or new < old)
+            is_finished = is_finished and name != "total_episodes"
     if is_finished:
         logger.warning(f"the run in {folder} is finished")
         return None

@@ -24,8 +24,8 @@ NAMES = {"default": "PPO", "RLOO, K 4": "RLOO"}
 COLOURS = {"PPO": "#0072B2", "RLOO": "#D55E00"}
 PANELS = {
     "objective/scores": "score of the reward model",
-    "objective/kl": "KL to the reference (nats per response)",
-    "objective/kl_coef": "KL coefficient",
+    "gold": "gold score (VADER)",
+    "objective/kl": "KL (nats per response)",
 }
 
 

@@ -31,7 +31,7 @@ SPEED = [
 RECORDS = {
     "embedded": ["embedded-tiny"],
     "ablations": ["ablations-tiny"],
-    "rewards": ["ablations-tiny"],
+    "rewards": ["embedded-tiny"],
     "overoptimisation": ["overoptimisation-tiny"],
     "symptoms": ["symptoms"],
     "adam": ["adam-first-update"],
@@ -127,11 +127,12 @@ def ablations_table() -> str:
 
 
 def rewards_table() -> str:
-    """The reward models of the ablations, before and after their training."""
+    """The reward models of the embedded default, before and after their training."""
     columns = ["seed", "mean and deviation of the new model", "of the trained one"]
     rows = []
-    for row in records("rewards")[0]["rewards"]:
-        cells = [row["seed"]]
+    of_seed = {row["seed"]: row["rewards"] for row in records("rewards")[0]["rows"]}
+    for seed, row in of_seed.items():
+        cells = [seed]
         for when in ("before", "after"):
             cells.append(f"{row[when]['mean']:.2f}, {row[when]['std']:.2f}")
         for name in ("gain", "bias", "test/accuracy", "test/constant"):

@@ -207,7 +207,7 @@ ORIGINAL = [
     Detail(
         "without a `.` there, -1 replaces the score",
         PPO,
-        "torch.where(found_end, scores, penalized)",
+        "torch.where(found_end, scores, kept + args.penalty_reward_value)",
         "scores",
         TWIN,
     ),

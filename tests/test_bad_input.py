@@ -363,6 +363,18 @@ def test_names_of_files_and_folders_are_no_patterns(
     assert table["train"]["text"][:] == ["w5"]
 
 
+@pytest.mark.parametrize("name", ["z[1]", "z[1]/data", "c*", "d?/data"])
+def test_folders_that_datasets_would_take_for_patterns_are_refused(
+    name: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / "train.jsonl").write_text(to_lines({"text": "w5"}))
+    monkeypatch.chdir(tmp_path)
+    says = f"--query_dataset {re.escape(name)}: datasets takes this path for a pattern"
+    with pytest.raises(ppo_rlhf.UserError, match=f"^{says}"):
+        ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
+
+
 def test_a_user_sees_one_line_or_on_demand_and_of_a_reward_function_the_traceback(
     faults: Path, tmp_path: Path
 ) -> None:

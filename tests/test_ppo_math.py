@@ -87,6 +87,13 @@ def test_scores_that_are_no_numbers_are_refused(bad: float) -> None:
         ppo_rlhf.penalize(torch.tensor([1.0, bad]), torch.tensor([True, False]), args)
 
 
+@pytest.mark.parametrize("mode", ["replace", "add"])
+def test_penalties_that_no_float_holds_are_refused(mode: str) -> None:
+    args = ppo_rlhf.Args(penalty_reward_value=-1e308, penalty_mode=mode)
+    with pytest.raises(ppo_rlhf.UserError, match="--penalty_reward_value is too large"):
+        ppo_rlhf.penalize(torch.tensor([1.0, 2.0]), torch.tensor([True, False]), args)
+
+
 def test_scores_are_scaled_or_whitened_and_then_clipped() -> None:
     # mean 2, biased variance 8 / 3
     scores = torch.tensor([0.0, 2.0, 4.0])
