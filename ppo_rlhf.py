@@ -5,17 +5,16 @@ policy moves towards higher scores, while a penalty on the KL divergence holds i
 reference, the model that it started from. "The original" is OpenAI's lm-human-preferences (Ziegler
 et al. 2019, arXiv:1909.08593); the tests replay arrays that were recorded from it.
 
-    python ppo_rlhf.py                                         # embedded default, two CPU cores
-    python ppo_rlhf.py sentiment --dtype bf16 --track          # OpenAI's sentiment task, one GPU
-    accelerate launch --num_processes 8 ppo_rlhf.py sentiment  # eight: --batch_size is of all
+    python ppo_rlhf.py                                         # tiny model and data, two CPU cores
+    accelerate launch --num_processes 8 ppo_rlhf.py sentiment  # eight GPUs share --batch_size
+
+A run needs a reward model, which train_reward.py makes, or a --reward_fn. Left out, to stay
+readable: generation engines, gradient checkpointing, several reward models. Functions other than
+main that train_reward.py or rloo_rlhf.py has too are the same there, to the letter: a parameter or
+a branch that looks unused here serves those scripts.
 
 Shapes: B responses in a process's share of a batch, b in a micro-batch, R tokens per response,
-t tokens in a row with its query, V tokens in the vocabulary, d hidden units.
-
-All need a reward model, which train_reward.py makes, or a --reward_fn. Left out, to stay readable:
-generation engines, gradient checkpointing, several reward models. A function but main that
-train_reward.py or rloo_rlhf.py has too is the same there, to the letter; some have a parameter that
-only the others use.
+T tokens in a row with its query, V tokens in the vocabulary, d hidden units.
 """
 
 import signal
@@ -89,7 +88,7 @@ logger = get_logger(__name__)  # prints on the first process only
 
 
 class UserError(ValueError):
-    """What the user can mend: one line, with which the script ends."""
+    """An error that the user can mend: the script ends with its text, one line."""
 
 
 class Interrupted(UserError):
@@ -103,7 +102,7 @@ class Args:
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # Of query order, sampling and shuffles
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # For query order, sampling and shuffles
     output_dir: Name | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
     # Go on with the run in --output_dir, with its settings where no flag is given; or start it
     resume: bool = False
@@ -135,7 +134,7 @@ class Args:
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
     query_prefix: Name | None = None  # Before every query that the policy reads, not the rewards
     query_suffix: Name | None = None  # After every query that the policy reads, not the rewards
-    # One token: a query begins after its first occurrence, and needs one (None: it begins at once)
+    # One token: a query begins after its first occurrence, and needs one (None: nothing is cut)
     start_text: Name | None = "."
     end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: not)
     response_length: PositiveInt = 24  # Tokens sampled per response
@@ -154,7 +153,7 @@ class Args:
     # the algorithm
     total_episodes: PositiveInt = 12_800  # Responses sampled in the whole run
     batch_size: PositiveInt = 128  # Episodes per update, over all devices
-    # Rows per pass on one device, but in sampling, which has all; gradients accumulate
+    # Rows per pass on one device; gradients accumulate. Sampling takes all rows at once
     micro_batch_size: PositiveInt = 128
     num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
     num_epochs: PositiveInt = 4  # Passes over the batch in each update
@@ -165,7 +164,7 @@ class Args:
     adam: Literal["tf", "torch"] = "tf"
     adam_eps: NonNegativeFloat = 1e-5  # Adam's epsilon
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # Decay rates of Adam's two averages
-    weight_decay: NonNegativeFloat = 0.0  # Of matrices, decoupled as in AdamW
+    weight_decay: NonNegativeFloat = 0.0  # Decoupled, as in AdamW; of matrices only
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
     # No more steps on a batch after one whose approxkl is above this
     target_kl: PositiveFloat | None = None
@@ -192,11 +191,11 @@ class Args:
     lam: NonNegativeFloat = 0.95  # Lambda of generalised advantage estimation
     whiten_rewards: bool = True  # Scale rewards to variance 1, about their mean, which stays
     whiten_advantages: bool = True  # Shift and scale advantages to mean 0, variance 1
-    # Over a process's minibatch (original), that of all processes, or a process's batch (TRL)
+    # Together: a process's minibatch (original), that of all processes, a process's batch (TRL)
     whiten: Literal["rank", "global", "batch"] = "rank"
-    # The score is the reward of one more step, after the response's last token (TRL from 0.12)
+    # Pay the score one step after the response's last token, if R has room (TRL from 0.12)
     value_after_end: bool = False
-    # Value head on the policy's trunk, on a --base_model of its own, or a --reward_model, as it is
+    # The value head sits on the policy's trunk, a second --base_model, or a second --reward_model
     critic: Literal["shared", "policy", "reward"] = "shared"
     critic_lr: NonNegativeFloat | None = None  # Learning rate of value head and critic (None: --lr)
     critic_warmup: NonNegativeInt = 0  # First updates, which train value head and critic alone
@@ -225,7 +224,7 @@ PRESETS = {
 
 @dataclass
 class Query:
-    """What is asked once."""
+    """A query, as its readers have it, and the table row that it came from."""
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
@@ -274,7 +273,7 @@ def main(preset: str, args: Args) -> None:
     set_up_backend(args.dtype)
     set_seed(args.seed)
     tokenizer = load_tokenizer("base_model", args)
-    end_token = token_id("truncate_token", tokenizer, args)
+    truncate_id = token_id("truncate_token", tokenizer, args)
     num_queries = args.eval_queries + num_updates * args.batch_size
     queries = load_queries("query_dataset", tokenizer, args, num_queries)
     held_out = queries[: args.eval_queries]
@@ -284,8 +283,8 @@ def main(preset: str, args: Args) -> None:
     longest = max(len(query.context) for query in held_out + queries) + args.response_length
     ptx_texts = []
     if args.ptx_dataset is not None:
-        beginnings = replace(args, start_text=None, end_text=None, long_queries="keep_start")
-        ptx_texts = load_queries("ptx_dataset", tokenizer, beginnings, num_queries)
+        ptx_args = replace(args, start_text=None, end_text=None, long_queries="keep_start")
+        ptx_texts = load_queries("ptx_dataset", tokenizer, ptx_args, num_queries)
     score = load_reward(args, preset, tokenizer, longest)  # sets args.reward_model if it is None
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
     critic = None
@@ -299,12 +298,12 @@ def main(preset: str, args: Args) -> None:
     policy, optimizer = accelerator.prepare(policy, optimizer)
     actor = accelerator.unwrap_model(policy)  # the same module, without DDP around it
     trained = {name: p for name, p in actor.named_parameters() if p.requires_grad}
-    average = nn.ParameterList()  # of their weights, with --ema
+    average = nn.ParameterList()  # moving averages of these weights, with --ema
     if args.ema > 0:
         average.extend(p.detach().clone() for p in trained.values())
         average.requires_grad_(False)
         accelerator.prepare_model(average, evaluation_mode=True)  # now checkpoints include it
-    assess = functools.partial(evaluate, ref, held_out, score, end_token, tokenizer, args)
+    assess = functools.partial(evaluate, ref, held_out, score, truncate_id, tokenizer, args)
     before = assess(ref)  # what the policy is before the training; a resumed run has it too
 
     with lock_and_signals(args) as signals:
@@ -324,10 +323,10 @@ def main(preset: str, args: Args) -> None:
             u = uniforms(args.seed, made, args.batch_size, args.response_length)[mine]
             epochs = next(shuffles)
             # Micro-batches as in the first epoch: same padding and rounding, so first ratios are 1.
-            batch = rollout(actor, ref, asked, u, epochs[0], end_token, args)
+            batch = rollout(actor, ref, asked, u, epochs[0], truncate_id, args)
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
-            raw_scores, token_scores = score(asked, batch.truncated)  # (B,); (B, R), as a rule 0
+            raw_scores, token_scores = score(asked, batch.truncated)  # (B,); (B, R), 0 by a model
             scores = penalize(raw_scores, batch.found_end, args)  # (B,)
             final_scores = normalize_scores(scores, args)
 
@@ -335,9 +334,9 @@ def main(preset: str, args: Args) -> None:
             ref_log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
             token_kl = kl_penalty(ref_log_ratio, args.kl_estimator, batch.full_kl) * batch.mask
             batch.value_mask = batch.mask
-            if args.value_after_end:  # 1 1 1 0 0 becomes 1 1 1 1 0
+            if args.value_after_end:  # one step more, if there is room: 1 1 1 0 0 becomes 1 1 1 1 0
                 batch.value_mask = pad(batch.mask[:, :-1], (1, 0), value=True)
-            rest = final_scores - token_scores.sum(1)  # tokens have theirs; the last gets the rest
+            rest = final_scores - token_scores.sum(1)  # token scores are paid at their own tokens
             batch.rewards = token_rewards(rest, token_kl, batch.value_mask, kl_coef) + token_scores
 
             # 4. update: the optimizer steps on this batch
@@ -376,14 +375,14 @@ def main(preset: str, args: Args) -> None:
             accelerator.log(metrics, step=made)
             kl = metrics["objective/kl"]
             bar.set_postfix(score=metrics["objective/scores"], kl=kl)
-            # Both were measured before this update's steps. A bad policy gets no checkpoint.
+            # Both are of the policy that sampled, which the last checkpoint may have.
             check_policy(update, metrics["first_ratio_error"], kl, args)
 
             # 6. adapt the KL coefficient; leave a checkpoint
             state |= {"update": made, "kl_coef": adapt_kl_coef(kl_coef, kl, args)}
             is_due = args.checkpoint_every and made % args.checkpoint_every == 0
-            # Any process may have had a signal; count makes their number a tensor on the device.
-            stopping = sum_over_ranks(count * len(signals)) > 0
+            # A signal to any process stops all.
+            stopping = sum_over_ranks(torch.full_like(scores, len(signals))) > 0
             if is_due or stopping or made == num_updates:
                 save_checkpoint(accelerator, state, args)
             if stopping:
@@ -409,8 +408,8 @@ def kl_penalty(log_ratio: Tensor, kind: str, full_kl: Tensor | None = None) -> T
     """The KL to pay for (B, R), from log pi - log ref of the sampled tokens: k1, k2, k3 (Schulman
     2020: joschu.net/blog/kl-approx.html), abs (TRL), or `full`, that over the vocabulary.
 
-    In a reward only k1 has the gradient of KL(pi, ref). The expected one of k3, for example, is
-    grad KL(pi, ref) - grad KL(ref, pi), which is 0 to first order near the reference."""
+    As a reward only k1 has, in expectation, the gradient of KL(pi, ref). That of k3, for example,
+    is grad KL(pi, ref) - grad KL(ref, pi), which is 0 to first order near the reference."""
     estimates = {
         "k1": log_ratio,
         "k2": log_ratio**2 / 2,
@@ -423,7 +422,7 @@ def kl_penalty(log_ratio: Tensor, kind: str, full_kl: Tensor | None = None) -> T
 
 def penalize(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
     """Scores (B,), with --penalty_reward_value where there is no truncate token."""
-    kept = scores if args.penalty_mode == "add" else scores * 0  # a NaN stays one
+    kept = scores if args.penalty_mode == "add" else scores * 0  # NaN * 0 is NaN, for the check
     scores = torch.where(found_end, scores, kept + args.penalty_reward_value)
     if not scores.isfinite().all():
         source = f"--reward_model {args.reward_model}, --reward_fn {args.reward_fn}"
@@ -434,8 +433,8 @@ def penalize(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
 
 
 def normalize_scores(scores: Tensor, args: Args) -> Tensor:
-    """Scores (B,) after --score_norm, by the statistics of all processes, and --score_clip. Scores
-    of tokens stay as they are: they should be small beside these."""
+    """Scores (B,), first scaled by --score_norm over all processes, then clipped by --score_clip.
+    Token scores are not scaled: keep them small beside the result."""
     if args.score_norm is not None:
         mean, variance = moments(scores, torch.ones_like(scores), sum_over_ranks)
         if args.score_norm == "whiten":
@@ -447,7 +446,8 @@ def normalize_scores(scores: Tensor, args: Args) -> Tensor:
 
 
 def token_rewards(scores: Tensor, token_kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Rewards (B, R): -kl_coef * token_kl, and the score (B,) at the last token of mask."""
+    """Rewards (B, R): -kl_coef * token_kl, and the score (B,) at the last token of mask. Without
+    --mask_truncated that is the last sampled token, even far behind the truncate token."""
     is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
     return -kl_coef * token_kl + scores.unsqueeze(1) * is_last
 
@@ -458,14 +458,14 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def moments(x: Tensor, mask: Tensor, total: Callable = torch.sum, correction: int = 0) -> Pair:
-    """Mean and variance over mask, two scalars. `total` sums: here, or over all ranks; with a
-    correction of 1 the variance is the unbiased one."""
+    """Mean and variance over mask, two scalars. `total` is torch.sum, or sum_over_ranks to count
+    all processes; a correction of 1 makes the variance unbiased."""
     count = total(mask)
     mean = total(x * mask) / count
     return mean, total((x - mean) ** 2 * mask) / (count - correction)
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool, total: Callable, correction: int) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, total: Callable, correction: int, shift_mean: bool) -> Tensor:
     """(x - mean) / sqrt(variance + 1e-8), plus the mean unless shift_mean; 0 outside mask."""
     mean, variance = moments(x, mask, total, correction)
     whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
@@ -495,10 +495,10 @@ def set_advantages(batch: Batch, rows: Tensor, args: Args) -> None:
     total = sum_over_ranks if args.whiten == "global" else torch.sum
     correction = 1 if args.whiten == "batch" else 0  # TRL's variance is the unbiased one
     if args.whiten_rewards:
-        rewards = whiten(rewards, value_mask, False, total, correction)  # their mean stays
+        rewards = whiten(rewards, value_mask, total, correction, shift_mean=False)
     advantages, returns = gae(batch.values[rows], rewards, value_mask, args.gamma, args.lam)
     if args.whiten_advantages:
-        advantages = whiten(advantages, batch.mask[rows], True, total, correction)  # mean 0
+        advantages = whiten(advantages, batch.mask[rows], total, correction, shift_mean=True)
     batch.advantages[rows] = advantages
     batch.returns[rows] = returns
 
@@ -559,22 +559,24 @@ def ppo_update(
     records = []
     one = torch.ones((), device=batch.mask.device)  # the count of what is a mean already
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
-        # The original whitens over the rows of a minibatch, so that each has its own advantages.
+        # Whitening makes advantages depend on the minibatch: so they are set anew for each.
         whitened_rows = torch.arange(len(batch.mask)) if args.whiten == "batch" else minibatch
         set_advantages(batch, whitened_rows, args)
+        # for the log
         for name, x in (("returns", batch.returns), ("val", batch.values)):
             mean, variance = moments(x[minibatch], batch.value_mask[minibatch])
             records.append({f"ppo/{name}/mean": (mean, one), f"ppo/{name}/var": (variance, one)})
 
-        # Losses are sums. accelerate divides them by the number of micro-batches, and averages
-        # gradients over processes, so that sum * parts / count becomes the mean over everything.
+        # Losses are sums over rows. accelerate divides them by the number of micro-batches, and
+        # averages gradients over processes: `parts` undoes both. Divided by a count over the
+        # minibatch and all processes, a sum becomes the mean over these.
         groups = micro_batches(minibatch, batch.contexts, args.micro_batch_size)
         accelerator.gradient_accumulation_steps = len(groups)
         accelerator.step = 0  # accumulate() counts micro-batches here, and steps at multiples
         parts = len(groups) * accelerator.num_processes
         per_token = parts / sum_over_ranks(batch.mask[minibatch])
         per_value = parts / sum_over_ranks(batch.value_mask[minibatch])
-        num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)  # or 0
+        num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)  # else 0
         per_target = parts / sum_over_ranks(num_targets * one).clamp(min=1)
 
         first_record = len(records)
@@ -583,7 +585,7 @@ def ppo_update(
                 all_logprobs, values = forward_response(policy, batch, rows, args.temperature)
                 logprobs = of_tokens(all_logprobs, batch.responses[rows])
                 policy_loss, value_loss, sums = ppo_loss(logprobs, values, batch, rows, args)
-                # A term of your own is its sum over these rows, times parts / its count over all.
+                # A loss of your own: its sum over these rows, times parts / its count as above.
                 loss = policy_loss * per_token + args.vf_coef * value_loss * per_value
                 if batch.texts:
                     ptx_loss, count = text_loss(policy, [batch.texts[i] for i in rows])
@@ -597,13 +599,14 @@ def ppo_update(
                     sums["ppo/policy/gradient_norm"] = (norm, one)
                 optimizer.step()  # this and the next do nothing before the last micro-batch
                 optimizer.zero_grad()
+            # for the log, and the check that ratios begin at 1, before the weights move
             entropies = {"ppo/policy/entropy": entropy(all_logprobs.detach())}
             records.append(sums | sums_over(batch.mask[rows], entropies))
-            if step == 0:  # the weights have not moved: every ratio has to be 1
+            if step == 0:
                 off = ((logprobs.detach() - batch.logprobs[rows]).exp() - 1).abs().max()
                 records.append({"first_ratio_error": (off, one)})
 
-        if args.target_kl is not None:
+        if args.target_kl is not None:  # over all processes, so that all stop at the same step
             approxkl = reduce_means(records[first_record:])["ppo/policy/approxkl"]
             if approxkl > args.target_kl:
                 break
@@ -628,13 +631,13 @@ def check_policy(update: int, ratio_error: float, kl: float, args: Args) -> None
         odd = f"first ratio off 1 by {ratio_error:.2g}, first KL {first_kl:.2g}"
         raise UserError(f"{odd}: the forward passes differ")
     if not -args.max_kl / 10 <= kl <= args.max_kl:
-        why = "a smaller --lr helps; a negative one: the policy is not what was sampled from"
+        why = "a smaller --lr helps; if it is negative, the policy is not what was sampled from"
         raise UserError(f"the KL is {kl:.4g} with --max_kl {args.max_kl}: {why}")
 
 
 def add_value_metrics(metrics: dict, args: Args) -> None:
-    """Adds what follows from metrics that are averaged: the total loss, without ptx, and the share
-    of the returns' variance that values explain. Centred: if the values' mean were right."""
+    """Adds what follows from averaged metrics: the total loss, without ptx, and the share of the
+    returns' variance that values explain; _centred forgives them a constant error."""
     value_loss = args.vf_coef * metrics["ppo/loss/value"]
     metrics["ppo/loss/total"] = metrics["ppo/loss/policy"] + value_loss
     variance = metrics["ppo/returns/var"] + 1e-8
@@ -670,7 +673,7 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, others for each `draw`: 0 for evaluations,
     1, 2, .. for updates. Processes take their rows of one array, so that any number of them draws
     the same responses."""
-    generator = np.random.default_rng([seed, 1, draw])  # 2 is for the order of queries
+    generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; load_queries has 2
     u = torch.from_numpy(generator.random((batch, length), dtype=np.float32))
     return u.to(PartialState().device)
 
@@ -684,8 +687,9 @@ def sample(
     top_p: float = 1.0,
     has_ended: Callable | None = None,
 ) -> Tensor:
-    """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R). Of
-    responses so far has_ended says which (B,) need not go on; if all have ended, zeros follow."""
+    """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R).
+    has_ended says of responses so far which have ended, (B,): once all have, sampling stops, and
+    the tokens that are left stay 0."""
     cache = DynamicCache(config=policy.lm.config)
     ids, mask = left_pad(contexts)
     responses = torch.zeros_like(u, dtype=torch.long)
@@ -729,23 +733,23 @@ def rollout(
     queries: list[Query],
     u: Tensor,
     minibatches: Tensor,
-    end_token: int | None,
+    truncate_id: int | None,
     args: Args,
 ) -> Batch:
     """Responses to the queries, from uniforms u (B, R); log-probabilities of their tokens, and
     values. Rows go through the models in the micro-batches of these minibatches."""
     contexts = [query.context for query in queries]
     has_ended = None
-    if args.mask_truncated and end_token is not None:
-        has_ended = lambda x: truncate(x, end_token, args.truncate_after)[1]  # noqa: E731
+    if args.mask_truncated and truncate_id is not None:
+        has_ended = lambda x: truncate(x, truncate_id, args.truncate_after)[1]  # noqa: E731
     # autocast keeps its bf16 copies of weights until its outermost block ends. That is this one,
     # though it is off: so weights are cast once, not for every token.
     with torch.autocast(u.device.type, enabled=False):
         responses = sample(policy, contexts, u, args.temperature, args.top_p, has_ended)
 
-    until_end, found_end = truncate(responses, end_token, args.truncate_after)
+    until_end, found_end = truncate(responses, truncate_id, args.truncate_after)
     lengths = until_end.sum(1)
-    # Every tensor begins as zeros (B, R). What is not filled here is later, or stays 0.
+    # All tensors begin as zeros (B, R). Some are filled below; others wait for main.
     zeros = {x.name: torch.zeros_like(u) for x in fields(Batch) if x.type is Tensor}
     batch = Batch(contexts=contexts, truncated=[], texts=[], **zeros)
     for row, length in zip(responses.tolist(), lengths.tolist(), strict=True):
@@ -819,16 +823,16 @@ def evaluate(
     ref: Module,
     queries: list[Query],
     score: Callable,
-    end_token: int | None,
+    truncate_id: int | None,
     tokenizer: Tokenizer,
     args: Args,
     policy: Module,
 ) -> pd.DataFrame:
-    """A row for each held-out query; main binds all parameters but the policy. All calls sample
-    from the same uniforms. Scores have their penalty, as in training."""
+    """A row for each held-out query, the same on every process. main binds all parameters but the
+    policy. All calls sample from the same uniforms. Scores have their penalty, as in training."""
     u = uniforms(args.seed, 0, len(queries), args.response_length)
     minibatches = torch.arange(len(queries)).view(1, -1)
-    batch = rollout(policy, ref, queries, u, minibatches, end_token, args)
+    batch = rollout(policy, ref, queries, u, minibatches, truncate_id, args)
     scores, _ = score(queries, batch.truncated)
     kls = (batch.logprobs - batch.ref_logprobs) * batch.mask
     columns = {
@@ -844,7 +848,7 @@ def evaluate(
 
 # --- forward passes -------------------------------------------------------------------------------
 def left_pad(rows: TokenRows) -> Pair:
-    """Token ids (B, t), padded on the left, and a mask, which is False at padding."""
+    """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
     tensors = [torch.tensor(row) for row in rows]
     ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left")
     ids = ids.to(PartialState().device)
@@ -854,8 +858,9 @@ def left_pad(rows: TokenRows) -> Pair:
 def hidden_states(
     model: Model, ids: Tensor, mask: Tensor, last: int, cache: DynamicCache | None = None
 ) -> Tensor:
-    """States (B, last, d), in fp32, at the `last` tokens of ids (B, t). These follow the tokens in
-    the cache, which mask covers too. Positions count real tokens, as the original's do."""
+    """States (B, last, d), in fp32, of the `last` newest tokens of ids (B, T). With a cache, ids
+    follow the tokens in it, and mask covers both. Positions count real tokens, as the original's
+    do. load_model sets is_autocast."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=model.base_model.is_autocast):
         output = model.base_model(
@@ -898,7 +903,7 @@ class ActorCritic(Module):
         last: int = 1,
         cache: DynamicCache | None = None,
     ) -> Pair:
-        """Logits (b, last, V) and values (b, last), in fp32, at the last tokens of ids (b, t): see
+        """Logits (b, last, V) and values (b, last), in fp32, at the last tokens of ids (b, T): see
         hidden_states. With a cache, which is for sampling, there are no values."""
         states = hidden_states(self.lm, ids, mask, last, cache)
         logits = logits_of(self.lm, states)
@@ -1018,7 +1023,7 @@ def load_model(
         if os.path.exists(f"{name}/adapter_config.json"):
             raise ValueError("is an adapter: merge it first (peft's merge_and_unload)")
         _, info = auto_class.from_pretrained(name, device_map="meta", **how)  # names alone
-        wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}  # in layers
+        wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}  # of layers
         if not config:
             wrong |= info["missing_keys"]
         if wrong:
@@ -1081,12 +1086,13 @@ def scalar_head(model: Model) -> nn.Linear:
 def load_policy_and_reference(
     args: Args, tokenizer: Tokenizer, longest: int
 ) -> tuple[Model, Model]:
-    """Two of --base_model, which share the weights that are not trained."""
+    """Two of --base_model, on this process's device: the policy, and the reference, which is
+    frozen. They share the weights that are not trained."""
     lm = load_model(AutoModelForCausalLM, "base_model", args, tokenizer, longest)
     add_adapters(lm, args)
     freeze_lower_layers(lm, args)
     shared = {id(p): p for p in lm.parameters() if not p.requires_grad}
-    ref_lm = copy.deepcopy(lm, shared)  # what the second argument has is kept, not copied
+    ref_lm = copy.deepcopy(lm, shared)  # all but these is copied; new LoRA adapters add 0
     ref_lm.requires_grad_(False)
     if args.unfrozen_layers == 0:  # else it shares weights that are saved with the policy
         hold_in_bf16(ref_lm, args)
@@ -1385,7 +1391,7 @@ def lock_and_signals(args: Args) -> Iterator[list]:
     lock = FileLock(f"{args.output_dir}/lock")
     if PartialState().is_main_process:
         with as_user_error("output_dir", args):
-            lock.acquire(blocking=False)
+            lock.acquire(blocking=False)  # makes the folder, too
     with contextlib.suppress(ValueError):  # no thread but the main one gets signals
         for number in (signal.SIGINT, signal.SIGTERM):
             handlers[number] = signal.signal(number, note)
@@ -1410,7 +1416,7 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
     log = folder / "metrics.jsonl"
     state |= {"processes": accelerator.num_processes, "wandb_id": os.urandom(4).hex()}
     with as_user_error("output_dir", args):
-        for newest in checkpoints(args)[-1:]:
+        for newest in checkpoints(args)[-1:]:  # one or none
             saved = json.loads(newest.read_text())
             if saved["processes"] != state["processes"]:  # shuffles are per process
                 raise ValueError(f"is a run of {saved['processes']} processes: use as many")
@@ -1434,8 +1440,9 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
 
 
 def save_checkpoint(accelerator: Accelerator, state: dict, args: Args) -> None:
-    """Writes checkpoints/<updates made>, state.json last; two stay. Random numbers have no state:
-    they follow from seed, update and row, and shuffles are drawn again from the start."""
+    """Writes checkpoints/<updates made>: weights, the optimizer and averages by accelerate, then
+    state.json (open_run has its fields). The newest two stay. No random state is needed: numbers
+    follow from seed, update and row, and shuffles are drawn from the start."""
     path = Path(f"{args.output_dir}/checkpoints/{state['update']:07d}")
     with as_user_error("output_dir", args):
         accelerator.save_state(str(path))

@@ -123,11 +123,12 @@ def make_optimizer(
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, update: int, progress: float, args: Any
 ) -> None:
-    """Those of an update (from 0) before which `progress` of the run, in [0, 1), has been made.
+    """Sets the rates for the optimizer steps of an update, counted from 0; `progress`, in [0, 1),
+    is the share of the run that is over.
 
-    They rise to args.lr in args.lr_warmup updates and, if args.lr_schedule is linear, fall to 0 at
-    the end. The critic's is args.critic_lr, if there is one; before args.critic_warmup updates the
-    policy's is 0.
+    Warm-up (args.lr_warmup updates) and the linear decay to 0 multiply. Value head and critic have
+    args.critic_lr, if it is given. In the first args.critic_warmup updates the policy's rate is 0:
+    its weights rest, while Adam averages its gradients, and clipping counts them, as always.
     """
     factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
     if args.lr_schedule == "linear":

@@ -5,20 +5,19 @@ entropy, one epoch. Before and after, gain and bias are set so that rewards of t
 policy's samples have mean 0 and deviation 1. "The original" is OpenAI's lm-human-preferences
 (Ziegler et al. 2019, arXiv:1909.08593); the tests replay arrays that were recorded from it.
 
-    python train_reward.py                                         # embedded default
-    python train_reward.py sentiment --dtype bf16 --track          # OpenAI's labels, one GPU
-    accelerate launch --num_processes 8 train_reward.py sentiment  # eight: batch sizes are global
+    python train_reward.py                                         # tiny model and data, on a CPU
+    accelerate launch --num_processes 8 train_reward.py sentiment  # eight GPUs share --batch_size
 
 Labels: columns query, sample0, sample1, .., best of token ids, or prompt, chosen, rejected of texts
 or messages. The result is a Hugging Face folder, reward_model/.
 
-Shapes: B comparisons in a process's share of a batch, b in a micro-batch, N responses in each, t
+Shapes: B comparisons in a process's share of a batch, b in a micro-batch, N responses in each, T
 tokens in a row, V tokens in the vocabulary, d hidden units.
 """
 
 import signal
 
-if __name__ == "__main__":  # Ctrl-C during the slow imports ends without a traceback
+if __name__ == "__main__":  # Ctrl-C before the run begins ends it without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
@@ -79,7 +78,7 @@ logger = get_logger(__name__)  # prints on the first process only
 
 
 class UserError(ValueError):
-    """What the user can mend: one line, with which the script ends."""
+    """An error that the user can mend: the script ends with its text, one line."""
 
 
 class Interrupted(UserError):
@@ -93,7 +92,7 @@ class Args:
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # Of query order, sampling and shuffles
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # For query order, sampling and shuffles
     output_dir: Name | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
     # Go on with the run in --output_dir, with its settings where no flag is given; or start it
     resume: bool = False
@@ -123,7 +122,7 @@ class Args:
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
     query_prefix: Name | None = None  # Before every query that the policy reads, not the rewards
     query_suffix: Name | None = None  # After every query that the policy reads, not the rewards
-    # One token: a query begins after its first occurrence, and needs one (None: it begins at once)
+    # One token: a query begins after its first occurrence, and needs one (None: nothing is cut)
     start_text: Name | None = "."
     end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: not)
     response_length: PositiveInt = 24  # Tokens sampled per response
@@ -135,7 +134,7 @@ class Args:
 
     # the algorithm
     batch_size: PositiveInt = 8  # Comparisons per update, over all devices
-    # Rows per pass on one device, but in sampling, which has all; gradients accumulate
+    # Rows per pass on one device; gradients accumulate. Sampling takes all rows at once
     micro_batch_size: PositiveInt = 128
     lr: NonNegativeFloat = 2e-3  # Learning rate, see the schedule
     lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
@@ -144,7 +143,7 @@ class Args:
     adam: Literal["tf", "torch"] = "tf"
     adam_eps: NonNegativeFloat = 1e-5  # Adam's epsilon
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # Decay rates of Adam's two averages
-    weight_decay: NonNegativeFloat = 0.0  # Of matrices, decoupled as in AdamW
+    weight_decay: NonNegativeFloat = 0.0  # Decoupled, as in AdamW; of matrices only
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
 
 
@@ -167,7 +166,7 @@ for name in ("sentiment", "descriptiveness", "cnndm", "tldr"):
 
 @dataclass
 class Query:
-    """What is asked once."""
+    """A query, as its readers have it, and the table row that it came from."""
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
@@ -417,7 +416,7 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, others for each `draw`: 0 for evaluations,
     1, 2, .. for updates. Processes take their rows of one array, so that any number of them draws
     the same responses."""
-    generator = np.random.default_rng([seed, 1, draw])  # 2 is for the order of queries
+    generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; load_queries has 2
     u = torch.from_numpy(generator.random((batch, length), dtype=np.float32))
     return u.to(PartialState().device)
 
@@ -431,8 +430,9 @@ def sample(
     top_p: float = 1.0,
     has_ended: Callable | None = None,
 ) -> Tensor:
-    """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R). Of
-    responses so far has_ended says which (B,) need not go on; if all have ended, zeros follow."""
+    """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R).
+    has_ended says of responses so far which have ended, (B,): once all have, sampling stops, and
+    the tokens that are left stay 0."""
     cache = DynamicCache(config=policy.lm.config)
     ids, mask = left_pad(contexts)
     responses = torch.zeros_like(u, dtype=torch.long)
@@ -459,7 +459,7 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 
 # --- forward passes -------------------------------------------------------------------------------
 def left_pad(rows: TokenRows) -> Pair:
-    """Token ids (B, t), padded on the left, and a mask, which is False at padding."""
+    """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
     tensors = [torch.tensor(row) for row in rows]
     ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left")
     ids = ids.to(PartialState().device)
@@ -469,8 +469,9 @@ def left_pad(rows: TokenRows) -> Pair:
 def hidden_states(
     model: Model, ids: Tensor, mask: Tensor, last: int, cache: DynamicCache | None = None
 ) -> Tensor:
-    """States (B, last, d), in fp32, at the `last` tokens of ids (B, t). These follow the tokens in
-    the cache, which mask covers too. Positions count real tokens, as the original's do."""
+    """States (B, last, d), in fp32, of the `last` newest tokens of ids (B, T). With a cache, ids
+    follow the tokens in it, and mask covers both. Positions count real tokens, as the original's
+    do. load_model sets is_autocast."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=model.base_model.is_autocast):
         output = model.base_model(
@@ -519,8 +520,8 @@ class RewardModel(Module):
         self.bias = nn.Parameter(torch.zeros(1, device=lm.device))
 
     def forward(self, ids: Tensor, mask: Tensor, responses: Tensor, lengths: Tensor) -> Tensor:
-        """Rewards (b N,), in fp32, of responses (b N, t), padded on the right, of these lengths.
-        The queries ids (b, t), padded on the left, are read once, for N responses each."""
+        """Rewards (b N,), in fp32, of responses (b N, T), padded on the right, of these lengths.
+        The queries ids (b, T), padded on the left, are read once, for N responses each."""
         repeats = len(responses) // len(ids)
         cache = DynamicCache(config=self.lm.config)
         unused = hidden_states(self.lm, ids, mask, 1, cache).sum()
@@ -606,7 +607,7 @@ def load_model(
         if os.path.exists(f"{name}/adapter_config.json"):
             raise ValueError("is an adapter: merge it first (peft's merge_and_unload)")
         _, info = auto_class.from_pretrained(name, device_map="meta", **how)  # names alone
-        wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}  # in layers
+        wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}  # of layers
         if not config:
             wrong |= info["missing_keys"]
         if wrong:
@@ -991,7 +992,7 @@ def lock_and_signals(args: Args) -> Iterator[list]:
     lock = FileLock(f"{args.output_dir}/lock")
     if PartialState().is_main_process:
         with as_user_error("output_dir", args):
-            lock.acquire(blocking=False)
+            lock.acquire(blocking=False)  # makes the folder, too
     with contextlib.suppress(ValueError):  # no thread but the main one gets signals
         for number in (signal.SIGINT, signal.SIGTERM):
             handlers[number] = signal.signal(number, note)
@@ -1016,7 +1017,7 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
     log = folder / "metrics.jsonl"
     state |= {"processes": accelerator.num_processes, "wandb_id": os.urandom(4).hex()}
     with as_user_error("output_dir", args):
-        for newest in checkpoints(args)[-1:]:
+        for newest in checkpoints(args)[-1:]:  # one or none
             saved = json.loads(newest.read_text())
             if saved["processes"] != state["processes"]:  # shuffles are per process
                 raise ValueError(f"is a run of {saved['processes']} processes: use as many")
@@ -1040,8 +1041,9 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
 
 
 def save_checkpoint(accelerator: Accelerator, state: dict, args: Args) -> None:
-    """Writes checkpoints/<updates made>, state.json last; two stay. Random numbers have no state:
-    they follow from seed, update and row, and shuffles are drawn again from the start."""
+    """Writes checkpoints/<updates made>: weights, the optimizer and averages by accelerate, then
+    state.json (open_run has its fields). The newest two stay. No random state is needed: numbers
+    follow from seed, update and row, and shuffles are drawn from the start."""
     path = Path(f"{args.output_dir}/checkpoints/{state['update']:07d}")
     with as_user_error("output_dir", args):
         accelerator.save_state(str(path))

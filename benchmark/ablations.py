@@ -70,7 +70,7 @@ JUDGED = (
 )
 LEVELS = (2.0, 4.0, 6.0)  # nats at which gold scores are compared
 BINS = 16  # points of a curve, each a mean of so many updates that there are this many
-SHIFTED = (("whiten(rewards, value_mask, False,", "whiten(rewards, value_mask, True,"),)
+SHIFTED = (("correction, shift_mean=False)", "correction, shift_mean=True)"),)
 
 
 class Choice(NamedTuple):

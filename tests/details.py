@@ -242,8 +242,8 @@ ORIGINAL = [
     Detail(
         "rewards are whitened without shifting their mean",
         PPO,
-        "whiten(rewards, value_mask, False, total, correction)",
-        "whiten(rewards, value_mask, True, total, correction)",
+        "whiten(rewards, value_mask, total, correction, shift_mean=False)",
+        "whiten(rewards, value_mask, total, correction, shift_mean=True)",
         STEPS,
     ),
     Detail(
@@ -263,7 +263,7 @@ ORIGINAL = [
     Detail(
         "advantages are whitened per minibatch and rank, inside the epochs",
         PPO,
-        "whiten(advantages, batch.mask[rows], True, total, correction)",
+        "whiten(advantages, batch.mask[rows], total, correction, shift_mean=True)",
         "advantages",
         STEPS,
     ),

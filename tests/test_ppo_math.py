@@ -159,18 +159,18 @@ def test_whiten_gives_the_table_of_the_n_implementation_details() -> None:
         "1.2127019 1.6000004 1.9872988 /"
         "2.3745968 2.7618952 3.1491938"
     )
-    whitened = ppo_rlhf.whiten(rewards, every(rewards), False, torch.sum, 0)
+    whitened = ppo_rlhf.whiten(rewards, every(rewards), torch.sum, 0, shift_mean=False)
     assert_close(whitened, published, atol=2e-6)
-    shifted = ppo_rlhf.whiten(rewards, every(rewards), True, torch.sum, 0)
+    shifted = ppo_rlhf.whiten(rewards, every(rewards), torch.sum, 0, shift_mean=True)
     assert_close(shifted, published - 1.6, atol=2e-6)
     # 1e-8 is added to the variance: 0 and 2e-4, mean 1e-4, variance 1e-8:
     # 1e-4 / sqrt(1e-8 + 1e-8) = 0.707107
     x = numbers("0 2e-4")
-    small = ppo_rlhf.whiten(x, every(x), True, torch.sum, 0)
+    small = ppo_rlhf.whiten(x, every(x), torch.sum, 0, shift_mean=True)
     assert_close(small, "-0.707107 0.707107", atol=1e-5)
     # unbiased: 1, 2, 6 have variance 7
     mask = mask_of("1 1 1 0")
-    unbiased = ppo_rlhf.whiten(numbers("1 2 6 9"), mask, True, torch.sum, 1)
+    unbiased = ppo_rlhf.whiten(numbers("1 2 6 9"), mask, torch.sum, 1, shift_mean=True)
     assert_close(unbiased, numbers("-2 -1 3 0") / 7**0.5)
 
 
