@@ -8,6 +8,7 @@ et al. 2019, arXiv:1909.08593); the tests replay arrays that were recorded from 
 RLOO (REINFORCE leave-one-out, Ahmadian et al. 2024, arXiv:2402.14740) compares each of K responses
 to a query, rows that stand together, with the mean of the others: there is no value function.
 
+    python train_reward.py                                     # first: a reward model
     python rloo_rlhf.py                                        # tiny model and data, two CPU cores
     accelerate launch --num_processes 8 rloo_rlhf.py sentiment # eight GPUs share --batch_size
 
@@ -268,19 +269,19 @@ def main(preset: str, args: Args) -> None:
     queries = queries[args.eval_queries :]
     if not queries:
         raise UserError(f"--eval_queries {args.eval_queries}: none is left to train on")
-    longest = max(len(query.context) for query in held_out + queries) + args.response_length
     ptx_texts = []
     if args.ptx_dataset is not None:
         ptx_args = replace(args, start_text=None, end_text=None, long_queries="keep_start")
         ptx_texts = load_queries("ptx_dataset", tokenizer, ptx_args, num_queries)
+    longest = max(len(x.context) for x in held_out + queries + ptx_texts) + args.response_length
     score = load_reward(args, preset, tokenizer, longest)  # sets args.reward_model if it is None
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
     policy = Actor(lm, k)
     ref = Actor(ref_lm, k)
     optimizer = make_optimizer([policy.lm], [], args)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    actor = accelerator.unwrap_model(policy)  # the same module, without DDP around it
-    trained = {name: p for name, p in actor.named_parameters() if p.requires_grad}
+    unwrapped = accelerator.unwrap_model(policy)  # the same module, without DDP around it
+    trained = {name: p for name, p in unwrapped.named_parameters() if p.requires_grad}
     average = nn.ParameterList()  # moving averages of these weights, with --ema
     if args.ema > 0:
         average.extend(p.detach().clone() for p in trained.values())
@@ -290,7 +291,7 @@ def main(preset: str, args: Args) -> None:
     before = assess(ref)  # what the policy is before the training; a resumed run has it too
 
     with lock_and_signals(args) as signals:
-        state = {"update": 0, "kl_coef": args.kl_coef}  # open_run replaces it on resuming
+        state = {"update": 0, "kl_coef": args.kl_coef}  # open_run adds two fields, or loads all
         open_run(accelerator, preset, args, state)
         done = state["update"]
         # A resumed run draws shuffles from the start, and drops those of the updates already made.
@@ -306,7 +307,7 @@ def main(preset: str, args: Args) -> None:
             u = uniforms(args.seed, made, args.batch_size, args.response_length)[mine]
             epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # of responses
             # Micro-batches as in the first epoch: same padding and rounding, so first ratios are 1.
-            batch = rollout(actor, ref, asked, u, epochs[0], truncate_id, args)
+            batch = rollout(unwrapped, ref, asked, u, epochs[0], truncate_id, args)
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
             raw_scores, _ = score(asked, batch.truncated)  # (B,), sums of tokens' scores
@@ -319,8 +320,8 @@ def main(preset: str, args: Args) -> None:
             rewards = token_rewards(final_scores, token_kl, batch.mask, kl_coef).sum(1)  # (B,)
             batch.advantages = rloo_advantages(rewards.view(-1, k), args).view(-1, 1)
 
-            # 4. update: the optimizer steps on this batch
-            set_learning_rates(optimizer, update, update / num_updates, args)  # warm-up times decay
+            # 4. update: learning rates (tf_adam.py: warm-up times decay), and the optimizer steps
+            set_learning_rates(optimizer, update, update / num_updates, args)
             if ptx_texts:
                 batch.texts = [ptx_texts[i % len(ptx_texts)].input_ids for i in episodes]
             records = rloo_update(accelerator, policy, optimizer, batch, epochs, args)
@@ -338,14 +339,14 @@ def main(preset: str, args: Args) -> None:
                 "objective/entropy": -batch.logprobs * batch.mask,
                 "objective/non_score_reward": -kl_coef * token_kl,
             }
-            count = torch.ones_like(scores).sum()
+            count = scores.new_tensor(len(scores))
             records.append({name: (x.sum(), count) for name, x in per_response.items()})
             metrics = reduce_means(records)
             metrics["objective/kl_coef"] = kl_coef
             metrics["ppo/episode"] = made * args.batch_size
             metrics["ppo/lr"] = optimizer.param_groups[0]["lr"]
             if args.eval_every and made % args.eval_every == 0:
-                table = assess(actor)
+                table = assess(unwrapped)
                 metrics |= table.mean(numeric_only=True).add_prefix("eval/")
             if rank == 0:
                 log = f"{args.output_dir}/metrics.jsonl"
@@ -354,29 +355,29 @@ def main(preset: str, args: Args) -> None:
             accelerator.log(metrics, step=made)
             kl = metrics["objective/kl"]
             bar.set_postfix(score=metrics["objective/scores"], kl=kl)
-            # Both are of the policy that sampled, which the last checkpoint may have.
+            # Both were measured before this update's steps: a checkpoint may hold that policy.
             check_policy(update, metrics["first_ratio_error"], kl, args)
 
             # 6. adapt the KL coefficient; leave a checkpoint
             state |= {"update": made, "kl_coef": adapt_kl_coef(kl_coef, kl, args)}
             is_due = args.checkpoint_every and made % args.checkpoint_every == 0
             # A signal to any process stops all.
-            stopping = sum_over_ranks(torch.full_like(scores, len(signals))) > 0
+            stopping = sum_over_ranks(scores.new_tensor(len(signals))) > 0
             if is_due or stopping or made == num_updates:
                 save_checkpoint(accelerator, state, args)
             if stopping:
                 raise Interrupted("stopped by a signal")
 
         # 7. evaluate and save; all processes put the weights together
-        after = assess(actor)
+        after = assess(unwrapped)
         weights = accelerator.get_state_dict(policy)
         averages = accelerator.get_state_dict(average).values()
         if rank == 0:
             with as_user_error("output_dir", args):
-                save_policy(actor, weights, tokenizer, args.output_dir)
+                save_policy(unwrapped, weights, tokenizer, args.output_dir)
                 if args.ema > 0:
                     ema = weights | dict(zip(trained, averages, strict=True))
-                    save_policy(actor, ema, tokenizer, f"{args.output_dir}/ema")
+                    save_policy(unwrapped, ema, tokenizer, f"{args.output_dir}/ema")
             show_samples(accelerator, before, after, args)
     policy, optimizer = accelerator.free_memory(policy, optimizer)  # or gloo can wait for ever
     accelerator.end_training()
@@ -528,7 +529,7 @@ def rloo_update(
                     sums["ppo/policy/gradient_norm"] = (norm, one)
                 optimizer.step()  # this and the next do nothing before the last micro-batch
                 optimizer.zero_grad()
-            # for the log, and the check that ratios begin at 1, before the weights move
+            # For the log. All this is from before the step, so that at step 0 every ratio is 1.
             entropies = {"ppo/policy/entropy": entropy(all_logprobs.detach())}
             records.append(sums | sums_over(batch.mask[rows], entropies))
             if step == 0:
@@ -552,8 +553,8 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 def check_policy(update: int, ratio_error: float, kl: float, args: Args) -> None:
-    """UserError unless the first ratios of the update were 1, the KL of the first update 0, and
-    every KL within --max_kl."""
+    """UserError unless the update's first ratios were 1 (ratio_error: the largest error of a
+    micro-batch, averaged), the first update's KL 0, and every KL in [-max_kl / 10, max_kl]."""
     tolerance = {"fp32": 1e-3, "bf16": 0.02}[args.dtype]
     first_kl = kl if update == 0 else 0.0
     if not max(ratio_error, abs(first_kl)) <= tolerance:
@@ -666,8 +667,8 @@ def rollout(
 
     until_end, found_end = truncate(responses, truncate_id, args.truncate_after)
     lengths = until_end.sum(1)
-    # All tensors begin as zeros (B, R). Some are filled below; others wait for main.
-    zeros = {x.name: torch.zeros_like(u) for x in fields(Batch) if x.type is Tensor}
+    # Every tensor begins as zeros (B, R): those up to `values` are set below, the others later.
+    zeros = {field.name: torch.zeros_like(u) for field in fields(Batch) if field.type is Tensor}
     batch = Batch(contexts=contexts, truncated=[], texts=[], **zeros)
     for row, length in zip(responses.tolist(), lengths.tolist(), strict=True):
         batch.truncated.append(row[:length])
@@ -878,10 +879,10 @@ def set_up_backend(dtype: str) -> None:
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     if PartialState().device.type == "cpu":
-        torch.set_float32_matmul_precision("medium")  # oneDNN's products
+        torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16
         x = torch.randn(256, 256)
         exact = x.double() @ x.double()
-        if (x @ x - exact).abs().max() > 1e-4:  # which some CPUs compute in bf16
+        if (x @ x - exact).abs().max() > 1e-4:  # as on some CPUs: too coarse
             torch.set_float32_matmul_precision("highest")
     elif dtype == "bf16":
         torch.set_float32_matmul_precision("high")  # TF32 for the heads, which stay in fp32
@@ -1011,7 +1012,8 @@ def load_policy_and_reference(
     add_adapters(lm, args)
     freeze_lower_layers(lm, args)
     shared = {id(p): p for p in lm.parameters() if not p.requires_grad}
-    ref_lm = copy.deepcopy(lm, shared)  # all but these is copied; new LoRA adapters add 0
+    # deepcopy leaves what is in `shared`. LoRA adapters are copied: new ones add 0.
+    ref_lm = copy.deepcopy(lm, shared)
     ref_lm.requires_grad_(False)
     if args.unfrozen_layers == 0:  # else it shares weights that are saved with the policy
         hold_in_bf16(ref_lm, args)
@@ -1056,8 +1058,8 @@ def hold_in_bf16(model: Model, args: Args) -> None:
 
 
 def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
-    """What scores (queries, responses): --reward_fn, --reward_model, or the newest reward model
-    that train_reward.py made for the preset."""
+    """What scores (queries, responses), as score_by_model does: --reward_fn, --reward_model, or the
+    newest reward model that train_reward.py made for the preset."""
     if args.reward_fn is not None:
         sys.path.insert(0, os.getcwd())
         with as_user_error("reward_fn", args):
@@ -1102,7 +1104,7 @@ def cut_query(
 ) -> tuple[list[int], str]:
     """The query in these tokens (lm_human_preferences/lm_tasks.py): what comes after the first
     `start`, unless that is the last token, truncated to `length` (or as `long` says), then cut back
-    to the last `end`, which stays. If that is [], the text says why."""
+    to the last `end`, which stays. The text says why a query is []."""
     if start is not None:
         if start not in tokens:
             return [], "without --start_text"
@@ -1318,8 +1320,8 @@ def checkpoints(args: Args) -> list[Path]:
 
 
 def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> None:
-    """Writes args.json. If there is a checkpoint, loads it and its `state`, and cuts the log back
-    to that."""
+    """Writes args.json, starts the tracker, and removes samples.jsonl, the mark of a finished run.
+    If there is a checkpoint, loads it and its `state`, and cuts the log back to that."""
     folder = Path(args.output_dir)
     samples = folder / "samples.jsonl"
     log = folder / "metrics.jsonl"
@@ -1350,8 +1352,8 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
 
 def save_checkpoint(accelerator: Accelerator, state: dict, args: Args) -> None:
     """Writes checkpoints/<updates made>: weights, the optimizer and averages by accelerate, then
-    state.json (open_run has its fields). The newest two stay. No random state is needed: numbers
-    follow from seed, update and row, and shuffles are drawn from the start."""
+    state.json, with update, kl_coef, processes, wandb_id. The newest two stay. No random state is
+    needed: numbers follow from seed, update and row, and shuffles are drawn from the start."""
     path = Path(f"{args.output_dir}/checkpoints/{state['update']:07d}")
     with as_user_error("output_dir", args):
         accelerator.save_state(str(path))

@@ -543,10 +543,10 @@ def set_up_backend(dtype: str) -> None:
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     if PartialState().device.type == "cpu":
-        torch.set_float32_matmul_precision("medium")  # oneDNN's products
+        torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16
         x = torch.randn(256, 256)
         exact = x.double() @ x.double()
-        if (x @ x - exact).abs().max() > 1e-4:  # which some CPUs compute in bf16
+        if (x @ x - exact).abs().max() > 1e-4:  # as on some CPUs: too coarse
             torch.set_float32_matmul_precision("highest")
     elif dtype == "bf16":
         torch.set_float32_matmul_precision("high")  # TF32 for the heads, which stay in fp32
@@ -714,7 +714,7 @@ def cut_query(
 ) -> tuple[list[int], str]:
     """The query in these tokens (lm_human_preferences/lm_tasks.py): what comes after the first
     `start`, unless that is the last token, truncated to `length` (or as `long` says), then cut back
-    to the last `end`, which stays. If that is [], the text says why."""
+    to the last `end`, which stays. The text says why a query is []."""
     if start is not None:
         if start not in tokens:
             return [], "without --start_text"
@@ -1010,8 +1010,8 @@ def checkpoints(args: Args) -> list[Path]:
 
 
 def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> None:
-    """Writes args.json. If there is a checkpoint, loads it and its `state`, and cuts the log back
-    to that."""
+    """Writes args.json, starts the tracker, and removes samples.jsonl, the mark of a finished run.
+    If there is a checkpoint, loads it and its `state`, and cuts the log back to that."""
     folder = Path(args.output_dir)
     samples = folder / "samples.jsonl"
     log = folder / "metrics.jsonl"
@@ -1042,8 +1042,8 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
 
 def save_checkpoint(accelerator: Accelerator, state: dict, args: Args) -> None:
     """Writes checkpoints/<updates made>: weights, the optimizer and averages by accelerate, then
-    state.json (open_run has its fields). The newest two stay. No random state is needed: numbers
-    follow from seed, update and row, and shuffles are drawn from the start."""
+    state.json, with update, kl_coef, processes, wandb_id. The newest two stay. No random state is
+    needed: numbers follow from seed, update and row, and shuffles are drawn from the start."""
     path = Path(f"{args.output_dir}/checkpoints/{state['update']:07d}")
     with as_user_error("output_dir", args):
         accelerator.save_state(str(path))

@@ -69,6 +69,12 @@ JUDGED = (
     ),
 )
 LEVELS = (2.0, 4.0, 6.0)  # nats at which gold scores are compared
+CURVES = {
+    "gold": "gold",
+    "proxy": "proxy",
+    "kl": "objective/kl",
+    "var_explained": "ppo/val/var_explained",
+}
 BINS = 16  # points of a curve, each a mean of so many updates that there are this many
 SHIFTED = (("correction, shift_mean=False)", "correction, shift_mean=True)"),)
 
@@ -224,11 +230,12 @@ def digest_of(choice: Choice, flags: list[str]) -> str:
 
 
 def curve(metrics: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Gold and proxy score and KL of a run's responses on its way, in BINS points."""
+    """Gold and proxy score, KL and what values explain, of a run on its way, in BINS points."""
     points = {}
-    for kind, metric in (("gold", "gold"), ("proxy", "proxy"), ("kl", "objective/kl")):
-        values = np.array([row[metric] for row in metrics])
-        points[kind] = [float(part.mean()) for part in np.array_split(values, BINS)]
+    for kind, metric in CURVES.items():
+        if metric in metrics[0]:  # RLOO has no values
+            values = np.array([row[metric] for row in metrics])
+            points[kind] = [float(part.mean()) for part in np.array_split(values, BINS)]
     return points
 
 
