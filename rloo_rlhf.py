@@ -282,11 +282,11 @@ def main(preset: str, args: Args) -> None:
     policy, optimizer = accelerator.prepare(policy, optimizer)
     unwrapped = accelerator.unwrap_model(policy)  # the same module, without DDP around it
     trained = {name: p for name, p in unwrapped.named_parameters() if p.requires_grad}
-    average = nn.ParameterList()  # moving averages of these weights, with --ema
+    ema_weights = nn.ParameterList()  # moving averages of these; none without --ema
     if args.ema > 0:
-        average.extend(p.detach().clone() for p in trained.values())
-        average.requires_grad_(False)
-        accelerator.prepare_model(average, evaluation_mode=True)  # now checkpoints include it
+        ema_weights.extend(p.detach().clone() for p in trained.values())
+        ema_weights.requires_grad_(False)
+        accelerator.prepare_model(ema_weights, evaluation_mode=True)  # now checkpoints include it
     assess = functools.partial(evaluate, ref, held_out, score, truncate_id, tokenizer, args)
     before = assess(ref)  # what the policy is before the training; a resumed run has it too
 
@@ -325,8 +325,8 @@ def main(preset: str, args: Args) -> None:
             if ptx_texts:
                 batch.texts = [ptx_texts[i % len(ptx_texts)].input_ids for i in episodes]
             records = rloo_update(accelerator, policy, optimizer, batch, epochs, args)
-            for mean, p in zip(average, trained.values(), strict=False):  # empty without --ema
-                mean.lerp_(p.detach(), 1 - args.ema)
+            for average, p in zip(ema_weights, trained.values(), strict=False):  # or none
+                average.lerp_(p.detach(), 1 - args.ema)
 
             # 5. log; these are summed over tokens, and averaged over responses
             per_response = {
@@ -371,7 +371,7 @@ def main(preset: str, args: Args) -> None:
         # 7. evaluate and save; all processes put the weights together
         after = assess(unwrapped)
         weights = accelerator.get_state_dict(policy)
-        averages = accelerator.get_state_dict(average).values()
+        averages = accelerator.get_state_dict(ema_weights).values()
         if rank == 0:
             with as_user_error("output_dir", args):
                 save_policy(unwrapped, weights, tokenizer, args.output_dir)
@@ -574,7 +574,7 @@ def reduce_means(records: list[Sums]) -> dict:
             totals[name] += torch.stack(pair).double()
     reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
     pairs = zip(totals, reduced, strict=True)
-    return {name: total / max(count, 1) for name, (total, count) in pairs}
+    return {name: x / max(count, 1) for name, (x, count) in pairs}
 
 
 # --- rollout and scoring --------------------------------------------------------------------------
@@ -726,11 +726,11 @@ def score_by_function(
     token_scores = scores.new_zeros(len(responses), args.response_length)
     try:
         returned = function(*texts, **copy.deepcopy(named))
-        for i, (score, response) in enumerate(zip(returned, responses, strict=True)):
-            score = torch.as_tensor(score).detach()
-            if score.ndim > 0:
-                token_scores[i, : len(response)] = score.view(len(response))
-            scores[i] = score.sum()
+        for i, (reward, response) in enumerate(zip(returned, responses, strict=True)):
+            reward = torch.as_tensor(reward).detach()
+            if reward.ndim > 0:
+                token_scores[i, : len(response)] = reward.view(len(response))
+            scores[i] = reward.sum()
     except (Exception, SystemExit) as error:  # no UserError: the traceback helps the author
         wanted = f"{len(responses)} floats, or lists of a float per token"
         raise RuntimeError(f"--reward_fn {args.reward_fn} failed to return {wanted}") from error
@@ -1068,8 +1068,8 @@ def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> 
         return functools.partial(score_by_function, function, tokenizer, args)
 
     if args.reward_model is None:
-        made = Path("runs").glob(f"train_reward-{preset}-*/reward_model")
-        newest = max(made, key=os.path.getmtime, default=None)
+        found = Path("runs").glob(f"train_reward-{preset}-*/reward_model")
+        newest = max(found, key=os.path.getmtime, default=None)
         if newest is None:
             raise UserError(f"--reward_model None: `python train_reward.py {preset}` makes one")
         args.reward_model = str(newest)  # args.json will name it
@@ -1231,16 +1231,16 @@ def validated(values: dict) -> Args:
         raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
 
 
-def read_record(args: Args) -> tuple[str, Args] | None:
+def read_old_run(args: Args) -> tuple[str, Args] | None:
     """Preset and settings of this script's run in --output_dir, if there is one."""
     path = Path(f"{args.output_dir}/args.json").expanduser()
     if not path.exists():
         return None
     with as_user_error("output_dir", args):
-        record = json.loads(path.read_text())
-        if record["script"] != FILE.stem:
-            raise ValueError(f"has a run of {record['script']}.py")
-        return record["preset"], validated(record["args"])
+        old_run = json.loads(path.read_text())
+        if old_run["script"] != FILE.stem:
+            raise ValueError(f"has a run of {old_run['script']}.py")
+        return old_run["preset"], validated(old_run["args"])
 
 
 def resolve_args(preset: str, args: Args) -> Args | None:
@@ -1251,14 +1251,14 @@ def resolve_args(preset: str, args: Args) -> Args | None:
     # That of the first process, for all: clocks differ.
     folder = Path(broadcast_object_list([args.output_dir or default])[0]).expanduser().absolute()
     args.output_dir = str(folder)
-    record = read_record(args)
+    old_run = read_old_run(args)
     is_finished = (folder / "samples.jsonl").exists()
     with as_user_error("output_dir", args):
-        if record is None:
+        if old_run is None:
             if any((folder / name).exists() for name in OWN_FILES.split()):
                 raise ValueError("has files of a run, but no args.json")
             return args
-        _, old_args = record
+        _, old_args = old_run
         if not args.resume:
             raise ValueError("has a run: --resume, or another folder")
         for name, old in vars(old_args).items():
@@ -1343,8 +1343,8 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
     if accelerator.is_main_process:
         with as_user_error("output_dir", args):
             samples.unlink(missing_ok=True)
-            record = {"script": FILE.stem, "preset": preset, "args": vars(args)}
-            write(folder / "args.json", json.dumps(record, indent=2))
+            about = {"script": FILE.stem, "preset": preset, "args": vars(args)}
+            write(folder / "args.json", json.dumps(about, indent=2))
             log.touch()
             lines = log.read_bytes().splitlines(keepends=True)
             os.truncate(log, sum(map(len, lines[: state["update"]])))  # the rest came later
@@ -1372,11 +1372,11 @@ def write(path: Path, text: str) -> None:
     unfinished.rename(path)
 
 
-def save_policy(actor: Module, weights: dict, tokenizer: Tokenizer, parent: str) -> None:
-    """Writes Hugging Face folders of the actor's models, policy/ and critic/; each head is a file
+def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str) -> None:
+    """Writes Hugging Face folders of the policy's models, policy/ and critic/; each head is a file
     in the folder of the model before it."""
     folder = parent
-    for part, module in actor.named_children():
+    for part, module in policy.named_children():
         own = {name: weights[f"{part}.{name}"] for name, _ in module.named_parameters()}
         if isinstance(module, Model):
             folder = f"{parent}/policy" if part == "lm" else f"{parent}/{part}"
@@ -1420,10 +1420,10 @@ def parse_args() -> tuple[str, Args]:
         return preset, args
     if args.output_dir is None:
         raise UserError("--resume needs an --output_dir")
-    record = read_record(args)
-    if record is None:
+    old_run = read_old_run(args)
+    if old_run is None:
         return preset, args
-    preset, old_args = record
+    preset, old_args = old_run
     old_args.reward_fn = None  # code is run only if it is named again
     return preset, tyro.cli(Args, default=old_args, args=words)
 

@@ -342,7 +342,7 @@ def reduce_means(records: list[Sums]) -> dict:
             totals[name] += torch.stack(pair).double()
     reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
     pairs = zip(totals, reduced, strict=True)
-    return {name: total / max(count, 1) for name, (total, count) in pairs}
+    return {name: x / max(count, 1) for name, (x, count) in pairs}
 
 
 def gain_and_bias(
@@ -934,16 +934,16 @@ def validated(values: dict) -> Args:
         raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
 
 
-def read_record(args: Args) -> tuple[str, Args] | None:
+def read_old_run(args: Args) -> tuple[str, Args] | None:
     """Preset and settings of this script's run in --output_dir, if there is one."""
     path = Path(f"{args.output_dir}/args.json").expanduser()
     if not path.exists():
         return None
     with as_user_error("output_dir", args):
-        record = json.loads(path.read_text())
-        if record["script"] != FILE.stem:
-            raise ValueError(f"has a run of {record['script']}.py")
-        return record["preset"], validated(record["args"])
+        old_run = json.loads(path.read_text())
+        if old_run["script"] != FILE.stem:
+            raise ValueError(f"has a run of {old_run['script']}.py")
+        return old_run["preset"], validated(old_run["args"])
 
 
 def resolve_args(preset: str, args: Args) -> Args | None:
@@ -954,14 +954,14 @@ def resolve_args(preset: str, args: Args) -> Args | None:
     # That of the first process, for all: clocks differ.
     folder = Path(broadcast_object_list([args.output_dir or default])[0]).expanduser().absolute()
     args.output_dir = str(folder)
-    record = read_record(args)
+    old_run = read_old_run(args)
     is_finished = (folder / "samples.jsonl").exists()
     with as_user_error("output_dir", args):
-        if record is None:
+        if old_run is None:
             if any((folder / name).exists() for name in OWN_FILES.split()):
                 raise ValueError("has files of a run, but no args.json")
             return args
-        _, old_args = record
+        _, old_args = old_run
         if not args.resume:
             raise ValueError("has a run: --resume, or another folder")
         for name, old in vars(old_args).items():
@@ -1033,8 +1033,8 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
     if accelerator.is_main_process:
         with as_user_error("output_dir", args):
             samples.unlink(missing_ok=True)
-            record = {"script": FILE.stem, "preset": preset, "args": vars(args)}
-            write(folder / "args.json", json.dumps(record, indent=2))
+            about = {"script": FILE.stem, "preset": preset, "args": vars(args)}
+            write(folder / "args.json", json.dumps(about, indent=2))
             log.touch()
             lines = log.read_bytes().splitlines(keepends=True)
             os.truncate(log, sum(map(len, lines[: state["update"]])))  # the rest came later
@@ -1104,10 +1104,10 @@ def parse_args() -> tuple[str, Args]:
         return preset, args
     if args.output_dir is None:
         raise UserError("--resume needs an --output_dir")
-    record = read_record(args)
-    if record is None:
+    old_run = read_old_run(args)
+    if old_run is None:
         return preset, args
-    preset, old_args = record
+    preset, old_args = old_run
     old_args.reward_fn = None  # code is run only if it is named again
     return preset, tyro.cli(Args, default=old_args, args=words)
 

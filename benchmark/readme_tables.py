@@ -46,6 +46,7 @@ RECORDS = {
     "versions": ["whole_run-bars-gpt2-rloo", "whole_run-bars-ppo"],
     "equal_kl": ["ablations-full"],
     "real_model": ["real_model-smollm2"],
+    "real_samples": ["real_model-smollm2"],
     "scaling": ["scaling-cpu-fp32"],
 }
 
@@ -406,30 +407,41 @@ def equal_kl_order(row: dict[str, Any]) -> tuple[bool, bool, float]:
     return "RLOO" in choice, choice != "RLOO, K 4", -(row["equal_kl"] or 0.0)
 
 
+def share(found: dict[str, float]) -> str:
+    """A rate of wins in %, and its interval."""
+    return f"{found['rate']:.0%} ({found['low']:.0%} to {found['high']:.0%})"
+
+
 def real_model_table() -> str:
     """A real language model: every run, before and after."""
-    columns = [
-        "",
-        "seed",
-        "episodes",
-        "gold",
-        "score",
-        "KL",
-        "distinct",
-        "ends",
-        "tokens",
-        "seconds",
-    ]
+    columns = ["", "seed", "episodes", "gold", "score", "wins", "for equal length", "KL"]
     rows = []
     for row in records("real_model")[0]["rows"]:
         cells = [row["arm"], row["seed"], row["episodes"]]
         for kind in ("gold", "score"):
             cells.append(f"{row[f'{kind}_before']:.2f} to {row[f'{kind}_after']:.2f}")
+        cells.append(share(row["wins"]["win_rate"]))
+        cells.append(share(row["wins"]["controlled_rate"]))
         cells.append(f"{row['kl_after']:.1f}")
-        cells += [f"{row[f'{kind}_after']:.0%}" for kind in ("distinct", "found_end")]
+        for kind in ("distinct", "found_end"):
+            cells.append(f"{row[f'{kind}_after']:.0%}")
         cells.append(f"{row['length_after']:.1f}")
         rows.append([*cells, f"{row['seconds']:.0f}"])
-    return table(columns, rows)
+    return table([*columns, "distinct", "ends", "tokens", "seconds"], rows)
+
+
+def real_samples_table() -> str:
+    """The first held-out openings, with what each algorithm's policy makes of them."""
+    of_arm = {}
+    for row in records("real_model")[0]["rows"]:
+        if row["arm"] in ("PPO, VADER", "RLOO, VADER") and row["arm"] not in of_arm:
+            of_arm[row["arm"]] = {sample["query"]: sample for sample in row["samples"]}
+    rows = []
+    for query, sample in next(iter(of_arm.values())).items():
+        afters = [samples[query]["response_after"] for samples in of_arm.values()]
+        texts = [query, sample["response"], *afters]
+        rows.append([" ".join(text.replace("|", "/").split()) for text in texts])
+    return table(["", "before", *(f"after {arm}" for arm in of_arm)], rows)
 
 
 def scaling_table() -> str:
@@ -468,6 +480,7 @@ BLOCKS: dict[str, Blocks] = {
         "versions": versions_table,
         "equal_kl": equal_kl_table,
         "real_model": real_model_table,
+        "real_samples": real_samples_table,
         "ratio": ratio_table,
         "optimum": optimum_table,
         "estimated": estimated_table,

@@ -7,8 +7,10 @@ download` fetches; --base_model takes a folder or a hub id in their place. The m
 sentences that were begun without any sentiment (openings.txt). Gold is VADER's score of the
 continuation: the reward itself, or what labelled the data of a reward model, best of four samples.
 Scores, KL and texts are those that a run leaves in samples.jsonl, for held-out openings, before and
-after. The arms "rate .." are a sweep of learning rates. Finished runs of the same scripts and flags
-are used again. Writes results/real_model-<tag>.json and .png.
+after; win rates are VADER's too, against the reference and between PPO and RLOO of a seed. The arms
+"rate .." are a sweep of learning rates. Finished runs of the same scripts and flags are used again,
+and rows of the record that this call does not make stay, if they are of the same scripts. Writes
+results/real_model-<tag>.json and .png.
 """
 
 import hashlib
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 import common
 import numpy as np
 import torch
+import win_rate
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vader import sentiment
@@ -40,6 +43,7 @@ CHAT = f"--start_text none --end_text none --query_length 64 --truncate_token eo
 CHAT += " --truncate_after 0 --mask_truncated --response_length 32"
 FUNCTION = "--reward_fn benchmark.vader:sentiment"
 SHORT = "--total_episodes 512"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 LORA = "--lora_rank 16 --lora_alpha 32 --lr 3e-4"
 PPO = "ppo_rlhf.py"
 RLOO = "rloo_rlhf.py"
@@ -187,6 +191,11 @@ def measure(name: str, seed: int, base_model: str, args: Any, folder: Path) -> d
     samples = common.read_lines(out / "samples.jsonl")
     row = {"arm": name, "seed": seed, "episodes": metrics[-1]["ppo/episode"]}
     row["flags"] = flags.replace(f"{common.ROOT}/", "")
+    row["commit"] = common.commit()
+    row["folder"] = out.name
+    after = win_rate.read_samples(out, "response_after")
+    before = win_rate.read_samples(out, "response")
+    row["wins"] = judged(after, before)
     row |= json.loads(out.with_suffix(".json").read_text())
     for when, suffix in (("before", ""), ("after", "_after")):
         responses = [sample[f"response{suffix}"] for sample in samples]
@@ -205,6 +214,35 @@ def measure(name: str, seed: int, base_model: str, args: Any, folder: Path) -> d
 
 
 # --- results --------------------------------------------------------------------------------------
+def judged(ours: win_rate.Texts, theirs: win_rate.Texts) -> dict[str, Any]:
+    """How often VADER prefers ours, and what win_rate.py says beside that."""
+    return win_rate.results(win_rate.compare(ours, theirs, sentiment))
+
+
+def duels(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """RLOO's responses against PPO's, of each seed that has both."""
+    texts = {}
+    for row in rows:
+        if (folder / row["folder"]).exists():
+            after = win_rate.read_samples(folder / row["folder"], "response_after")
+            texts[row["arm"], row["seed"]] = after
+    found = []
+    for arm, seed in texts:
+        if arm == "RLOO, VADER" and ("PPO, VADER", seed) in texts:
+            ours = texts[arm, seed]
+            theirs = texts["PPO, VADER", seed]
+            found.append({"arm": arm, "other": "PPO, VADER", "seed": seed} | judged(ours, theirs))
+    return found
+
+
+def recorded(tag: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Rows of the record that these scripts have made."""
+    path = common.RESULTS / f"real_model-{tag}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    mine = [row for row in rows if row.get("commit") == common.commit()]
+    return {(row["arm"], row["seed"]): row for row in mine}
+
+
 def smooth(values: list[float], width: int = 4) -> np.ndarray:
     """Means of `width` updates."""
     whole = len(values) // width * width
@@ -212,17 +250,22 @@ def smooth(values: list[float], width: int = 4) -> np.ndarray:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Score and KL over the episodes, a line per run."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    panels = figure.subplots(1, 2)
-    labels = {"objective/scores": "score", "objective/kl": "KL to the reference (nats)"}
-    names = list(dict.fromkeys(row["arm"] for row in rows))
+    """Score, KL and length over the episodes, a line per run; those of the sweep are left out."""
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    panels = figure.subplots(1, 3)
+    labels = {
+        "objective/scores": "score, with its penalty",
+        "objective/kl": "KL (nats per response)",
+        "objective/length": "tokens up to the end",
+    }
+    shown = [row for row in rows if not row["arm"].startswith("rate")]
+    names = list(dict.fromkeys(row["arm"] for row in shown))
     for axes, (metric, title) in zip(panels, labels.items(), strict=True):
-        for row in rows:
-            colour = f"C{names.index(row['arm'])}"
-            text = row["arm"] if row["seed"] == rows[0]["seed"] else None
-            x = smooth(row["ppo/episode"])
-            axes.plot(x, smooth(row[metric]), color=colour, label=text)
+        for row in shown:
+            style = {"color": COLOURS[names.index(row["arm"])], "label": row["arm"]}
+            if row is not next(x for x in shown if x["arm"] == row["arm"]):
+                style |= {"linestyle": "--", "label": None}  # a second seed
+            axes.plot(smooth(row["ppo/episode"]), smooth(row[metric]), **style)
         axes.set(xlabel="episodes", ylabel=title)
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize=8)
@@ -238,18 +281,20 @@ def main() -> None:
     add("--seeds", type=int, nargs="+", default=[1, 2])
     add("--base_model", default=None, help="a folder or hub id (None: the package on PyPI)")
     add("--episodes", type=int, default=2_560, help="of each policy, 64 in an update")
-    add("--lr", default="3e-5", help="learning rate, by the sweep")
+    add("--lr", default="1e-4", help="learning rate, by the sweep")
     add("--labels", type=int, default=2_048, help="queries that are labelled for a reward model")
     add("--folder", default="runs/real_model", help="where model and runs go")
     args = parser.parse_args()
     os.chdir(common.ROOT)
     folder = Path(args.folder).absolute()
     base_model = args.base_model or str(fetch(folder))
-    rows = []
+    known = recorded(args.tag)
+    order = list(ARMS)
     for seed in args.seeds:
         for name in args.arms:
-            rows.append(measure(name, seed, base_model, args, folder))
-            path = common.write("real_model", args.tag, args, rows)
+            known[name, seed] = measure(name, seed, base_model, args, folder)
+            rows = sorted(known.values(), key=lambda row: (order.index(row["arm"]), row["seed"]))
+            path = common.write("real_model", args.tag, args, rows, duels=duels(rows, folder))
             plot(rows, path.with_suffix(".png"))
     columns = "arm seed episodes gold_before gold_after score_after kl_after distinct_after seconds"
     common.show_rows([{name: row[name] for name in columns.split()} for row in rows])

@@ -57,8 +57,11 @@ TOP_K = (
     ),
 )
 PENALTY_LINE = "            scores = penalize(raw_scores, batch.found_end, args)  # (B,)\n"
+LIKES_LENGTH = (
+    (PENALTY_LINE, f"{PENALTY_LINE}            scores = scores + 0.5 * batch.lengths\n"),
+)
 LENGTH_PENALTY = (
-    (PENALTY_LINE, f"{PENALTY_LINE}            scores = scores - 0.2 * batch.lengths\n"),
+    (PENALTY_LINE, f"{PENALTY_LINE}            scores = scores - 0.5 * batch.lengths\n"),
 )
 
 
@@ -86,8 +89,7 @@ class Symptom(NamedTuple):
 
 FEW_LABELS = "--num_labels 128"
 NO_KL = "--kl_coef 0 --kl_target none --lr_schedule constant"
-WORDS = "--reward_fn tiny.rewards:happy --penalty_mode add --penalty_reward_value 0"
-LONG = WORDS + " --kl_coef 0.02 --kl_target none --truncate_after 4"
+SHORT = "--truncate_after 4 --penalty_mode add --penalty_reward_value 0"
 ALL_LABELS = Run(script=REWARD)
 SYMPTOMS = [
     Symptom(
@@ -137,11 +139,11 @@ SYMPTOMS = [
     Symptom(
         "the score rises, and the length with it",
         "objective/length",
-        "a reward that grows with length: happy words are counted",
-        Run(LONG),
+        "a reward that likes length, by 0.5 a token (a patch), and no penalty for a missing end",
+        Run(SHORT, LIKES_LENGTH),
         "a penalty on length (variants/length_penalty.patch)",
-        Run(LONG, LENGTH_PENALTY),
-        None,
+        Run(SHORT, LIKES_LENGTH + LENGTH_PENALTY),
+        Run(SHORT),
     ),
     Symptom(
         "the entropy collapses",
@@ -160,7 +162,7 @@ SYMPTOMS = [
         ALL_LABELS,
     ),
     Symptom(
-        "the score rises, and what is wanted falls",
+        "the score rises, and what is wanted does not",
         "gold",
         "a reward model of 128 labels, no KL penalty",
         Run(f"{NO_KL} --lr 1e-3", reward=FEW_LABELS),

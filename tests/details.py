@@ -502,8 +502,8 @@ OPTIONS = [
     Detail(
         "`--ema`: averaged weights in ema/ (InstructGPT)",
         PPO,
-        "mean.lerp_(p.detach(), 1 - args.ema)",
-        "mean.lerp_(p.detach(), args.ema)",
+        "average.lerp_(p.detach(), 1 - args.ema)",
+        "average.lerp_(p.detach(), args.ema)",
         TWINS_CRITIC,
     ),
     Detail(
