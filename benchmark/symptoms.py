@@ -56,13 +56,6 @@ TOP_K = (
         '        logits = logits.masked_fill(logits < lowest, -float("inf"))\n',
     ),
 )
-PENALTY_LINE = "            scores = penalize(raw_scores, batch.found_end, args)  # (B,)\n"
-LIKES_LENGTH = (
-    (PENALTY_LINE, f"{PENALTY_LINE}            scores = scores + 0.5 * batch.lengths\n"),
-)
-LENGTH_PENALTY = (
-    (PENALTY_LINE, f"{PENALTY_LINE}            scores = scores - 0.5 * batch.lengths\n"),
-)
 
 
 class Run(NamedTuple):
@@ -89,7 +82,6 @@ class Symptom(NamedTuple):
 
 FEW_LABELS = "--num_labels 128"
 NO_KL = "--kl_coef 0 --kl_target none --lr_schedule constant"
-SHORT = "--truncate_after 4 --penalty_mode add --penalty_reward_value 0"
 ALL_LABELS = Run(script=REWARD)
 SYMPTOMS = [
     Symptom(
@@ -135,15 +127,6 @@ SYMPTOMS = [
         "`--critic_lr 1e-2 --cliprange_value 10`",
         Run("--critic_lr 1e-2 --cliprange_value 10"),
         None,
-    ),
-    Symptom(
-        "the score rises, and the length with it",
-        "objective/length",
-        "a reward that likes length, by 0.5 a token (a patch), and no penalty for a missing end",
-        Run(SHORT, LIKES_LENGTH),
-        "a penalty on length (variants/length_penalty.patch)",
-        Run(SHORT, LIKES_LENGTH + LENGTH_PENALTY),
-        Run(SHORT),
     ),
     Symptom(
         "the entropy collapses",
