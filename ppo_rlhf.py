@@ -11,8 +11,8 @@ et al. 2019, arXiv:1909.08593); the tests replay arrays that were recorded from 
 
 A run needs a reward model, which train_reward.py makes, or a --reward_fn. Left out, to stay
 readable: generation engines, gradient checkpointing, several reward models. Functions other than
-main that train_reward.py or rloo_rlhf.py has too are the same there, to the letter: a parameter or
-a branch that looks unused here serves those scripts.
+main that stand in two of ppo_rlhf.py, rloo_rlhf.py and train_reward.py are the same in both, to the
+letter: a parameter, a branch or a comment that seems out of place in one serves the other.
 
 Shapes: B responses in a process's share of a batch, b in a micro-batch, R tokens per response,
 T tokens in a row with its query, V tokens in the vocabulary, d hidden units.

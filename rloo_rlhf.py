@@ -14,8 +14,8 @@ to a query, rows that stand together, with the mean of the others: there is no v
 
 A run needs a reward model, which train_reward.py makes, or a --reward_fn. Left out, to stay
 readable: generation engines, gradient checkpointing, several reward models. Functions other than
-main that train_reward.py or rloo_rlhf.py has too are the same there, to the letter: a parameter or
-a branch that looks unused here serves those scripts.
+main that stand in two of ppo_rlhf.py, rloo_rlhf.py and train_reward.py are the same in both, to the
+letter: a parameter, a branch or a comment that seems out of place in one serves the other.
 
 Shapes: B responses in a process's share of a batch, b in a micro-batch, R tokens per response,
 T tokens in a row with its query, V tokens in the vocabulary, d hidden units.
@@ -305,16 +305,16 @@ def main(preset: str, args: Args) -> None:
             episodes = range(update * args.batch_size, made * args.batch_size)[mine]
             asked = [queries[i // k % len(queries)] for i in episodes]
             u = uniforms(args.seed, made, args.batch_size, args.response_length)[mine]
-            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # of responses
+            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # query to rows
             # Micro-batches as in the first epoch: same padding and rounding, so first ratios are 1.
             batch = rollout(unwrapped, ref, asked, u, epochs[0], truncate_id, args)
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
-            raw_scores, _ = score(asked, batch.truncated)  # (B,), sums of tokens' scores
+            raw_scores, _ = score(asked, batch.truncated)  # (B,); scores of tokens are summed up
             scores = penalize(raw_scores, batch.found_end, args)  # (B,)
             final_scores = normalize_scores(scores, args)
 
-            # 3. reward: the KL penalty at every token, and the score at the last one
+            # 3. reward: the score, less the KL penalty of every token; what it is above the others'
             ref_log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
             token_kl = kl_penalty(ref_log_ratio, args.kl_estimator, batch.full_kl) * batch.mask
             rewards = token_rewards(final_scores, token_kl, batch.mask, kl_coef).sum(1)  # (B,)
@@ -457,9 +457,9 @@ def rloo_advantages(rewards: Tensor, args: Args) -> Tensor:
 
 
 def rloo_loss(logprobs: Tensor, batch: Batch, rows: Tensor, args: Args) -> tuple[Tensor, Sums]:
-    """Clipped loss of the policy, SUMMED over responses, so that micro-batches add up, from new
-    logprobs (b, R) of rows of the batch; and metrics. The ratio is that of a response or, with
-    --token_level, of a token; at 1 the gradient is REINFORCE's, -advantage * grad log pi."""
+    """Clipped loss of the policy, SUMMED over responses (with --token_level over their tokens), so
+    that micro-batches add up, from new logprobs (b, R) of rows of the batch; and metrics, means of
+    what is summed. At a ratio of 1 the gradient is REINFORCE's, -advantage * grad log pi."""
     advantages = batch.advantages[rows]
     mask = batch.mask[rows]
     log_ratio = (logprobs - batch.logprobs[rows]) * mask
@@ -821,7 +821,7 @@ class Actor(Module):
         cache: DynamicCache | None = None,
     ) -> Pair:
         """Logits (b, last, V), in fp32, at the last tokens of ids (b, T); no values. The n tokens
-        before the last ones are the same in k rows next to each other: they are read once."""
+        before these have to be the same in each k rows that stand together: they are read once."""
         n = ids.shape[1] - last
         unused = 0.0
         if n > 0:
@@ -830,7 +830,7 @@ class Actor(Module):
             unused = hidden_states(self.lm, ids[:: self.k, :n], mask[:: self.k, :n], 1, cache).sum()
             cache.batch_repeat_interleave(self.k)
             ids = ids[:, n:]
-        states = hidden_states(self.lm, ids, mask, last, cache) + 0 * unused  # a gradient of 0
+        states = hidden_states(self.lm, ids, mask, last, cache) + 0 * unused  # FSDP2 wants it used
         return logits_of(self.lm, states), None
 
 

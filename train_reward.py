@@ -8,11 +8,16 @@ policy's samples have mean 0 and deviation 1. "The original" is OpenAI's lm-huma
     python train_reward.py                                         # tiny model and data, on a CPU
     accelerate launch --num_processes 8 train_reward.py sentiment  # eight GPUs share --batch_size
 
-Labels: columns query, sample0, sample1, .., best of token ids, or prompt, chosen, rejected of texts
-or messages. The result is a Hugging Face folder, reward_model/.
+A table of labels has the columns query, sample0, sample1, .. (token ids or texts) and best, the
+number of the sample that people liked best; or chosen, rejected and perhaps prompt (texts or
+messages). The result is a Hugging Face folder, reward_model/.
 
-Shapes: B comparisons in a process's share of a batch, b in a micro-batch, N responses in each, T
-tokens in a row, V tokens in the vocabulary, d hidden units.
+Functions other than main that stand in two of ppo_rlhf.py, rloo_rlhf.py and train_reward.py are the
+same in both, to the letter: a parameter, a branch, a setting's name or a comment that seems out of
+place in one serves the other.
+
+Shapes: B comparisons in a process's share of a batch, b in a micro-batch, N responses in each, R
+tokens in a response, T in a row, V in the vocabulary, d hidden units.
 """
 
 import signal
@@ -234,7 +239,7 @@ def main(preset: str, args: Args) -> None:
         num_updates = len(labels) // args.batch_size
         bar = tqdm(range(done, num_updates), initial=done, total=num_updates, disable=rank > 0)
         for update in bar:
-            # 2. train: one epoch over the labels, in the order that rank 0 has in the original
+            # 2. train: one epoch over the labels, in the order of the original on one process
             start = update * args.batch_size
             set_learning_rates(optimizer, update, start / len(labels), args)
             mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
@@ -293,7 +298,8 @@ def label_rewards(model: Module, labels: list[Label]) -> Pair:
 
 
 def hits(rewards: Tensor, best: Tensor) -> Tensor:
-    """Whether the best of N (b,) has the highest of the rewards (b, N); equals count too."""
+    """Whether the best of N (b,) has the highest of the rewards (b, N). Equals count too:
+    two samples may be the same text, and get rewards that differ by rounding."""
     return rewards.gather(1, best.unsqueeze(1)).squeeze(1) > rewards.amax(1) - 1e-5
 
 
@@ -314,6 +320,8 @@ def reward_update(
         with accelerator.accumulate(model):
             rewards, best = label_rewards(model, [labels[i] for i in rows])
             loss = cross_entropy(rewards, best, reduction="sum")
+            # accelerate divides by the number of micro-batches, and averages gradients over
+            # processes, which have equally many labels: what is left is the mean over all.
             accelerator.backward(loss * len(groups) / len(labels))
             if accelerator.sync_gradients:
                 norm = clip_gradients(model, args.max_grad_norm)
@@ -355,8 +363,8 @@ def gain_and_bias(
 
 
 def normalize(rewards: Tensor, gain: Tensor, bias: Tensor) -> dict:
-    """Sets gain and bias, which made these rewards, for mean 0 and (biased) deviation 1; returns
-    both as they are without."""
+    """Sets gain and bias so that rewards like these, which the old ones made, have mean 0 and
+    (biased) deviation 1. Returns mean and deviation of the logits alone."""
     raw = (rewards - bias) / gain
     mean = raw.mean()
     std = raw.std(correction=0)
@@ -377,8 +385,8 @@ def reference_rewards(
     step: int,
     args: Args,
 ) -> Tensor:
-    """Rewards (--normalization_samples,) of untruncated samples of the reference, on all
-    processes; step moves the queries."""
+    """Rewards (--normalization_samples,), gathered from all processes, of samples of the reference,
+    not truncated. Step 0 is before the training, 1 after it: other queries and uniforms."""
     total = args.normalization_samples
     share = total // accelerator.num_processes
     first = accelerator.process_index * share
@@ -390,7 +398,7 @@ def reference_rewards(
         responses = sample(ref, contexts, u[rows], args.temperature).tolist()
         labels = []
         for query, response in zip(asked, responses, strict=True):
-            labels.append(Label(query.input_ids, [response], 0))
+            labels.append(Label(query.input_ids, [response], 0))  # the best of one
         rewards.append(label_rewards(reward, labels)[0].flatten())
     return accelerator.gather(torch.cat(rewards))
 
@@ -399,7 +407,8 @@ def reference_rewards(
 def evaluate_labels(
     reward: Module, labels: list[Label], tokenizer: Tokenizer, args: Args
 ) -> pd.DataFrame:
-    """A row for each held-out label: texts, which is best, rewards, and whether its is highest."""
+    """A row for each held-out label: its texts, which response is best, all rewards, and whether
+    the best one has the highest."""
     rows = []
     for label in labels:
         rewards, best = label_rewards(reward, [label])
@@ -511,7 +520,8 @@ class Reference(Module):
 
 
 class RewardModel(Module):
-    """reward = gain * logit + bias, of a classifier whose config.json will have both."""
+    """reward = gain * logit + bias, of a classifier. Both are trained with its weights, and set by
+    normalize; config.json will have them."""
 
     def __init__(self, lm: Model) -> None:
         super().__init__()
@@ -520,7 +530,7 @@ class RewardModel(Module):
         self.bias = nn.Parameter(torch.zeros(1, device=lm.device))
 
     def forward(self, ids: Tensor, mask: Tensor, responses: Tensor, lengths: Tensor) -> Tensor:
-        """Rewards (b N,), in fp32, of responses (b N, T), padded on the right, of these lengths.
+        """Rewards (b N,), in fp32, of responses (b N, R), padded on the right, of these lengths.
         The queries ids (b, T), padded on the left, are read once, for N responses each."""
         repeats = len(responses) // len(ids)
         cache = DynamicCache(config=self.lm.config)
@@ -528,9 +538,8 @@ class RewardModel(Module):
         cache.batch_repeat_interleave(repeats)
         size = responses.shape[1]
         mask = pad(mask.repeat_interleave(repeats, 0), (0, size), value=True)
-        states = (
-            hidden_states(self.lm, responses, mask, size, cache) + 0 * unused
-        )  # gradients of 0, not none
+        # FSDP2 wants a gradient for what each pass returns, be it 0.
+        states = hidden_states(self.lm, responses, mask, size, cache) + 0 * unused
         last = states[torch.arange(len(responses)), lengths - 1]
         return self.gain * self.lm.score(last).squeeze(1) + self.bias
 
@@ -851,23 +860,28 @@ def preference_texts(row: dict, tokenizer: Tokenizer) -> tuple[str, str, str]:
 
 def read_preferences(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> list[Label]:
     """Labels of a table of preferences. A coin says which of a pair comes first, so that no
-    constant answer is right. With --truncate_token eos responses end with it, as the policy's."""
-    ids_tokenizer = load_ids_tokenizer(tokenizer, args)
+    constant answer is right. With --truncate_token eos a response ends at its first eos, and gets
+    one if it has none; then it is cut to --response_length. --start_text and --end_text are not
+    used, and longer prompts dropped, unless --long_queries says otherwise."""
     coins = np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)).tolist()
-    end = [tokenizer.eos_token_id] if args.truncate_token == "eos" else []
+    end = None
+    if args.truncate_token == "eos":
+        end = token_id("truncate_token", tokenizer, args)
     long = args.long_queries or "drop"
     labels = []
     num_cut = 0
     for row, coin in zip(table, coins, strict=True):
         texts = preference_texts(row, tokenizer)
-        query, *responses = [encode(text, tokenizer, ids_tokenizer) for text in texts]
-        if end:
-            responses = [x[: (x + end).index(*end)] + end for x in responses]
+        query, *responses = [encode(text, tokenizer) for text in texts]
+        if end is not None:
+            responses = [x[: [*x, end].index(end)] + [end] for x in responses]
         cut = [x[: args.response_length] for x in responses]
         num_cut += cut != responses
         kept, _ = cut_query(query, args.query_length, None, None, long)
-        if bool(kept) == bool(query) and all(cut) and cut[0] != cut[1]:
-            labels.append(Label(bos(tokenizer) + kept, cut[::-1] if coin else cut, coin))
+        is_dropped = bool(query) and not kept
+        context = bos(tokenizer) + kept  # [] of an empty prompt, if texts have no BOS
+        if context and not is_dropped and all(cut) and cut[0] != cut[1]:
+            labels.append(Label(context, cut[::-1] if coin else cut, coin))
     if num_cut > 0:
         logger.warning(f"cut to --response_length {args.response_length}: {num_cut} pairs")
     return labels

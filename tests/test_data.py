@@ -317,6 +317,23 @@ def test_labels_whose_samples_are_all_the_same_teach_nothing() -> None:
     assert read_labels([four] * 2) == [([5], [7], [6], [6], [7])] * 2
 
 
+def test_an_empty_prompt_needs_a_bos() -> None:
+    """Given, or where two texts have no common beginning. A model reads at least one token."""
+    empty = PAIR | {"prompt": ""}
+    whole = {"chosen": "w6 w8", "rejected": "w7 w8"}
+    for row in (empty, whole):
+        refuse(read_labels, [row] * 2, "2 of 2 labels are of no use")
+    assert read_labels([PAIR] * 27 + [empty]) == [([5], [6], [7])] * 27
+    assert read_labels([empty] * 2, base_model="llama") == [([BOS], [6], [7])] * 2
+
+
+def test_an_end_that_the_tokenizer_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, args = start(train_reward, truncate_token="eos", label_dataset=[PAIR] * 3)
+    tokenizer.eos_token = None
+    with pytest.raises(train_reward.UserError, match="--truncate_token 'eos' must be one token"):
+        train_reward.load_labels(tokenizer, args)
+
+
 def test_a_coin_says_which_of_a_pair_comes_first() -> None:
     rows = [PAIR | {"prompt": words(5, i % 40 + 8)} for i in range(60)]
     given = start(train_reward, label_dataset=rows, num_labels=59)
