@@ -315,19 +315,19 @@ def main(preset: str, args: Args) -> None:
         shuffles = itertools.islice(draw_epochs(args, rank, share), done, None)
         bar = tqdm(range(done, num_updates), initial=done, total=num_updates, disable=rank > 0)
         for update in bar:
-            made = update + 1  # updates, at the end of this one
+            updates_made = update + 1  # at the end of this one
             kl_coef = state["kl_coef"]
 
             # 1. rollout: responses to the queries; what policy and reference think of their tokens
-            episodes = range(update * args.batch_size, made * args.batch_size)[mine]
+            episodes = range(update * args.batch_size, updates_made * args.batch_size)[mine]
             asked = [queries[i % len(queries)] for i in episodes]
-            u = uniforms(args.seed, made, args.batch_size, args.response_length)[mine]
+            u = uniforms(args.seed, updates_made, args.batch_size, args.response_length)[mine]
             epochs = next(shuffles)
             # Micro-batches as in the first epoch: same padding and rounding, so first ratios are 1.
             batch = rollout(unwrapped, ref, asked, u, epochs[0], truncate_id, args)
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
-            raw_scores, token_scores = score(asked, batch.truncated)  # (B,), and of tokens (B, R)
+            raw_scores, token_scores = score(asked, batch.truncated)  # (B,), and parts of it (B, R)
             scores = penalize(raw_scores, batch.found_end, args)  # (B,)
             final_scores = normalize_scores(scores, args)
 
@@ -337,10 +337,10 @@ def main(preset: str, args: Args) -> None:
             batch.value_mask = batch.mask
             if args.value_after_end:  # one step more, if there is room: 1 1 1 0 0 becomes 1 1 1 1 0
                 batch.value_mask = pad(batch.mask[:, :-1], (1, 0), value=True)
-            rest = final_scores - token_scores.sum(1)  # token scores are paid at their own tokens
+            rest = final_scores - token_scores.sum(1)  # with these a row sums to its final score
             batch.rewards = token_rewards(rest, token_kl, batch.value_mask, kl_coef) + token_scores
 
-            # 4. update: learning rates (tf_adam.py: warm-up times decay), and the optimizer steps
+            # 4. update: learning rates (tf_adam.py: warm-up, decay, --critic_warmup), and the steps
             set_learning_rates(optimizer, update, update / num_updates, args)
             if ptx_texts:
                 batch.texts = [ptx_texts[i % len(ptx_texts)].input_ids for i in episodes]
@@ -363,28 +363,28 @@ def main(preset: str, args: Args) -> None:
             records.append({name: (x.sum(), count) for name, x in per_response.items()})
             metrics = reduce_means(records)
             metrics["objective/kl_coef"] = kl_coef
-            metrics["ppo/episode"] = made * args.batch_size
+            metrics["ppo/episode"] = updates_made * args.batch_size
             metrics["ppo/lr"] = optimizer.param_groups[0]["lr"]
             add_value_metrics(metrics, args)
-            if args.eval_every and made % args.eval_every == 0:
+            if args.eval_every and updates_made % args.eval_every == 0:
                 table = assess(unwrapped)
                 metrics |= table.mean(numeric_only=True).add_prefix("eval/")
             if rank == 0:
                 log = f"{args.output_dir}/metrics.jsonl"
                 with as_user_error("output_dir", args), open(log, "a") as file:
                     file.write(json.dumps(metrics) + "\n")
-            accelerator.log(metrics, step=made)
+            accelerator.log(metrics, step=updates_made)
             kl = metrics["objective/kl"]
             bar.set_postfix(score=metrics["objective/scores"], kl=kl)
-            # Both were measured before this update's steps: a checkpoint may hold that policy.
+            # Measured before this update's steps: the newest checkpoint may hold the bad policy.
             check_policy(update, metrics["first_ratio_error"], kl, args)
 
             # 6. adapt the KL coefficient; leave a checkpoint
-            state |= {"update": made, "kl_coef": adapt_kl_coef(kl_coef, kl, args)}
-            is_due = args.checkpoint_every and made % args.checkpoint_every == 0
+            state |= {"update": updates_made, "kl_coef": adapt_kl_coef(kl_coef, kl, args)}
+            is_due = args.checkpoint_every and updates_made % args.checkpoint_every == 0
             # A signal to any process stops all.
             stopping = sum_over_ranks(scores.new_tensor(len(signals))) > 0
-            if is_due or stopping or made == num_updates:
+            if is_due or stopping or updates_made == num_updates:
                 save_checkpoint(accelerator, state, args)
             if stopping:
                 raise Interrupted("stopped by a signal")
@@ -567,16 +567,16 @@ def ppo_update(
             mean, variance = moments(x[minibatch], batch.value_mask[minibatch])
             records.append({f"ppo/{name}/mean": (mean, one), f"ppo/{name}/var": (variance, one)})
 
-        # Losses are sums over rows. accelerate divides them by the number of micro-batches, and
-        # averages gradients over processes: `parts` undoes both. Divided by a count over the
-        # minibatch and all processes, a sum becomes the mean over these.
+        # Wanted is a mean over the minibatch of all processes: the sum over its rows / its count.
+        # But accelerate divides a loss by the number of micro-batches, and averages gradients over
+        # processes: `parts` undoes both.
         groups = micro_batches(minibatch, batch.contexts, args.micro_batch_size)
         accelerator.gradient_accumulation_steps = len(groups)
         accelerator.step = 0  # accumulate() counts micro-batches here, and steps at multiples
         parts = len(groups) * accelerator.num_processes
         per_token = parts / sum_over_ranks(batch.mask[minibatch])
         per_value = parts / sum_over_ranks(batch.value_mask[minibatch])
-        num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)  # else 0
+        num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)  # or 0: no ptx
         per_target = parts / sum_over_ranks(num_targets * one).clamp(min=1)
 
         first_record = len(records)
@@ -1092,7 +1092,7 @@ def load_policy_and_reference(
     add_adapters(lm, args)
     freeze_lower_layers(lm, args)
     shared = {id(p): p for p in lm.parameters() if not p.requires_grad}
-    # deepcopy leaves what is in `shared`. LoRA adapters are copied: new ones add 0.
+    # `shared` is deepcopy's memo: what is in it is not copied. LoRA adapters are: new ones add 0.
     ref_lm = copy.deepcopy(lm, shared)
     ref_lm.requires_grad_(False)
     if args.unfrozen_layers == 0:  # else it shares weights that are saved with the policy
@@ -1251,7 +1251,7 @@ def load_table(flag: str, args: Args) -> datasets.DatasetDict:
         path = Path(name)
         where = [name] if path.exists() else name.split(":")
         if path.is_file():
-            where = [str(path.parent), None, None, glob.escape(name)]
+            where = [str(path.parent), None, None, glob.escape(name)]  # path, .., data_files
         elif glob.has_magic(name):
             raise ValueError("datasets takes this path for a pattern: rename its folders")
         splits = datasets.load_dataset(*where)

@@ -313,15 +313,17 @@ def speed_table() -> str:
 
 
 def compared(rows: dict[str, dict[str, Any]], algorithm: str) -> dict[str, float]:
-    """What one record says of our update of an algorithm, beside other contenders."""
+    """What one record says of our update of an algorithm, beside other contenders. TRL's PPO trains
+    a value model of its own: so do we beside it, if the record has that."""
     ours = rows[f"ours-{algorithm}"]
     values = {}
     for other in ("plain", "plain-fast", "trl", "trl-fast"):
         row = rows.get(f"{other}-{algorithm}", {})
+        mine = rows.get(f"ours-critic-{algorithm}", ours) if "trl" in other else ours
         if "seconds" in row:
-            values[f"speed {other}"] = row["seconds"]["total"] / ours["seconds"]["total"]
+            values[f"speed {other}"] = row["seconds"]["total"] / mine["seconds"]["total"]
         if "peak_bytes" in row:
-            values[f"memory {other}"] = ours["peak_bytes"] / row["peak_bytes"]
+            values[f"memory {other}"] = mine["peak_bytes"] / row["peak_bytes"]
     if "seconds" in ours:
         values["floor"] = ours["fraction_of_floor"]["total"]
         if algorithm == "rloo" and "ours-ppo" in rows:
@@ -384,6 +386,8 @@ def equal_kl_table() -> str:
     explained: dict[str, list[float]] = {}
     for row in record["rows"]:
         ends = row["curve"].get("var_explained", [])[-1:]
+        if "--vf_coef 0" in row["flags"]:
+            ends = []
         explained.setdefault(row["choice"], []).extend(ends)
     rows = []
     for row in sorted(record["table"], key=equal_kl_order):

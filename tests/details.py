@@ -531,7 +531,7 @@ OPTIONS = [
     Detail(
         "`--eval_every`: eval/score, eval/kl, eval/found_end and eval/length on the way (TRL)",
         RLOO,
-        "made % args.eval_every",
+        "updates_made % args.eval_every",
         "update % args.eval_every",
         TWIN_LAYER,
     ),
