@@ -411,7 +411,7 @@ def plot(rows: list[dict[str, Any]], table: list[dict[str, Any]], path: Path) ->
         panels[2].errorbar(line["equal_kl"], i, xerr=line["equal_kl_interval"], **style)
     panels[2].set_yticks(range(len(compared)), [line["choice"] for line in compared], fontsize=7)
     panels[2].axvline(0, color="black", linewidth=0.8)
-    panels[2].set_xlabel("gold at equal KL, less the base's; blue: holds by Holm")
+    panels[2].set_xlabel("gold at equal KL, less the base's")
     panels[2].grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 

@@ -43,7 +43,7 @@ RECORDS = {
     "memory": ["memory_speed-tiny-fp32", "memory_speed-gpt2-fp32"],
     "speed": SPEED,
     "bars": SPEED,
-    "versions": ["whole_run-bars-gpt2-rloo", "whole_run-bars-ppo"],
+    "versions": ["whole_run-bars-tiny", "whole_run-bars-gpt2-rloo", "whole_run-bars-ppo"],
     "equal_kl": ["ablations-full"],
     "real_model": ["real_model-smollm2"],
     "real_samples": ["real_model-smollm2"],
@@ -418,10 +418,11 @@ def share(found: dict[str, float]) -> str:
 
 def real_model_table() -> str:
     """A real language model: every run, before and after."""
-    columns = ["", "seed", "episodes", "gold", "score", "wins", "for equal length", "KL"]
+    columns = ["", "rate", "seed", "episodes", "gold", "score", "wins", "for equal length", "KL"]
     rows = []
     for row in records("real_model")[0]["rows"]:
-        cells = [row["arm"], row["seed"], row["episodes"]]
+        arm = "PPO, VADER" if row["arm"].startswith("rate") else row["arm"]
+        cells = [arm, row["lr"], row["seed"], row["episodes"]]
         for kind in ("gold", "score"):
             cells.append(f"{row[f'{kind}_before']:.2f} to {row[f'{kind}_after']:.2f}")
         cells.append(share(row["wins"]["win_rate"]))

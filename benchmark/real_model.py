@@ -191,6 +191,7 @@ def measure(name: str, seed: int, base_model: str, args: Any, folder: Path) -> d
     samples = common.read_lines(out / "samples.jsonl")
     row = {"arm": name, "seed": seed, "episodes": metrics[-1]["ppo/episode"]}
     row["flags"] = flags.replace(f"{common.ROOT}/", "")
+    row["lr"] = flags.split("--lr ")[-1].split()[0]  # the last one counts
     row["commit"] = common.commit()
     row["folder"] = out.name
     after = win_rate.read_samples(out, "response_after")
@@ -222,8 +223,8 @@ def judged(ours: win_rate.Texts, theirs: win_rate.Texts) -> dict[str, Any]:
 def duels(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """RLOO's responses against PPO's, of each seed that has both."""
     texts = {}
-    for row in rows:
-        if (folder / row["folder"]).exists():
+    for row in rows:  # of the same arm and seed the first: the longest
+        if (row["arm"], row["seed"]) not in texts and (folder / row["folder"]).exists():
             after = win_rate.read_samples(folder / row["folder"], "response_after")
             texts[row["arm"], row["seed"]] = after
     found = []
@@ -235,12 +236,16 @@ def duels(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def recorded(tag: str) -> dict[tuple[str, int], dict[str, Any]]:
+def key_of(row: dict[str, Any]) -> tuple[int, int, str, int]:
+    """What tells rows of the record from each other, in their order."""
+    return list(ARMS).index(row["arm"]), -row["episodes"], row["lr"], row["seed"]
+
+
+def recorded(tag: str) -> list[dict[str, Any]]:
     """Rows of the record that these scripts have made."""
     path = common.RESULTS / f"real_model-{tag}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    mine = [row for row in rows if row.get("commit") == common.commit()]
-    return {(row["arm"], row["seed"]): row for row in mine}
+    return [row for row in rows if row.get("commit") == common.commit() and "lr" in row]
 
 
 def smooth(values: list[float], width: int = 4) -> np.ndarray:
@@ -258,7 +263,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         "objective/kl": "KL (nats per response)",
         "objective/length": "tokens up to the end",
     }
-    shown = [row for row in rows if not row["arm"].startswith("rate")]
+    most = max(row["episodes"] for row in rows)
+    shown = [row for row in rows if row["episodes"] == most or "LoRA" in row["arm"]]
     names = list(dict.fromkeys(row["arm"] for row in shown))
     for axes, (metric, title) in zip(panels, labels.items(), strict=True):
         for row in shown:
@@ -288,12 +294,12 @@ def main() -> None:
     os.chdir(common.ROOT)
     folder = Path(args.folder).absolute()
     base_model = args.base_model or str(fetch(folder))
-    known = recorded(args.tag)
-    order = list(ARMS)
+    known = {key_of(row): row for row in recorded(args.tag)}
     for seed in args.seeds:
         for name in args.arms:
-            known[name, seed] = measure(name, seed, base_model, args, folder)
-            rows = sorted(known.values(), key=lambda row: (order.index(row["arm"]), row["seed"]))
+            row = measure(name, seed, base_model, args, folder)
+            known[key_of(row)] = row
+            rows = [known[key] for key in sorted(known)]
             path = common.write("real_model", args.tag, args, rows, duels=duels(rows, folder))
             plot(rows, path.with_suffix(".png"))
     columns = "arm seed episodes gold_before gold_after score_after kl_after distinct_after seconds"
