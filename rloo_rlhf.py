@@ -830,7 +830,7 @@ class Actor(Module):
             unused = hidden_states(self.lm, ids[:: self.k, :n], mask[:: self.k, :n], 1, cache).sum()
             cache.batch_repeat_interleave(self.k)
             ids = ids[:, n:]
-        states = hidden_states(self.lm, ids, mask, last, cache) + 0 * unused  # FSDP2 wants it used
+        states = hidden_states(self.lm, ids, mask, last, cache) + 0 * unused  # a gradient of 0
         return logits_of(self.lm, states), None
 
 

@@ -538,7 +538,7 @@ class RewardModel(Module):
         cache.batch_repeat_interleave(repeats)
         size = responses.shape[1]
         mask = pad(mask.repeat_interleave(repeats, 0), (0, size), value=True)
-        # FSDP2 wants a gradient for what each pass returns, be it 0.
+        # All that a pass returns needs a gradient, be it 0, where weights are in shards.
         states = hidden_states(self.lm, responses, mask, size, cache) + 0 * unused
         last = states[torch.arange(len(responses)), lengths - 1]
         return self.gain * self.lm.score(last).squeeze(1) + self.bias

@@ -4,6 +4,7 @@ the algorithm. No line holds much."""
 import ast
 import dataclasses
 import difflib
+import functools
 import importlib
 import itertools
 import re
@@ -40,6 +41,7 @@ def read(script: str) -> str:
     return (ROOT / script).read_text()
 
 
+@functools.cache
 def definitions(script: str) -> dict[str, str]:
     """Source of every top-level function, class and constant by its name, with decorators and the
     comment right above. A constant that is built in several statements has all of them."""
@@ -67,6 +69,7 @@ def definitions(script: str) -> dict[str, str]:
     return found
 
 
+@functools.cache
 def helps(script: str) -> dict[str, str]:
     """What stands beside or above every field of Args."""
     found = {}
