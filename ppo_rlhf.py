@@ -154,7 +154,7 @@ class Args:
     # the algorithm
     total_episodes: PositiveInt = 12_800  # Responses sampled in the whole run
     batch_size: PositiveInt = 128  # Episodes per update, over all devices
-    # Rows per pass on one device; gradients accumulate. Sampling takes all rows at once
+    # Rows per pass on one device; gradients accumulate. PPO and RLOO sample all rows at once
     micro_batch_size: PositiveInt = 128
     num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
     num_epochs: PositiveInt = 4  # Passes over the batch in each update
@@ -337,7 +337,7 @@ def main(preset: str, args: Args) -> None:
             batch.value_mask = batch.mask
             if args.value_after_end:  # one step more, if there is room: 1 1 1 0 0 becomes 1 1 1 1 0
                 batch.value_mask = pad(batch.mask[:, :-1], (1, 0), value=True)
-            rest = final_scores - token_scores.sum(1)  # with these a row sums to its final score
+            rest = final_scores - token_scores.sum(1)  # what token_scores leave of the score
             batch.rewards = token_rewards(rest, token_kl, batch.value_mask, kl_coef) + token_scores
 
             # 4. update: learning rates (tf_adam.py: warm-up, decay, --critic_warmup), and the steps

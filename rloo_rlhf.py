@@ -157,7 +157,7 @@ class Args:
     # the algorithm
     total_episodes: PositiveInt = 12_800  # Responses sampled in the whole run
     batch_size: PositiveInt = 128  # Episodes per update, over all devices
-    # Rows per pass on one device; gradients accumulate. Sampling takes all rows at once
+    # Rows per pass on one device; gradients accumulate. PPO and RLOO sample all rows at once
     micro_batch_size: PositiveInt = 128
     num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
     num_epochs: PositiveInt = 4  # Passes over the batch in each update

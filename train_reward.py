@@ -139,7 +139,7 @@ class Args:
 
     # the algorithm
     batch_size: PositiveInt = 8  # Comparisons per update, over all devices
-    # Rows per pass on one device; gradients accumulate. Sampling takes all rows at once
+    # Rows per pass on one device; gradients accumulate. PPO and RLOO sample all rows at once
     micro_batch_size: PositiveInt = 128
     lr: NonNegativeFloat = 2e-3  # Learning rate, see the schedule
     lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
