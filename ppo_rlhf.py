@@ -10,9 +10,9 @@ et al. 2019, arXiv:1909.08593); the tests replay arrays that were recorded from 
     accelerate launch --num_processes 8 ppo_rlhf.py sentiment  # eight GPUs share --batch_size
 
 A run needs a reward model, which train_reward.py makes, or a --reward_fn. Left out, to stay
-readable: generation engines, gradient checkpointing, several reward models. Functions other than
-main that stand in two of ppo_rlhf.py, rloo_rlhf.py and train_reward.py are the same in both, to the
-letter: a parameter, a branch or a comment that seems out of place in one serves the other.
+readable: generation engines, gradient checkpointing, several reward models. A function other than
+main that stands in two of ppo_rlhf.py, rloo_rlhf.py and train_reward.py is the same in both, to the
+letter: a parameter, a branch or a comment that seems out of place here is needed there.
 
 Shapes: B responses in a process's share of a batch, b in a micro-batch, R tokens per response,
 T tokens in a row with its query, V tokens in the vocabulary, d hidden units.
@@ -84,12 +84,12 @@ FILE = Path(__file__).resolve()
 Name = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 TokenRows = list[list[int]]
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Tensor, Tensor]  # of logits and values the second may be None
 logger = get_logger(__name__)  # prints on the first process only
 
 
 class UserError(ValueError):
-    """An error that the user can mend: the script ends with its text, one line."""
+    """An error that the user can fix: the script ends with its text, one line."""
 
 
 class Interrupted(UserError):
@@ -103,11 +103,12 @@ class Args:
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # For query order, sampling and shuffles
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # For order of the data, sampling, new weights
     output_dir: Name | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
     # Go on with the run in --output_dir, with its settings where no flag is given; or start it
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
+    eval_every: NonNegativeInt = 0  # Updates between evaluations on the way (0: none)
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
     eval_queries: PositiveInt = 64  # Held-out queries, sampled before and after the training
 
@@ -119,7 +120,8 @@ class Args:
     reward_fn: Name | None = None
     # bf16: autocast with fp32 master weights, but most frozen ones in bf16; fp32 logits and values
     dtype: Literal["fp32", "bf16"] = "fp32"
-    lora_rank: NonNegativeInt = 0  # Train only LoRA adapters of this rank (0: all weights)
+    # Train LoRA adapters of this rank, and new heads (0: all weights)
+    lora_rank: NonNegativeInt = 0
     lora_alpha: PositiveFloat = 16.0  # LoRA adapters are scaled by this / --lora_rank
     # Train only so many upper layers; the reference shares the rest (0: all)
     unfrozen_layers: NonNegativeInt = 0
@@ -128,21 +130,21 @@ class Args:
 
     # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config] on the hub
     query_dataset: Name = "tiny/queries"
-    # The model whose token ids stand in its columns (None: --base_model)
+    # The model whose tokenizer made the token ids in data, if it has such (None: --base_model)
     token_ids_of: Name | None = None
     query_length: PositiveInt = 32  # Longest query, in tokens
-    # What becomes of queries that are longer (None: drop, or with --end_text keep_start)
+    # What becomes of longer ones (None: drop, or keep_start where there is an --end_text to cut at)
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
-    query_prefix: Name | None = None  # Before every query that the policy reads, not the rewards
-    query_suffix: Name | None = None  # After every query that the policy reads, not the rewards
-    # One token: a query begins after its first occurrence, and needs one (None: nothing is cut)
+    query_prefix: Name | None = None  # Before every query, for the policy; rewards do without
+    query_suffix: Name | None = None  # After every query, for the policy; rewards do without
+    # One token: a query begins after its first occurrence; without one it is left out (None: off)
     start_text: Name | None = "."
-    end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: not)
+    end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: off)
     response_length: PositiveInt = 24  # Tokens sampled per response
     temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
     # Sample among the likeliest tokens of this probability; ratios and KL are of all tokens
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    # Ends a response (`eos`: the tokenizer's; None: nothing does)
+    # Ends a response (`eos`: the tokenizer's; None: nothing does); of labels only `eos`
     truncate_token: Name | None = "."
     truncate_after: NonNegativeInt = 16  # Only at this index or later does that token end it
     penalty_reward_value: float = -1.0  # For a response without a truncate token
@@ -151,11 +153,11 @@ class Args:
     # Tokens after the truncate token are left out of KL and loss (original: they count)
     mask_truncated: bool = False
 
-    # the algorithm
+    # updates and optimizer
     total_episodes: PositiveInt = 12_800  # Responses sampled in the whole run
     batch_size: PositiveInt = 128  # Episodes per update, over all devices
-    # Rows per pass on one device; gradients accumulate. PPO and RLOO sample all rows at once
-    micro_batch_size: PositiveInt = 128
+    # Rows (or labels) per pass on one device; gradients accumulate. PPO and RLOO sample all at once
+    micro_batch_size: PositiveInt = 64
     num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
     num_epochs: PositiveInt = 4  # Passes over the batch in each update
     lr: NonNegativeFloat = 2e-4  # Learning rate, see the schedule
@@ -167,14 +169,14 @@ class Args:
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # Decay rates of Adam's two averages
     weight_decay: NonNegativeFloat = 0.0  # Decoupled, as in AdamW; of matrices only
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
-    # No more steps on a batch after one whose approxkl is above this
-    target_kl: PositiveFloat | None = None
     ema: Decay = 0.0  # Decay per update of an average of the weights, saved in ema/ (0: none)
     ptx_coef: NonNegativeFloat = 0.0  # Weight of the loss per token of pretraining texts (PPO-ptx)
     # Pretraining texts, as --query_dataset; the first --query_length tokens of each
     ptx_dataset: Name | None = None
-    eval_every: NonNegativeInt = 0  # Updates between evaluations on the way (0: none)
-    # Divide scores by their deviation (whiten: subtract their mean before)
+
+    # rewards
+
+    # Divide scores by their standard deviation over the batch (whiten: subtract their mean first)
     score_norm: Literal["scale", "whiten"] | None = None
     score_clip: PositiveFloat | None = None  # Clip scores to +- this, after --score_norm
     # Estimator of the KL that is paid for in the reward: see kl_penalty
@@ -185,14 +187,19 @@ class Args:
     kl_horizon: PositiveFloat = 2_000.0  # Horizon of that adaptation, in episodes
     # The run stops at a KL (nats per response) above this, or below -1/10 of it
     max_kl: PositiveFloat = 200.0
+
+    # the algorithm
     cliprange: NonNegativeFloat = 0.2  # The probability ratio is clipped to 1 +- this
+    # No more steps on a batch after one whose approxkl is above this
+    target_kl: PositiveFloat | None = None
     cliprange_value: NonNegativeFloat = 0.2  # The predicted value is clipped to the old one +- this
     vf_coef: NonNegativeFloat = 0.1  # Weight of the value loss
     gamma: NonNegativeFloat = 1.0  # Discount per token
     lam: NonNegativeFloat = 0.95  # Lambda of generalised advantage estimation
     whiten_rewards: bool = True  # Scale rewards to variance 1, about their mean, which stays
     whiten_advantages: bool = True  # Shift and scale advantages to mean 0, variance 1
-    # rank: over a process's minibatch (original); global: all processes'; batch: its batch (TRL)
+    # rank: over a process's own minibatch (original); global: over the minibatch of all processes;
+    # batch: over a process's whole share of the batch (TRL)
     whiten: Literal["rank", "global", "batch"] = "rank"
     # Pay the score one step after the response's last token, if R has room (TRL from 0.12)
     value_after_end: bool = False
@@ -318,12 +325,12 @@ def main(preset: str, args: Args) -> None:
             updates_made = update + 1  # at the end of this one
             kl_coef = state["kl_coef"]
 
-            # 1. rollout: responses to the queries; what policy and reference think of their tokens
+            # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
             episodes = range(update * args.batch_size, updates_made * args.batch_size)[mine]
             asked = [queries[i % len(queries)] for i in episodes]
             u = uniforms(args.seed, updates_made, args.batch_size, args.response_length)[mine]
             epochs = next(shuffles)
-            # Micro-batches as in the first epoch: same padding and rounding, so first ratios are 1.
+            # In the first epoch's micro-batches: same padding, same rounding, so its ratios are 1.
             batch = rollout(unwrapped, ref, asked, u, epochs[0], truncate_id, args)
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
@@ -331,16 +338,16 @@ def main(preset: str, args: Args) -> None:
             scores = penalize(raw_scores, batch.found_end, args)  # (B,)
             final_scores = normalize_scores(scores, args)
 
-            # 3. reward: the KL penalty at every token, and the score at the last one
+            # 3. reward: the KL penalty at every token, the score at the last: see token_rewards
             ref_log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
             token_kl = kl_penalty(ref_log_ratio, args.kl_estimator, batch.full_kl) * batch.mask
             batch.value_mask = batch.mask
             if args.value_after_end:  # one step more, if there is room: 1 1 1 0 0 becomes 1 1 1 1 0
                 batch.value_mask = pad(batch.mask[:, :-1], (1, 0), value=True)
-            rest = final_scores - token_scores.sum(1)  # what token_scores leave of the score
+            rest = final_scores - token_scores.sum(1)  # a --reward_fn may have paid tokens
             batch.rewards = token_rewards(rest, token_kl, batch.value_mask, kl_coef) + token_scores
 
-            # 4. update: learning rates (tf_adam.py: warm-up, decay, --critic_warmup), and the steps
+            # 4. update: learning rates (tf_adam.py has the schedule), and the optimizer steps
             set_learning_rates(optimizer, update, update / num_updates, args)
             if ptx_texts:
                 batch.texts = [ptx_texts[i % len(ptx_texts)].input_ids for i in episodes]
@@ -356,7 +363,7 @@ def main(preset: str, args: Args) -> None:
                 "objective/found_end": batch.found_end,
                 "objective/length": batch.lengths,
                 "objective/kl": ref_log_ratio,
-                "objective/entropy": -batch.logprobs * batch.mask,
+                "objective/entropy": -batch.logprobs * batch.mask,  # of sampled tokens alone
                 "objective/non_score_reward": -kl_coef * token_kl,
             }
             count = scores.new_tensor(len(scores))
@@ -376,7 +383,7 @@ def main(preset: str, args: Args) -> None:
             accelerator.log(metrics, step=updates_made)
             kl = metrics["objective/kl"]
             bar.set_postfix(score=metrics["objective/scores"], kl=kl)
-            # Measured before this update's steps: the newest checkpoint may hold the bad policy.
+            # Of the policy before these steps: the newest checkpoint may hold a bad one already.
             check_policy(update, metrics["first_ratio_error"], kl, args)
 
             # 6. adapt the KL coefficient; leave a checkpoint
@@ -434,8 +441,8 @@ def penalize(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
 
 
 def normalize_scores(scores: Tensor, args: Args) -> Tensor:
-    """Scores (B,), first scaled by --score_norm over all processes, then clipped by --score_clip.
-    Token scores are not scaled: keep them small beside the result."""
+    """Scores (B,), divided by their deviation over all processes (--score_norm), then clipped
+    (--score_clip). Token scores stay as they are: what is left of this goes to the last token."""
     if args.score_norm is not None:
         mean, variance = moments(scores, torch.ones_like(scores), sum_over_ranks)
         if args.score_norm == "whiten":
@@ -490,7 +497,8 @@ def gae(values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def set_advantages(batch: Batch, rows: Tensor, args: Args) -> None:
-    """Sets advantages and returns of these rows of the batch, which are whitened together."""
+    """Sets advantages and returns of these rows of the batch, which are whitened together, with
+    --whiten global also with those of the other processes."""
     value_mask = batch.value_mask[rows]
     rewards = batch.rewards[rows]
     total = sum_over_ranks if args.whiten == "global" else torch.sum
@@ -567,9 +575,9 @@ def ppo_update(
             mean, variance = moments(x[minibatch], batch.value_mask[minibatch])
             records.append({f"ppo/{name}/mean": (mean, one), f"ppo/{name}/var": (variance, one)})
 
-        # Wanted is a mean over the minibatch of all processes: the sum over its rows / its count.
-        # But accelerate divides a loss by the number of micro-batches, and averages gradients over
-        # processes: `parts` undoes both.
+        # We want the mean over this minibatch on all processes: sum / count. accelerate divides
+        # each loss by the number of micro-batches, and gradients are averaged over processes:
+        # multiplying by `parts` undoes both.
         groups = micro_batches(minibatch, batch.contexts, args.micro_batch_size)
         accelerator.gradient_accumulation_steps = len(groups)
         accelerator.step = 0  # accumulate() counts micro-batches here, and steps at multiples
@@ -614,8 +622,8 @@ def ppo_update(
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Higher where the KL is above --kl_target, lower where it is below (Ziegler et al. 2019,
-    section 2.2)."""
+    """Higher where the KL is above --kl_target, lower where it is below: by the relative error,
+    clipped to 0.2 (Ziegler et al. 2019, section 2.2)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -671,9 +679,9 @@ def draw_epochs(args: Args, rank: int, share: int) -> Iterator[Tensor]:
 
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, others for each `draw`: 0 for evaluations,
-    1, 2, .. for updates. Processes take their rows of one array, so that any number of them draws
-    the same responses."""
-    generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; load_queries has 2
+    1, 2, .. for updates (train_reward.py: 0 before the training, 1 after). Processes take their
+    rows of one array, so that any number of them draws the same responses."""
+    generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; 2 and 3 are for data
     u = torch.from_numpy(generator.random((batch, length), dtype=np.float32))
     return u.to(PartialState().device)
 
@@ -715,8 +723,8 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def truncate(responses: Tensor, token: int | None, after: int) -> Pair:
-    """A mask (B, R) of the tokens up to the first `token` at index `after` or later, which stays
-    (None: of all), and whether there is one, (B,)."""
+    """A mask (B, R) of the tokens up to and including the first `token` at index `after` or later,
+    or of all if there is none; and whether there is one, (B,). With token None all is True."""
     if token is None:
         everything = torch.ones_like(responses, dtype=torch.bool)
         return everything, everything.all(1)
@@ -1007,8 +1015,8 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
 def load_model(
     auto_class: type, flag: str, args: Args, tokenizer: Tokenizer, longest: int, **config: object
 ) -> Model:
-    """The model that the flag names, in fp32, without dropout, as the original has none. With
-    values of its `config`, its head may be a new one."""
+    """The model that the flag names, in fp32, without dropout, as the original has none. `config`
+    replaces values of its config; if there is any, the head may be a new one."""
     device = PartialState().device
     attention = "eager" if device.type == "cpu" else "sdpa"  # the faster ones
     how = {
@@ -1045,8 +1053,8 @@ def load_model(
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """ValueError for a model that is too small, or that gives for a text with padding something
-    else than transformers for the text alone."""
+    """ValueError for a model that is too small, or that gives for a text with padding anything
+    but what transformers gives for the text alone."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -1086,8 +1094,8 @@ def scalar_head(model: Model) -> nn.Linear:
 def load_policy_and_reference(
     args: Args, tokenizer: Tokenizer, longest: int
 ) -> tuple[Model, Model]:
-    """Two of --base_model, on this process's device: the policy, and the reference, which is
-    frozen. They share the weights that are not trained."""
+    """Two models from --base_model, on this process's device: the policy, and the reference, which
+    is frozen. They share the weights that are not trained."""
     lm = load_model(AutoModelForCausalLM, "base_model", args, tokenizer, longest)
     add_adapters(lm, args)
     freeze_lower_layers(lm, args)
@@ -1101,8 +1109,8 @@ def load_policy_and_reference(
 
 
 def add_adapters(model: Model, args: Args) -> None:
-    """With --lora_rank only LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on all linear layers
-    but the head are trained."""
+    """With --lora_rank the model is frozen, and LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on
+    all its linear layers but the head are trained in its place."""
     if args.lora_rank > 0:
         with as_user_error("lora_rank", args):
             from peft import LoraConfig
@@ -1117,7 +1125,8 @@ def add_adapters(model: Model, args: Args) -> None:
 
 
 def freeze_lower_layers(model: Model, args: Args) -> None:
-    """With --unfrozen_layers only these and what is above them are trained, as in trlX's hydra."""
+    """With --unfrozen_layers only these and what follows them are trained, as in trlX's hydra. A
+    head that is tied to the embeddings, as GPT-2's is, stays frozen with them."""
     if args.unfrozen_layers > 0:
         layers = next(x for x in model.modules() if isinstance(x, nn.ModuleList))
         with as_user_error("unfrozen_layers", args):
@@ -1212,7 +1221,7 @@ def encode(
     value: object, tokenizer: Tokenizer, ids_tokenizer: Tokenizer | None = None
 ) -> list[int]:
     """Token ids, without BOS, of a text, a chat (list of messages) or a padded row of token ids; []
-    for anything else. Such ids are of ids_tokenizer, if it is given."""
+    for anything else. A row of ids is ids_tokenizer's, if it is given."""
     kind = type(value[0]) if isinstance(value, list) and value else None
     tokens = []
     if kind is int:
@@ -1296,7 +1305,7 @@ def load_queries(flag: str, tokenizer: Tokenizer, args: Args, need: int) -> list
 
 
 # --- the run's folder -----------------------------------------------------------------------------
-# What a resumed run may change. All else has left its trace in data, weights or averages.
+# What a resumed run may change. Anything else would make two experiments of one run.
 CHANGEABLE = "resume output_dir track checkpoint_every eval_every max_kl total_episodes"
 CHANGEABLE += " micro_batch_size lr critic_lr"
 OWN_FILES = "policy ema critic reward_model checkpoints metrics.jsonl samples.jsonl results.json"
@@ -1324,8 +1333,8 @@ def read_old_run(args: Args) -> tuple[str, Args] | None:
 
 
 def resolve_args(preset: str, args: Args) -> Args | None:
-    """A copy of the settings, checked, with the name of the run's folder; None if that has this run
-    and it is finished. UserError if it has another run."""
+    """A copy of the settings, checked, with the run's folder. None if the run in there is finished;
+    UserError if it is one that these settings cannot go on with."""
     args = validated(vars(args))
     default = f"runs/{FILE.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     # That of the first process, for all: clocks differ.
@@ -1442,7 +1451,7 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
 
 def save_checkpoint(accelerator: Accelerator, state: dict, args: Args) -> None:
     """Writes checkpoints/<updates made>: weights, the optimizer and averages by accelerate, then
-    state.json, with update, kl_coef, processes, wandb_id. The newest two stay. No random state is
+    state.json, with `state`. The newest two stay. No random state is
     needed: numbers follow from seed, update and row, and shuffles are drawn from the start."""
     path = Path(f"{args.output_dir}/checkpoints/{state['update']:07d}")
     with as_user_error("output_dir", args):
@@ -1523,7 +1532,7 @@ def one_line(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     if re.search("out of memory|can't allocate memory", str(error)):
-        return "out of memory: try a smaller --micro_batch_size or, in sampling, --batch_size"
+        return "out of memory: try a smaller --micro_batch_size or, if it is sampling, --batch_size"
     if re.search("(closed|reset) by peer", str(error)):
         return "another process has ended"
     return ""

@@ -1,20 +1,22 @@
 """A reward model from human comparisons, in one file.
 
 A language model with a scalar head learns which of N responses to a query people like best: cross
-entropy, one epoch. Before and after, gain and bias are set so that rewards of the reference
-policy's samples have mean 0 and deviation 1. "The original" is OpenAI's lm-human-preferences
-(Ziegler et al. 2019, arXiv:1909.08593); the tests replay arrays that were recorded from it.
+entropy, one epoch. The reward is gain * logit + bias; before and after the training these two are
+set so that rewards of the reference policy's samples have mean 0 and deviation 1. "The original" is
+OpenAI's lm-human-preferences (Ziegler et al. 2019, arXiv:1909.08593); the tests replay arrays that
+were recorded from it.
 
     python train_reward.py                                         # tiny model and data, on a CPU
     accelerate launch --num_processes 8 train_reward.py sentiment  # eight GPUs share --batch_size
 
 A table of labels has the columns query, sample0, sample1, .. (token ids or texts) and best, the
 number of the sample that people liked best; or chosen, rejected and perhaps prompt (texts or
-messages). The result is a Hugging Face folder, reward_model/.
+messages). The result, reward_model/, is a Hugging Face folder of a classifier, which gives the
+logit; gain and bias are reward_gain and reward_bias of its config.json.
 
-Functions other than main that stand in two of ppo_rlhf.py, rloo_rlhf.py and train_reward.py are the
-same in both, to the letter: a parameter, a branch, a setting's name or a comment that seems out of
-place in one serves the other.
+A function other than main that stands in two of ppo_rlhf.py, rloo_rlhf.py and train_reward.py is
+the same in both, to the letter, and so is the help of a setting: what seems out of place here is
+needed there.
 
 Shapes: B comparisons in a process's share of a batch, b in a micro-batch, N responses in each, R
 tokens in a response, T in a row, V in the vocabulary, d hidden units.
@@ -78,12 +80,12 @@ FILE = Path(__file__).resolve()
 Name = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 TokenRows = list[list[int]]
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Tensor, Tensor]  # of logits and values the second may be None
 logger = get_logger(__name__)  # prints on the first process only
 
 
 class UserError(ValueError):
-    """An error that the user can mend: the script ends with its text, one line."""
+    """An error that the user can fix: the script ends with its text, one line."""
 
 
 class Interrupted(UserError):
@@ -97,7 +99,7 @@ class Args:
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # For query order, sampling and shuffles
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # For order of the data, sampling, new weights
     output_dir: Name | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
     # Go on with the run in --output_dir, with its settings where no flag is given; or start it
     resume: bool = False
@@ -108,39 +110,40 @@ class Args:
     base_model: Name = "tiny/model"  # Reward model and reference start from it: a folder or hub id
     # bf16: autocast with fp32 master weights, but most frozen ones in bf16; fp32 logits and values
     dtype: Literal["fp32", "bf16"] = "fp32"
-    lora_rank: NonNegativeInt = 0  # Train only LoRA adapters of this rank (0: all weights)
+    # Train LoRA adapters of this rank, and new heads (0: all weights)
+    lora_rank: NonNegativeInt = 0
     lora_alpha: PositiveFloat = 16.0  # LoRA adapters are scaled by this / --lora_rank
 
     # the task
 
     # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config] on the hub
     label_dataset: Name = "tiny/labels"
-    # Labels to train on (None: the training split); the rest, or the split `test`, is held out
+    # Labels to train on (None: all of `train`). Held out: split `test`, `validation`, or the rest
     num_labels: PositiveInt | None = None
-    eval_labels: PositiveInt = 512  # At most so many of the held-out labels are used
+    eval_labels: PositiveInt = 512  # At most so many of the held-out labels are evaluated
     # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config] on the hub
     query_dataset: Name = "tiny/queries"
-    # The model whose token ids stand in its columns (None: --base_model)
+    # The model whose tokenizer made the token ids in data, if it has such (None: --base_model)
     token_ids_of: Name | None = None
     query_length: PositiveInt = 32  # Longest query, in tokens
-    # What becomes of queries that are longer (None: drop, or with --end_text keep_start)
+    # What becomes of longer ones (None: drop, or keep_start where there is an --end_text to cut at)
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
-    query_prefix: Name | None = None  # Before every query that the policy reads, not the rewards
-    query_suffix: Name | None = None  # After every query that the policy reads, not the rewards
-    # One token: a query begins after its first occurrence, and needs one (None: nothing is cut)
+    query_prefix: Name | None = None  # Before every query, for the policy; rewards do without
+    query_suffix: Name | None = None  # After every query, for the policy; rewards do without
+    # One token: a query begins after its first occurrence; without one it is left out (None: off)
     start_text: Name | None = "."
-    end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: not)
+    end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: off)
     response_length: PositiveInt = 24  # Tokens sampled per response
     temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
-    # Ends a response (`eos`: the tokenizer's; None: nothing does)
+    # Ends a response (`eos`: the tokenizer's; None: nothing does); of labels only `eos`
     truncate_token: Name | None = "."
-    # Samples that set gain and bias, before and after (0: leave them at 1 and 0)
+    # Samples that set gain and bias, before and after the training (0: they are only trained)
     normalization_samples: NonNegativeInt = 512
 
-    # the algorithm
+    # updates and optimizer
     batch_size: PositiveInt = 8  # Comparisons per update, over all devices
-    # Rows per pass on one device; gradients accumulate. PPO and RLOO sample all rows at once
-    micro_batch_size: PositiveInt = 128
+    # Rows (or labels) per pass on one device; gradients accumulate. PPO and RLOO sample all at once
+    micro_batch_size: PositiveInt = 64
     lr: NonNegativeFloat = 2e-3  # Learning rate, see the schedule
     lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
     lr_warmup: NonNegativeInt = 0  # Updates n in which --lr rises: the first has lr / (n + 1)
@@ -223,7 +226,7 @@ def main(preset: str, args: Args) -> None:
     add_adapters(model.base_model, args)
     reward = RewardModel(model)
 
-    # 1. normalise on samples of the reference policy
+    # 1. normalise on samples of the reference policy; a resumed run then loads what it had
     statistics = {}
     if args.normalization_samples > 0:
         rewards = reference_rewards(accelerator, reward, ref, queries, 0, args)
@@ -239,7 +242,7 @@ def main(preset: str, args: Args) -> None:
         num_updates = len(labels) // args.batch_size
         bar = tqdm(range(done, num_updates), initial=done, total=num_updates, disable=rank > 0)
         for update in bar:
-            # 2. train: one epoch over the labels, in the order of the original on one process
+            # 2. train: one epoch, without an incomplete batch; on one process the original's order
             start = update * args.batch_size
             set_learning_rates(optimizer, update, start / len(labels), args)
             mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
@@ -298,8 +301,8 @@ def label_rewards(model: Module, labels: list[Label]) -> Pair:
 
 
 def hits(rewards: Tensor, best: Tensor) -> Tensor:
-    """Whether the best of N (b,) has the highest of the rewards (b, N). Equals count too:
-    two samples may be the same text, and get rewards that differ by rounding."""
+    """Whether the best of N (b,) has the highest of the rewards (b, N). Ties count: two
+    samples may be the same text, and get rewards that differ by rounding."""
     return rewards.gather(1, best.unsqueeze(1)).squeeze(1) > rewards.amax(1) - 1e-5
 
 
@@ -310,8 +313,8 @@ def reward_update(
     labels: list[Label],
     args: Args,
 ) -> list[Sums]:
-    """One optimizer step on this process's share of a batch, and what is logged of it: mean cross
-    entropy over all processes."""
+    """One optimizer step on the cross entropy, a mean over all processes, of which each has its
+    share of the labels. Returns what is logged of it."""
     records = []
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
     accelerator.gradient_accumulation_steps = len(groups)
@@ -363,8 +366,8 @@ def gain_and_bias(
 
 
 def normalize(rewards: Tensor, gain: Tensor, bias: Tensor) -> dict:
-    """Sets gain and bias so that rewards like these, which the old ones made, have mean 0 and
-    (biased) deviation 1. Returns mean and deviation of the logits alone."""
+    """Sets gain and bias so that these rewards, made with the old ones, would have mean 0 and
+    (biased) deviation 1. Returns mean and deviation of the logits, without gain and bias."""
     raw = (rewards - bias) / gain
     mean = raw.mean()
     std = raw.std(correction=0)
@@ -423,9 +426,9 @@ def evaluate_labels(
 # --- rollout and scoring --------------------------------------------------------------------------
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, others for each `draw`: 0 for evaluations,
-    1, 2, .. for updates. Processes take their rows of one array, so that any number of them draws
-    the same responses."""
-    generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; load_queries has 2
+    1, 2, .. for updates (train_reward.py: 0 before the training, 1 after). Processes take their
+    rows of one array, so that any number of them draws the same responses."""
+    generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; 2 and 3 are for data
     u = torch.from_numpy(generator.random((batch, length), dtype=np.float32))
     return u.to(PartialState().device)
 
@@ -538,7 +541,7 @@ class RewardModel(Module):
         cache.batch_repeat_interleave(repeats)
         size = responses.shape[1]
         mask = pad(mask.repeat_interleave(repeats, 0), (0, size), value=True)
-        # All that a pass returns needs a gradient, be it 0, where weights are in shards.
+        # Where weights are in shards every pass needs a gradient, even one of 0.
         states = hidden_states(self.lm, responses, mask, size, cache) + 0 * unused
         last = states[torch.arange(len(responses)), lengths - 1]
         return self.gain * self.lm.score(last).squeeze(1) + self.bias
@@ -600,8 +603,8 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
 def load_model(
     auto_class: type, flag: str, args: Args, tokenizer: Tokenizer, longest: int, **config: object
 ) -> Model:
-    """The model that the flag names, in fp32, without dropout, as the original has none. With
-    values of its `config`, its head may be a new one."""
+    """The model that the flag names, in fp32, without dropout, as the original has none. `config`
+    replaces values of its config; if there is any, the head may be a new one."""
     device = PartialState().device
     attention = "eager" if device.type == "cpu" else "sdpa"  # the faster ones
     how = {
@@ -638,8 +641,8 @@ def load_model(
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """ValueError for a model that is too small, or that gives for a text with padding something
-    else than transformers for the text alone."""
+    """ValueError for a model that is too small, or that gives for a text with padding anything
+    but what transformers gives for the text alone."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -663,8 +666,8 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
 
 
 def add_adapters(model: Model, args: Args) -> None:
-    """With --lora_rank only LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on all linear layers
-    but the head are trained."""
+    """With --lora_rank the model is frozen, and LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on
+    all its linear layers but the head are trained in its place."""
     if args.lora_rank > 0:
         with as_user_error("lora_rank", args):
             from peft import LoraConfig
@@ -695,7 +698,8 @@ def merge_adapters(model: Model) -> None:
 
 
 def pad_that_ends_no_text(tokenizer: Tokenizer) -> int:
-    """A token to pad with: transformers takes what is not this for a text's last token."""
+    """A token to pad with that is not eos: transformers scores a text at its last token that is not
+    padding, and that may be its eos."""
     pads = [tokenizer.pad_token_id, tokenizer.unk_token_id]
     pads += tokenizer("\0", add_special_tokens=False).input_ids
     pads += [0, 1]
@@ -751,7 +755,7 @@ def encode(
     value: object, tokenizer: Tokenizer, ids_tokenizer: Tokenizer | None = None
 ) -> list[int]:
     """Token ids, without BOS, of a text, a chat (list of messages) or a padded row of token ids; []
-    for anything else. Such ids are of ids_tokenizer, if it is given."""
+    for anything else. A row of ids is ids_tokenizer's, if it is given."""
     kind = type(value[0]) if isinstance(value, list) and value else None
     tokens = []
     if kind is int:
@@ -894,7 +898,7 @@ def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> li
     if {"chosen", "rejected"} <= set(table.column_names):
         labels = read_preferences(table, tokenizer, args)
     elif len(names) < 2 or not {"best", *columns} <= set(table.column_names):
-        wanted = "query, sample0, .., best or chosen, rejected"
+        wanted = "query, sample0, .., best; or chosen, rejected"
         raise ValueError(f"has columns {table.column_names}, not {wanted}")
     else:
         ids_tokenizer = load_ids_tokenizer(tokenizer, args)
@@ -933,7 +937,7 @@ def load_labels(tokenizer: Tokenizer, args: Args) -> tuple[list[Label], list[Lab
 
 
 # --- the run's folder -----------------------------------------------------------------------------
-# What a resumed run may change. All else has left its trace in data, weights or averages.
+# What a resumed run may change. Anything else would make two experiments of one run.
 CHANGEABLE = "resume output_dir track checkpoint_every eval_every max_kl total_episodes"
 CHANGEABLE += " micro_batch_size lr critic_lr"
 OWN_FILES = "policy ema critic reward_model checkpoints metrics.jsonl samples.jsonl results.json"
@@ -961,8 +965,8 @@ def read_old_run(args: Args) -> tuple[str, Args] | None:
 
 
 def resolve_args(preset: str, args: Args) -> Args | None:
-    """A copy of the settings, checked, with the name of the run's folder; None if that has this run
-    and it is finished. UserError if it has another run."""
+    """A copy of the settings, checked, with the run's folder. None if the run in there is finished;
+    UserError if it is one that these settings cannot go on with."""
     args = validated(vars(args))
     default = f"runs/{FILE.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     # That of the first process, for all: clocks differ.
@@ -1056,7 +1060,7 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
 
 def save_checkpoint(accelerator: Accelerator, state: dict, args: Args) -> None:
     """Writes checkpoints/<updates made>: weights, the optimizer and averages by accelerate, then
-    state.json, with update, kl_coef, processes, wandb_id. The newest two stay. No random state is
+    state.json, with `state`. The newest two stay. No random state is
     needed: numbers follow from seed, update and row, and shuffles are drawn from the start."""
     path = Path(f"{args.output_dir}/checkpoints/{state['update']:07d}")
     with as_user_error("output_dir", args):
@@ -1131,7 +1135,7 @@ def one_line(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     if re.search("out of memory|can't allocate memory", str(error)):
-        return "out of memory: try a smaller --micro_batch_size or, in sampling, --batch_size"
+        return "out of memory: try a smaller --micro_batch_size or, if it is sampling, --batch_size"
     if re.search("(closed|reset) by peer", str(error)):
         return "another process has ended"
     return ""

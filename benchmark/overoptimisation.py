@@ -3,13 +3,19 @@ them.
 
     python benchmark/overoptimisation.py
 
-Policies of the embedded default are trained against reward models of several numbers of labels,
-with fixed coefficients of the KL penalty down to 0, by PPO and by RLOO. In every update VADER,
-which labelled the data, reads the very responses that the reward model scores. Best-of-n from the
+Policies of the embedded default are trained against reward models of several numbers of labels, by
+PPO and by RLOO, without a KL penalty (--kl_coefs: with fixed ones). A reward model makes as many
+optimizer steps with few labels as with many, which come in turn until there are 4,000; `4000:0.5`
+are 4,000 labels of which a half is replaced by a random choice. In every update VADER, which
+labelled the data, reads the very responses that the reward model scores. Best-of-n from the
 reference is the curve to beat: of n responses the one that the reward model likes best, with KL
 log n - (n - 1) / n; means over all choices of n among --pool responses to each of 128 queries.
-Penalties for responses without an end are not in the scores. Finished runs of the same scripts are
-used again. Writes results/overoptimisation-<tag>.json and .png.
+Penalties for responses without an end are not in the scores.
+
+Fits are those of Gao et al.: the gold score gained at d, the square root of the KL, is
+d (alpha - beta log d) of a trained policy, d (alpha - beta d) of best-of-n; least squares over the
+curves of all seeds. Finished runs of the same scripts are used again. Writes
+results/overoptimisation-<tag>.json and .png.
 """
 
 import json
@@ -21,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import datasets
 import numpy as np
 import torch
 from ablations import Choice, output_to, run, slug
@@ -34,37 +41,70 @@ import rloo_rlhf
 import train_reward
 
 SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
-STYLES = {"PPO": "-", "RLOO": "--"}
-COLOURS = ("#D55E00", "#E69F00", "#009E73", "#0072B2", "#CC79A7")
+COLOURS = {"PPO": "#0072B2", "RLOO": "#D55E00", "best of n": "black"}
 WINDOW = 5  # updates whose means make a point of a curve
 BATCH_SIZE = 64
+NUM_LABELS = 4_000  # that a reward model reads, one after the other
 KINDS = ("gold", "kl", "proxy")
+SOURCES = ["128", "512", "1024", "2048", "4000", "4000:0.5"]
 
 
-def reward_folder(labels: int, seed: int, folder: Path) -> Path:
+# --- reward models --------------------------------------------------------------------------------
+def labels_folder(source: str, seed: int, folder: Path) -> Path:
+    """A data set whose training split repeats so many labels, of which a share has a random best
+    response; the test split is tiny's."""
+    size, _, noise = source.partition(":")
+    out = folder / slug(f"labels {source} {seed}")
+    splits = datasets.load_dataset(str(common.ROOT / "tiny" / "labels"))
+    random = np.random.default_rng([seed, int(size)])
+    order = random.permutation(len(splits["train"]))
+    rows = splits["train"].select(order[: int(size)]).to_list()
+    for row in rows:
+        if noise and random.random() < float(noise):
+            row["best"] = int(random.integers(4))
+    repeated = [rows[i % len(rows)] for i in range(NUM_LABELS)]
+    out.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_list(repeated).to_parquet(out / "train.parquet")
+    splits["test"].to_parquet(out / "test.parquet")
+    return out
+
+
+def reward_folder(source: str, seed: int, folder: Path) -> Path:
     """Of the run of a reward model."""
-    return folder / f"reward-{labels}-{seed}"
+    return folder / slug(f"reward {source} {seed}")
 
 
-def reward_model(task: tuple[int, int, Path]) -> int:
-    """Trains one on so many labels (0: all that there are)."""
-    labels, seed, _ = task
-    flags = ["--seed", str(seed)]
-    if labels > 0:
-        flags += ["--num_labels", str(labels)]
-    return run(Choice(train_reward.__file__), reward_folder(*task), flags)
+def reward_model(task: tuple[str, int, Path]) -> dict[str, Any]:
+    """Trains one, and says how often it names the best of four held-out responses, beside the
+    share of the best constant answer."""
+    source, seed, _ = task
+    out = reward_folder(*task)
+    if not (out / "samples.jsonl").exists():
+        labels = labels_folder(*task)
+        flags = ["--seed", str(seed), "--label_dataset", str(labels)]
+        status = run(Choice(train_reward.__file__), out, flags)
+        if status:
+            raise SystemExit(f"train_reward.py failed: see {out}.log")
+    results = json.loads((out / "results.json").read_text())
+    return {
+        "labels": source,
+        "seed": seed,
+        "accuracy": results["test/accuracy"],
+        "constant": results["test/constant"],
+    }
 
 
-def train(task: tuple[str, int, float, int, int, Path]) -> dict[str, Any]:
+# --- curves ---------------------------------------------------------------------------------------
+def train(task: tuple[str, str, float, int, int, Path]) -> dict[str, Any]:
     """A run of a script's main, whose reward model's responses VADER reads too: KL, proxy and gold
     score of every update."""
-    algorithm, labels, kl_coef, seed, episodes, folder = task
-    out = folder / slug(f"{algorithm} {labels} {kl_coef} {seed} {episodes}")
+    algorithm, source, kl_coef, seed, episodes, folder = task
+    out = folder / slug(f"{algorithm} {source} {kl_coef} {seed} {episodes}")
     record = out.with_name(f"{out.name}.json")
     if record.exists():
         return json.loads(record.read_text())
     shutil.rmtree(out, ignore_errors=True)  # an interrupted run does not know its gold scores
-    reward = reward_folder(labels, seed, folder) / "reward_model"
+    reward = reward_folder(source, seed, folder) / "reward_model"
     judge = Judge(seed, reward, num_queries=1)
     script = SCRIPTS[algorithm]
     load_reward = script.load_reward
@@ -85,14 +125,14 @@ def train(task: tuple[str, int, float, int, int, Path]) -> dict[str, Any]:
 
     script.load_reward = load_judged_reward
     flags = f"--kl_target none --kl_coef {kl_coef} --seed {seed} --total_episodes {episodes}"
-    flags += f" --eval_queries 1 --batch_size {BATCH_SIZE} --checkpoint_every 0"
+    flags += f" --eval_queries 1 --batch_size {BATCH_SIZE} --checkpoint_every 0 --max_kl 1e4"
     paths = ["--reward_model", str(reward), "--output_dir", str(out)]
     sys.argv = [script.__file__, *flags.split(), *paths]
     with output_to(out.with_name(f"{out.name}.log")):
         script.main(*script.parse_args())
     row = {
         "algorithm": algorithm,
-        "labels": labels,
+        "labels": source,
         "kl_coef": kl_coef,
         "seed": seed,
         "kl": [x["objective/kl"] for x in common.read_lines(out / "metrics.jsonl")],
@@ -101,36 +141,43 @@ def train(task: tuple[str, int, float, int, int, Path]) -> dict[str, Any]:
     }
     assert len(row["kl"]) == len(row["gold"])
     record.write_text(json.dumps(row))
+    shutil.rmtree(out / "checkpoints")
     return row
 
 
-def best_of_n(task: tuple[int, int, int, Path]) -> dict[str, Any]:
-    """Proxy and gold score of the best of n = 1, 2, 4, .. of the reference's responses, by the
-    reward model."""
-    labels, seed, pool, folder = task
-    reward = reward_folder(labels, seed, folder) / "reward_model"
-    judge = Judge(seed, reward, num_queries=128)
+def best_of_n(task: tuple[int, list[str], int, Path]) -> list[dict[str, Any]]:
+    """Proxy and gold score of the best of n = 1, 2, 4, .. of the reference's responses, by each of
+    a seed's reward models."""
+    seed, sources, pool, folder = task
+    judges = {}
+    for source in sources:
+        reward = reward_folder(source, seed, folder) / "reward_model"
+        judges[source] = Judge(seed, reward, num_queries=128)
+    judge = judges[sources[0]]
     draws = [judge.responses(judge.ref, 10**6 + i) for i in range(pool)]
-    proxy = np.array([judge.proxy(responses) for responses in draws]).T  # (queries, pool)
-    gold = np.array([judge.gold(responses) for responses in draws]).T
-    order = proxy.argsort(1)
-    proxy = np.take_along_axis(proxy, order, 1)
-    gold = np.take_along_axis(gold, order, 1)
-    curve = []
-    n = 1
-    while n <= pool // 2:
-        # Of the pool's r-th smallest to be the best of n.
-        share = comb(np.arange(pool), n - 1) / comb(pool, n)
-        point = {
-            "n": n,
-            "kl": float(np.log(n) - (n - 1) / n),
-            "proxy": float((proxy * share).sum(1).mean()),
-            "gold": float((gold * share).sum(1).mean()),
-        }
-        curve.append(point)
-        n *= 2
-    row = {"labels": labels, "seed": seed}
-    return row | {name: [point[name] for point in curve] for name in curve[0]}
+    gold = np.array([judge.gold(responses) for responses in draws]).T  # (queries, pool)
+    rows = []
+    for source in sources:
+        proxy = np.array([judges[source].proxy(responses) for responses in draws]).T
+        order = proxy.argsort(1)
+        sorted_proxy = np.take_along_axis(proxy, order, 1)
+        sorted_gold = np.take_along_axis(gold, order, 1)
+        points = []
+        n = 1
+        while n <= pool // 2:
+            # Of the pool's r-th smallest to be the best of n.
+            share = comb(np.arange(pool), n - 1) / comb(pool, n)
+            point = {
+                "n": n,
+                "kl": float(np.log(n) - (n - 1) / n),
+                "proxy": float((sorted_proxy * share).sum(1).mean()),
+                "gold": float((sorted_gold * share).sum(1).mean()),
+            }
+            points.append(point)
+            n *= 2
+        curve = {name: [point[name] for point in points] for name in points[0]}
+        rows.append({"labels": source, "seed": seed} | curve)
+    return rows
 
 
 def smooth(values: list[float]) -> np.ndarray:
@@ -139,6 +186,7 @@ def smooth(values: list[float]) -> np.ndarray:
     return np.array(values[:whole]).reshape(-1, WINDOW).mean(1)
 
 
+# --- results --------------------------------------------------------------------------------------
 def top_and_end(curves: dict[str, Any]) -> dict[str, float]:
     """Gold, KL and proxy where gold is highest, and where the curves end."""
     top = int(np.argmax(curves["gold"]))
@@ -146,73 +194,99 @@ def top_and_end(curves: dict[str, Any]) -> dict[str, float]:
     return found | {f"{kind}_end": float(curves[kind][-1]) for kind in KINDS}
 
 
-def summarise(runs: list[dict[str, Any]], best: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per curve: where the gold score is highest, where it ends; and those of best-of-n."""
-    table = []
+def fit(curves: list[dict[str, Any]], is_best_of_n: bool, start: float) -> dict[str, float]:
+    """Gao et al.'s form for the gold score gained since the `start` of a curve at d = 0; with its
+    share of explained variance."""
+    d = np.sqrt(np.concatenate([curve["kl"] for curve in curves]).clip(min=0))
+    gained = np.concatenate([curve["gold"] for curve in curves]) - start
+    bend = d**2 if is_best_of_n else d * np.log(np.maximum(d, 1e-9))
+    columns = np.stack([d, -bend], 1)
+    found, *_ = np.linalg.lstsq(columns, gained, rcond=None)
+    error = gained - columns @ found
+    return {
+        "alpha": float(found[0]),
+        "beta": float(found[1]),
+        "explained": float(1 - error.var() / gained.var()),
+    }
+
+
+def curves_of(runs: list[dict], best: list[dict]) -> dict[tuple[str, str, Any], list[dict]]:
+    """The curves of each group of runs that differ by their seeds."""
+    groups: dict[tuple[str, str, Any], list[dict]] = {}
     for row in runs:
-        line = {name: row[name] for name in ("algorithm", "labels", "kl_coef", "seed")}
-        table.append(line | top_and_end({kind: smooth(row[kind]) for kind in KINDS}))
+        group = (row["labels"], row["algorithm"], row["kl_coef"])
+        curve = {kind: smooth(row[kind]) for kind in KINDS}
+        groups.setdefault(group, []).append(curve)
     for row in best:
-        line = {
-            "algorithm": f"best of {row['n'][-1]}",
-            "labels": row["labels"],
-            "kl_coef": None,
-            "seed": row["seed"],
-        }
-        table.append(line | top_and_end(row))
+        group = (row["labels"], "best of n", None)
+        groups.setdefault(group, []).append(row)
+    return groups
+
+
+def summarise(groups: dict[tuple[str, str, Any], list[dict]], start: float) -> list[dict]:
+    """Per group: where the gold score is highest, where it ends, as means over seeds, and the
+    lowest and highest gold at the end; and the fit."""
+    table = []
+    for (labels, algorithm, kl_coef), curves in groups.items():
+        line = {"labels": labels, "algorithm": algorithm, "kl_coef": kl_coef}
+        ends = [top_and_end(curve) for curve in curves]
+        for name in ends[0]:
+            values = [end[name] for end in ends]
+            line[name] = float(np.mean(values))
+        golds = [end["gold_end"] for end in ends]
+        line["lowest_end"] = min(golds)
+        line["highest_end"] = max(golds)
+        fitted = fit(curves, algorithm == "best of n", start)
+        table.append(line | fitted)
     return table
 
 
-def draw_runs(axes: Axes, kind: str, runs: list[dict[str, Any]], colours: dict) -> None:
-    """A line per run; the first of a kind has the label."""
-    labels = set()
-    for row in runs:
-        label = f"{row['algorithm']}, coefficient {row['kl_coef']:g}"
-        x = np.sqrt(np.maximum(smooth(row["kl"]), 0))
-        axes.plot(
-            x,
-            smooth(row[kind]),
-            STYLES[row["algorithm"]],
-            color=colours[row["kl_coef"]],
-            linewidth=1.2,
-            label=None if label in labels else label,
-        )
-        labels.add(label)
+def title(labels: str, models: list[dict[str, Any]]) -> str:
+    """Of a column of the picture, with the accuracy of its reward models."""
+    size, _, noise = labels.partition(":")
+    accuracies = [model["accuracy"] for model in models if model["labels"] == labels]
+    noisy = f", {float(noise):.0%} random" if noise else ""
+    return f"{int(size):,} labels{noisy}\naccuracy {np.mean(accuracies):.2f}"
 
 
-def plot(runs: list[dict[str, Any]], best: list[dict[str, Any]], path: Path) -> None:
-    """A column per number of labels; gold score above, proxy below; a line per run, best-of-n
-    black."""
-    sizes = sorted({row["labels"] for row in runs}, key=lambda labels: labels or 10**9)
-    coefs = sorted({row["kl_coef"] for row in runs})
-    colours = dict(zip(coefs, COLOURS, strict=False))
-    figure = Figure(figsize=(3.4 * len(sizes), 5), layout="constrained")
-    panels = figure.subplots(2, len(sizes), sharex=True, sharey="row", squeeze=False)
-    for column, labels in enumerate(sizes):
+def draw(axes: Axes, kind: str, labels: str, groups: dict) -> None:
+    """A line per run: the colour says what was run, a paler one that there is a KL penalty."""
+    for (source, algorithm, kl_coef), curves in groups.items():
+        if source != labels:
+            continue
+        for curve in curves:
+            style = {"color": COLOURS[algorithm], "linewidth": 1.2}
+            if kl_coef:
+                style["alpha"] = 0.35
+            elif curve is curves[0]:
+                style["label"] = algorithm
+            d = np.sqrt(np.maximum(curve["kl"], 0))
+            axes.plot(d, curve[kind], **style)
+
+
+def plot(groups: dict, sources: list[str], models: list[dict[str, Any]], path: Path) -> None:
+    """A column per reward model's labels; gold score above, proxy below."""
+    figure = Figure(figsize=(2.3 * len(sources), 5), layout="constrained")
+    panels = figure.subplots(2, len(sources), sharex=True, sharey="row", squeeze=False)
+    for column, labels in enumerate(sources):
         for axes, kind in zip(panels[:, column], ("gold", "proxy"), strict=True):
-            mine = [row for row in runs if row["labels"] == labels]
-            draw_runs(axes, kind, mine, colours)
-            label = "best of n"
-            for row in best:
-                if row["labels"] == labels:
-                    axes.plot(np.sqrt(row["kl"]), row[kind], "k.-", lw=1, ms=3, label=label)
-                    label = None
+            draw(axes, kind, labels, groups)
             axes.grid(alpha=0.3)
-        panels[0, column].set_title(f"{labels or 'all'} labels")
-        panels[1, column].set_xlabel("square root of the KL (nats) to the reference")
+        panels[0, column].set_title(title(labels, models), fontsize=9)
+    figure.supxlabel("square root of the KL (nats) to the reference", fontsize=9)
     panels[0, 0].set_ylabel("gold score (VADER)")
     panels[1, 0].set_ylabel("proxy (reward model)")
     panels[0, 0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = common.make_parser(__doc__)
     add = parser.add_argument
     add("--tag", default="tiny", help="name of the record")
-    add("--seeds", type=int, nargs="+", default=[1])
-    add("--labels", type=int, nargs="+", default=[128, 512, 0], help="of a reward model; 0: all")
-    add("--kl_coefs", type=float, nargs="+", default=[0.0, 0.05, 0.15], help="fixed ones")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--labels", nargs="+", default=SOURCES, help="of a reward model; `4000:0.5`: half random")
+    add("--kl_coefs", type=float, nargs="+", default=[0.0], help="fixed ones")
     add("--episodes", type=int, default=5_120, help="of each policy, 64 in an update")
     add("--pool", type=int, default=256, help="responses per query for best-of-n, up to half")
     add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
@@ -222,25 +296,37 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     folder = Path(args.folder) / common.commit()
-    models = [(labels, seed) for seed in args.seeds for labels in args.labels]
     tasks = []
-    for labels, seed in models:
-        for coef in args.kl_coefs:
-            for name in SCRIPTS:
-                tasks.append((name, labels, coef, seed, args.episodes, folder))
+    named = []
+    for seed in args.seeds:
+        for source in args.labels:
+            named.append((source, seed, folder))
+            for coef in args.kl_coefs:
+                for name in SCRIPTS:
+                    task = (name, source, coef, seed, args.episodes, folder)
+                    tasks.append(task)
     runs = []
     with multiprocessing.get_context("fork").Pool(args.jobs, maxtasksperchild=1) as pool:
-        if any(pool.map(reward_model, [(*model, folder) for model in models], 1)):
-            raise SystemExit(f"train_reward.py failed: see {folder}")
+        models = pool.map(reward_model, named, 1)
         for row in pool.imap(train, tasks, 1):
             runs.append(row)
-            words = f"{row['algorithm']} {row['labels']} {row['kl_coef']} {row['kl'][-1]:.1f}"
-            sys.stdout.write(f"{words}\n")
+            words = f"{row['algorithm']} {row['labels']} {row['kl_coef']}"
+            ends = f"KL {row['kl'][-1]:.1f}, gold {row['gold'][-1]:.2f}"
+            sys.stdout.write(f"{words}: {ends}\n")
             sys.stdout.flush()
-        best = pool.map(best_of_n, [(*model, args.pool, folder) for model in models], 1)
-    table = summarise(runs, best)
-    path = common.write("overoptimisation", args.tag, args, runs, best_of_n=best, table=table)
-    plot(runs, best, path.with_suffix(".png"))
+        asked = [(seed, args.labels, args.pool, folder) for seed in args.seeds]
+        best = [row for rows in pool.imap(best_of_n, asked, 1) for row in rows]
+    start = float(np.mean([row["gold"][0] for row in best]))  # the reference's
+    groups = curves_of(runs, best)
+    table = summarise(groups, start)
+    more = {
+        "best_of_n": best,
+        "reward_models": models,
+        "reference_gold": start,
+        "table": table,
+    }
+    path = common.write("overoptimisation", args.tag, args, runs, **more)
+    plot(groups, args.labels, models, path.with_suffix(".png"))
     common.show_rows(table)
 
 

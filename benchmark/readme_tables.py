@@ -163,29 +163,36 @@ def rewards_table() -> str:
     return table([*columns, "gain", "bias", "accuracy", "best constant"], rows)
 
 
-def overoptimisation_order(group: tuple[Any, ...]) -> tuple[int, bool]:
-    """By labels, all of them last, best-of-n after the trained policies."""
-    labels, algorithm, _ = group
-    return labels or 10**9, "of" in algorithm
+def overoptimisation_order(row: dict[str, Any]) -> tuple[int, str, bool, float]:
+    """By labels, best-of-n after the trained policies."""
+    size, _, noise = row["labels"].partition(":")
+    return int(size), noise, row["algorithm"] == "best of n", row["kl_coef"] or 0.0
 
 
 def overoptimisation_table() -> str:
-    """Where gold scores are highest and where they end: means over seeds."""
-    columns = ["labels", "", "coefficient", "best gold", "at KL", "proxy there"]
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in records("overoptimisation")[0]["table"]:
-        group = (row["labels"], row["algorithm"], row["kl_coef"])
-        groups.setdefault(group, []).append(row)
+    """Where gold scores are highest and where they end, as means over seeds; and the fits."""
+    columns = ["labels", "accuracy", "", "best gold", "at KL", "gold at the end", "KL", "proxy"]
+    record = records("overoptimisation")[0]
     rows = []
-    for group in sorted(groups, key=overoptimisation_order):
-        labels, algorithm, coefficient = group
-        cells = [labels or "all", algorithm, "-" if coefficient is None else coefficient]
-        for when in ("top", "end"):
-            for kind, digits in (("gold", 2), ("kl", 1), ("proxy", 2)):
-                average = mean(row[f"{kind}_{when}"] for row in groups[group])
-                cells.append(f"{average:.{digits}f}")
+    for row in sorted(record["table"], key=overoptimisation_order):
+        size, _, noise = row["labels"].partition(":")
+        labels = f"{int(size):,}"
+        if noise:
+            labels += f", {float(noise):.0%} random"
+        models = [x["accuracy"] for x in record["reward_models"] if x["labels"] == row["labels"]]
+        cells = [labels, f"{mean(models):.2f}", row["algorithm"]]
+        if row["kl_coef"]:
+            cells[-1] += f", coefficient {row['kl_coef']:g}"
+        cells.append(f"{row['gold_top']:.2f}")
+        cells.append(f"{row['kl_top']:.1f}")
+        span = f"{row['lowest_end']:.2f} to {row['highest_end']:.2f}"
+        cells.append(f"{row['gold_end']:.2f} ({span})")
+        cells.append(f"{row['kl_end']:.1f}")
+        cells.append(f"{row['proxy_end']:.2f}")
+        cells.append(f"{row['alpha']:.3f}, {row['beta']:.3f}")
+        cells.append(f"{row['explained']:.2f}")
         rows.append(cells)
-    return table([*columns, "gold at the end", "KL", "proxy"], rows)
+    return table([*columns, "alpha, beta", "explained"], rows)
 
 
 def symptoms_table() -> str:

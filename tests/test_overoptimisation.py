@@ -1,0 +1,92 @@
+"""The fits and labels of benchmark/overoptimisation.py, where they are known."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from conftest import ROOT
+
+
+@pytest.fixture
+def over(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmark")
+    return importlib.import_module("overoptimisation")
+
+
+def curves(bend: Any) -> list[dict[str, Any]]:
+    """Two curves of gold = 0.1 + d (0.5 - 0.2 bend(d)), at other KLs."""
+    made = []
+    for highest in (20.0, 60.0):
+        kl = np.linspace(0.01, highest, 40)
+        d = np.sqrt(kl)
+        gold = 0.1 + d * (0.5 - 0.2 * bend(d))
+        made.append({"kl": kl, "gold": gold})
+    return made
+
+
+@pytest.mark.parametrize(("is_best_of_n", "bend"), [(False, np.log), (True, lambda d: d)])
+def test_a_fit_finds_the_curve_that_it_was_made_of(
+    over: ModuleType, is_best_of_n: bool, bend: Any
+) -> None:
+    found = over.fit(curves(bend), is_best_of_n, 0.1)
+    assert found["alpha"] == pytest.approx(0.5)
+    assert found["beta"] == pytest.approx(0.2)
+    assert found["explained"] == pytest.approx(1)
+    other = over.fit(curves(bend), not is_best_of_n, 0.1)
+    assert other["explained"] < 0.999
+
+
+def labels_of(over: ModuleType, source: str, folder: Path) -> datasets.DatasetDict:
+    """The splits that a reward model is trained on."""
+    made = over.labels_folder(source, 1, folder)
+    return datasets.load_dataset(str(made), cache_dir=str(folder / "cache"))
+
+
+def test_few_labels_come_in_turn(over: ModuleType, tmp_path: Path) -> None:
+    splits = labels_of(over, "128", tmp_path)
+    rows = splits["train"].to_list()
+    assert len(rows) == over.NUM_LABELS
+    assert rows[:128] == rows[128:256]
+    different = {str(row) for row in rows}
+    assert len(different) == 128
+    all_of_tiny = datasets.load_dataset(str(ROOT / "tiny/labels"))
+    assert splits["test"].to_list() == all_of_tiny["test"].to_list()
+
+
+def test_noise_replaces_that_share_of_the_choices(over: ModuleType, tmp_path: Path) -> None:
+    clean = labels_of(over, "4000", tmp_path)["train"]
+    noisy = labels_of(over, "4000:0.5", tmp_path)["train"]
+    assert clean["sample0"] == noisy["sample0"]
+    pairs = zip(clean["best"], noisy["best"], strict=True)
+    changed = [one != other for one, other in pairs]
+    assert np.mean(changed) == pytest.approx(0.5 * 0.75, abs=0.03)
+
+
+def test_a_summary_names_the_top_and_the_end(over: ModuleType) -> None:
+    falling = {
+        "algorithm": "PPO",
+        "labels": "128",
+        "kl_coef": 0.0,
+        "seed": 1,
+        "kl": np.arange(15.0),
+        "gold": np.repeat([0.0, 0.4, -0.2], 5),
+        "proxy": np.repeat([0.0, 1.0, 2.0], 5),
+    }
+    other = dict(falling)
+    other["gold"] = np.repeat([0.0, 0.2, 0.1], 5)
+    groups = over.curves_of([falling, other], [])
+    (line,) = over.summarise(groups, 0.0)
+    expected = {
+        "gold_top": 0.3,
+        "kl_top": 7.0,
+        "gold_end": -0.05,
+        "lowest_end": -0.2,
+        "highest_end": 0.1,
+        "proxy_end": 2.0,
+    }
+    for name, value in expected.items():
+        assert line[name] == pytest.approx(value), name
