@@ -143,7 +143,10 @@ def set_learning_rates(
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scale the gradients down to max_norm, if it is given; returns the norm that they had."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     if hasattr(norm, "full_tensor"):  # of weights in shards
         norm = norm.full_tensor()
     return norm

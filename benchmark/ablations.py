@@ -23,6 +23,7 @@ results/ablations-<tag>.json and .png.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -38,6 +39,7 @@ import common
 import numpy as np
 import torch
 from judge import Judge
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -75,6 +77,7 @@ CURVES = {
     "kl": "objective/kl",
     "var_explained": "ppo/val/var_explained",
 }
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 BINS = 16  # points of a curve, each a mean of so many updates that there are this many
 SHIFTED = (("correction, shift_mean=False)", "correction, shift_mean=True)"),)
 
@@ -358,19 +361,11 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return table
 
 
-def rivals(base: str) -> list[str]:
-    """The choices of the same script that are compared with a base."""
-    names = []
-    for name, choice in CHOICES.items():
-        if name != base and base_of(name) == base and choice.script == CHOICES[base].script:
-            names.append(name)
-    return names
-
-
 def mean_curve(rows: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Levels of KL that all runs reach, and mean and deviation of the gold score there."""
-    reached = min(max(row["curve"]["kl"]) for row in rows)
-    levels = np.linspace(0, reached, 60)[1:]
+    """Levels of KL that all runs pass, and mean and deviation of the gold score there."""
+    first = max(row["curve"]["kl"][0] for row in rows)
+    last = min(max(row["curve"]["kl"]) for row in rows)
+    levels = np.linspace(first, last, 60)
     gold = []
     for row in rows:
         kl = np.maximum.accumulate(row["curve"]["kl"])
@@ -378,41 +373,63 @@ def mean_curve(rows: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.n
     return levels, np.mean(gold, 0), np.std(gold, 0)
 
 
-def plot(rows: list[dict[str, Any]], table: list[dict[str, Any]], path: Path) -> None:
-    """Gold score over KL: PPO's choices against the default's band, RLOO's against K 4's; the
-    choices that leave it in colours. And the differences at equal KL with their intervals."""
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
-    lines = {line["choice"]: line for line in table}
-    colours = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
-    for axes, base in zip(panels, ("default", "RLOO, K 4"), strict=False):
-        leaving = list(colours)
-        for name in (base, *rivals(base)):
-            line = lines.get(name)
-            runs = [row for row in rows if row["choice"] == name and "curve" in row]
-            if not runs:
-                continue
-            x, y, deviation = mean_curve(runs)
-            style = {"color": "#BBBBBB", "linewidth": 1, "zorder": 1}
-            if name == base:
-                axes.fill_between(x, y - deviation, y + deviation, color="black", alpha=0.15)
-                style = {"color": "black", "linewidth": 2, "label": name}
-            elif line["equal_kl"] is not None and abs(line["equal_kl"]) > 0.03 and leaving:
-                style = {"color": leaving.pop(0), "linewidth": 1.5, "label": name}
-            axes.plot(x, y, **style)
-        axes.set(xlabel="KL to the reference (nats per response)", ylabel="gold score (VADER)")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+def colours_of(table: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How each choice is drawn: the bases black, the farthest from them in colours."""
+    styles = {
+        "default": {"color": "black", "linewidth": 2, "zorder": 3},
+        "RLOO, K 4": {"color": "black", "linewidth": 2, "linestyle": "--", "zorder": 3},
+    }
+    others = [line for line in table if line["choice"] not in styles]
+    others.sort(key=lambda line: -abs(line["equal_kl"] or 0.0))
+    for line, colour in itertools.zip_longest(others, COLOURS[: len(others)]):
+        style = {"color": colour or "#CCCCCC", "linewidth": 1.4}
+        if CHOICES[line["choice"]].script == RLOO:
+            style["linestyle"] = "--"
+        styles[line["choice"]] = style
+    return styles
+
+
+def draw_differences(axes: Axes, table: list[dict[str, Any]], styles: dict[str, Any]) -> None:
+    """The differences at equal KL, sorted, with their intervals; what holds has a bold name."""
     compared = [line for line in table if line["equal_kl_interval"] is not None]
     compared.sort(key=lambda line: line["equal_kl"])
     for i, line in enumerate(compared):
-        colour = "#0072B2" if line["equal_kl_holds"] else "#999999"
-        style = {"fmt": "o", "color": colour, "capsize": 2, "markersize": 4}
-        panels[2].errorbar(line["equal_kl"], i, xerr=line["equal_kl_interval"], **style)
-    panels[2].set_yticks(range(len(compared)), [line["choice"] for line in compared], fontsize=7)
-    panels[2].axvline(0, color="black", linewidth=0.8)
-    panels[2].set_xlabel("gold at equal KL, less the base's")
-    panels[2].grid(alpha=0.3)
+        style = {"fmt": "o", "capsize": 2, "markersize": 4}
+        style["color"] = styles[line["choice"]]["color"]
+        axes.errorbar(line["equal_kl"], i, xerr=line["equal_kl_interval"], **style)
+    axes.set_yticks(range(len(compared)), [line["choice"] for line in compared], fontsize=7)
+    for line, label in zip(compared, axes.get_yticklabels(), strict=True):
+        label.set_fontweight("bold" if line["equal_kl_holds"] else "normal")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel("gold at equal KL, less the base's")
+    axes.grid(alpha=0.3)
+
+
+def plot(rows: list[dict[str, Any]], table: list[dict[str, Any]], path: Path) -> None:
+    """Gold score over KL; what the values explain on the way; differences at equal KL."""
+    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    gold, values, differences = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
+    styles = colours_of(table)
+    for name, style in styles.items():
+        runs = [row for row in rows if row["choice"] == name and "curve" in row]
+        if not runs:
+            continue
+        x, y, deviation = mean_curve(runs)
+        gold.plot(x, y, label=name, **style)
+        if name in ("default", "RLOO, K 4"):
+            gold.fill_between(x, y - deviation, y + deviation, color="black", alpha=0.12)
+        has_values = "var_explained" in runs[0]["curve"] and "--vf_coef 0" not in runs[0]["flags"]
+        if has_values:
+            explained = np.mean([row["curve"]["var_explained"] for row in runs], 0)
+            done = (np.arange(BINS) + 0.5) / BINS
+            values.plot(done, explained, label=name, **style)
+    gold.set(xlabel="KL to the reference (nats per response)", ylabel="gold score (VADER)")
+    values.set(xlabel="share of the run", ylabel="share of the returns explained by values")
+    values.set_ylim(-0.3, 1)
+    for axes in (gold, values):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    draw_differences(differences, table, styles)
     figure.savefig(path, dpi=120)
 
 

@@ -150,7 +150,7 @@ def reward_model(base_model: str, seed: int, folder: Path, num_labels: int) -> P
     if not labels.exists():
         label(base_model, labels, seed, num_labels)
     flags = f"--base_model {base_model} --query_dataset {OPENINGS} --label_dataset {labels}"
-    flags += " --start_text none --end_text none --dtype bf16 --lr 1e-5 --batch_size 32"
+    flags += " --start_text none --end_text none --dtype bf16 --lr 5e-5 --batch_size 32"
     run("train_reward.py", f"{flags} --seed {seed}", out)
     return out / "reward_model"
 

@@ -459,8 +459,8 @@ OPTIONS = [
     Detail(
         "`--max_grad_norm` (Llama 2)",
         ADAM,
-        "max_norm or math.inf",
-        "math.inf",
+        "max_norm is not None",
+        "False",
         TWIN_CRITIC,
     ),
     Detail(
