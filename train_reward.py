@@ -552,7 +552,7 @@ def set_up_backend(dtype: str) -> None:
     """Settings of the process that make it faster and change no result but by rounding."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc keeps freed memory: to get it anew takes 10 % of the time
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: but blocks above 32 MB go back at once
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     if PartialState().device.type == "cpu":
         torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16

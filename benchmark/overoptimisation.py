@@ -30,7 +30,7 @@ import common
 import datasets
 import numpy as np
 import torch
-from ablations import Choice, output_to, run, slug
+from ablations import Choice, gold_at, output_to, run, slug
 from judge import Judge
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -46,6 +46,7 @@ WINDOW = 5  # updates whose means make a point of a curve
 BATCH_SIZE = 64
 NUM_LABELS = 4_000  # that a reward model reads, one after the other
 KINDS = ("gold", "kl", "proxy")
+NEAR = 3.5  # nats that best-of-n reaches, too
 SOURCES = ["128", "512", "1024", "2048", "4000", "4000:0.5"]
 
 
@@ -224,8 +225,8 @@ def curves_of(runs: list[dict], best: list[dict]) -> dict[tuple[str, str, Any], 
 
 
 def summarise(groups: dict[tuple[str, str, Any], list[dict]], start: float) -> list[dict]:
-    """Per group: where the gold score is highest, where it ends, as means over seeds, and the
-    lowest and highest gold at the end; and the fit."""
+    """Per group: the gold score near the reference, where it is highest, where it ends, as means
+    over seeds, and the lowest and highest gold at the end; and the fit."""
     table = []
     for (labels, algorithm, kl_coef), curves in groups.items():
         line = {"labels": labels, "algorithm": algorithm, "kl_coef": kl_coef}
@@ -233,6 +234,9 @@ def summarise(groups: dict[tuple[str, str, Any], list[dict]], start: float) -> l
         for name in ends[0]:
             values = [end[name] for end in ends]
             line[name] = float(np.mean(values))
+        near = [gold_at(curve, NEAR) for curve in curves]
+        reached = [gold for gold in near if gold is not None]
+        line["gold_near"] = float(np.mean(reached)) if reached else None
         golds = [end["gold_end"] for end in ends]
         line["lowest_end"] = min(golds)
         line["highest_end"] = max(golds)

@@ -171,7 +171,8 @@ def overoptimisation_order(row: dict[str, Any]) -> tuple[int, str, bool, float]:
 
 def overoptimisation_table() -> str:
     """Where gold scores are highest and where they end, as means over seeds; and the fits."""
-    columns = ["labels", "accuracy", "", "best gold", "at KL", "gold at the end", "KL", "proxy"]
+    columns = ["labels", "accuracy", "", "gold at 3.5 nats", "best gold", "at KL"]
+    columns += ["gold at the end", "KL", "proxy", "alpha, beta", "explained"]
     record = records("overoptimisation")[0]
     rows = []
     for row in sorted(record["table"], key=overoptimisation_order):
@@ -183,6 +184,7 @@ def overoptimisation_table() -> str:
         cells = [labels, f"{mean(models):.2f}", row["algorithm"]]
         if row["kl_coef"]:
             cells[-1] += f", coefficient {row['kl_coef']:g}"
+        cells.append("-" if row["gold_near"] is None else f"{row['gold_near']:.2f}")
         cells.append(f"{row['gold_top']:.2f}")
         cells.append(f"{row['kl_top']:.1f}")
         span = f"{row['lowest_end']:.2f} to {row['highest_end']:.2f}"
@@ -192,7 +194,7 @@ def overoptimisation_table() -> str:
         cells.append(f"{row['alpha']:.3f}, {row['beta']:.3f}")
         cells.append(f"{row['explained']:.2f}")
         rows.append(cells)
-    return table([*columns, "alpha, beta", "explained"], rows)
+    return table(columns, rows)
 
 
 def symptoms_table() -> str:
@@ -446,7 +448,7 @@ def real_samples_table() -> str:
     """The first held-out openings, with what each algorithm's policy makes of them."""
     of_arm = {}
     for row in records("real_model")[0]["rows"]:
-        if row["arm"] in ("PPO, VADER", "RLOO, VADER") and row["arm"] not in of_arm:
+        if row["arm"].endswith("reward model") and row["arm"] not in of_arm:
             of_arm[row["arm"]] = {sample["query"]: sample for sample in row["samples"]}
     rows = []
     for query, sample in next(iter(of_arm.values())).items():

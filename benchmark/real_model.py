@@ -207,6 +207,9 @@ def measure(name: str, seed: int, base_model: str, args: Any, folder: Path) -> d
     curves = ("objective/scores", "objective/kl", "objective/entropy", "objective/length")
     for metric in ("ppo/episode", *curves):
         row[metric] = [line[metric] for line in metrics]
+    if arm.has_reward_model:  # each label is seen once, so that this is as good as held out
+        lines = common.read_lines(path.parent / "metrics.jsonl")
+        row["reward_accuracy"] = float(np.mean([line["train/accuracy"] for line in lines[-16:]]))
     shown = {}
     for sample in samples:
         shown.setdefault(sample["query"], sample)
@@ -259,7 +262,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     panels = figure.subplots(1, 3)
     labels = {
-        "objective/scores": "score, with its penalty",
+        "objective/scores": "score of VADER or the reward model",
         "objective/kl": "KL (nats per response)",
         "objective/length": "tokens up to the end",
     }
@@ -274,7 +277,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             axes.plot(smooth(row["ppo/episode"]), smooth(row[metric]), **style)
         axes.set(xlabel="episodes", ylabel=title)
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
+    panels[2].legend(fontsize=7)
     figure.suptitle("SmolLM2-135M-Instruct", fontsize=10)
     figure.savefig(path, dpi=130)
 
