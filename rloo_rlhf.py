@@ -5,20 +5,22 @@ policy moves towards higher scores, while a penalty on the KL divergence holds i
 reference, the model that it started from. "The original" is OpenAI's lm-human-preferences (Ziegler
 et al. 2019, arXiv:1909.08593); the tests replay arrays that were recorded from it.
 
-RLOO (REINFORCE leave-one-out, Ahmadian et al. 2024, arXiv:2402.14740) compares the reward of each
-of K responses to a query, adjacent rows, with the mean of the others': there is no value function.
+RLOO (REINFORCE leave-one-out, Ahmadian et al. 2024, arXiv:2402.14740) has no value function: from
+the reward of each of K responses to a query it subtracts the mean reward of the other K - 1.
 
     python train_reward.py                                     # first: a reward model
     python rloo_rlhf.py                                        # tiny model and data, two CPU cores
     accelerate launch --num_processes 8 rloo_rlhf.py sentiment # eight GPUs share --batch_size
 
 A run needs a reward model, which train_reward.py makes, or a --reward_fn. Left out, to stay
-readable: generation engines, gradient checkpointing, several reward models. A function other than
-main that stands in two of ppo_rlhf.py, rloo_rlhf.py and train_reward.py is the same in both, to the
-letter: a parameter, a branch or a comment that seems out of place here is needed there.
+readable: generation engines, gradient checkpointing, several reward models.
 
-Shapes: B responses in a process's share of a batch, b in a micro-batch, R tokens per response,
-T tokens in a row with its query, V tokens in the vocabulary, d hidden units.
+A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
+train_reward.py is identical in all of them: what seems out of place here is needed there.
+
+Shapes: B responses in a process's share of a batch, n in its share of a minibatch, b in a
+micro-batch, R tokens per response, T tokens of query and response together, V tokens in the
+vocabulary, d hidden units.
 """
 
 import signal
@@ -87,7 +89,7 @@ FILE = Path(__file__).resolve()
 Name = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 TokenRows = list[list[int]]
-Pair = tuple[Tensor, Tensor]  # of logits and values the second may be None
+Pair = tuple[Tensor, Tensor]  # where it is (logits, values), values may be None
 logger = get_logger(__name__)  # prints on the first process only
 
 
@@ -106,50 +108,50 @@ class Args:
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # For order of the data, sampling, new weights
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # Of data order, sampling and new weights
     output_dir: Name | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
-    # Go on with the run in --output_dir, with its settings where no flag is given; or start it
+    # Continue the run in --output_dir with its settings, except for flags given now; or start it
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
-    eval_every: NonNegativeInt = 0  # Updates between evaluations on the way (0: none)
+    eval_every: NonNegativeInt = 0  # Updates between evaluations during the training (0: none)
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
-    eval_queries: PositiveInt = 64  # Held-out queries, sampled before and after the training
+    eval_queries: PositiveInt = 64  # Held-out queries, sampled before, after and at --eval_every
 
     # models
     base_model: Name = "tiny/model"  # Policy and reference start from it: a folder or hub id
     # Classifier with one label: a folder or hub id (None: the preset's newest in runs/)
     reward_model: Name | None = None
-    # Instead of a reward model: `module:function` (queries, responses, ..), see score_by_function
+    # Instead of a reward model: `module:function` (queries, responses, ...), see score_by_function
     reward_fn: Name | None = None
-    # bf16: autocast with fp32 master weights, but most frozen ones in bf16; fp32 logits and values
+    # bf16: autocast; most frozen weights are in bf16, trained weights, logits and values in fp32
     dtype: Literal["fp32", "bf16"] = "fp32"
-    # Train LoRA adapters of this rank, and new heads (0: all weights)
+    # Train LoRA adapters of this rank in place of the model's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
     lora_alpha: PositiveFloat = 16.0  # LoRA adapters are scaled by this / --lora_rank
-    # Train only so many upper layers; the reference shares the rest (0: all)
+    # Train only this many of the top layers; the reference shares the rest (0: train all)
     unfrozen_layers: NonNegativeInt = 0
 
     # the task
 
     # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config] on the hub
     query_dataset: Name = "tiny/queries"
-    # The model whose tokenizer made the token ids in data, if it has such (None: --base_model)
+    # For data that is token ids: the model whose tokenizer made them (None: --base_model)
     token_ids_of: Name | None = None
     query_length: PositiveInt = 32  # Longest query, in tokens
-    # What becomes of longer ones (None: drop, or keep_start where there is an --end_text to cut at)
+    # What happens to longer queries (None: keep_start if there is an --end_text, or else drop)
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
-    query_prefix: Name | None = None  # Before every query, for the policy; rewards do without
-    query_suffix: Name | None = None  # After every query, for the policy; rewards do without
-    # One token: a query begins after its first occurrence; without one it is left out (None: off)
+    query_prefix: Name | None = None  # Text before every query, which only the policy reads
+    query_suffix: Name | None = None  # Text after every query, which only the policy reads
+    # One token: a query begins after its first occurrence; texts without it are dropped (None: off)
     start_text: Name | None = "."
     end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: off)
     response_length: PositiveInt = 24  # Tokens sampled per response
     temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
-    # Sample among the likeliest tokens of this probability; ratios and KL are of all tokens
+    # Nucleus sampling, from the likeliest tokens of this total probability; only sampling uses it
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    # Ends a response (`eos`: the tokenizer's; None: nothing does); of labels only `eos`
+    # The token that ends a response (`eos`: the tokenizer's; None: every response is complete)
     truncate_token: Name | None = "."
-    truncate_after: NonNegativeInt = 16  # Only at this index or later does that token end it
+    truncate_after: NonNegativeInt = 16  # The token ends a response only at this index or later
     penalty_reward_value: float = -1.0  # For a response without a truncate token
     # That penalty replaces the score (original) or is added to it
     penalty_mode: Literal["replace", "add"] = "replace"
@@ -159,18 +161,18 @@ class Args:
     # updates and optimizer
     total_episodes: PositiveInt = 12_800  # Responses sampled in the whole run
     batch_size: PositiveInt = 128  # Episodes per update, over all devices
-    # Rows (or labels) per pass on one device; gradients accumulate. PPO and RLOO sample all at once
+    # Rows per forward pass on one device; gradients accumulate. Sampling takes all rows at once
     micro_batch_size: PositiveInt = 64
     num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
     num_epochs: PositiveInt = 4  # Passes over the batch in each update
     lr: NonNegativeFloat = 2e-4  # Learning rate, see the schedule
     lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
-    lr_warmup: NonNegativeInt = 0  # Updates n in which --lr rises: the first has lr / (n + 1)
+    lr_warmup: NonNegativeInt = 0  # In this many (n) updates --lr rises, first to lr / (n + 1)
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
     adam: Literal["tf", "torch"] = "tf"
     adam_eps: NonNegativeFloat = 1e-5  # Adam's epsilon
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # Decay rates of Adam's two averages
-    weight_decay: NonNegativeFloat = 0.0  # Decoupled, as in AdamW; of matrices only
+    weight_decay: NonNegativeFloat = 0.0  # Decoupled, as in AdamW; for matrices only
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
     ema: Decay = 0.0  # Decay per update of an average of the weights, saved in ema/ (0: none)
     ptx_coef: NonNegativeFloat = 0.0  # Weight of the loss per token of pretraining texts (PPO-ptx)
@@ -182,7 +184,7 @@ class Args:
     # Divide scores by their standard deviation over the batch (whiten: subtract their mean first)
     score_norm: Literal["scale", "whiten"] | None = None
     score_clip: PositiveFloat | None = None  # Clip scores to +- this, after --score_norm
-    # Estimator of the KL that is paid for in the reward: see kl_penalty
+    # Estimator of the KL penalty in the rewards: see kl_penalty
     kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
     kl_coef: NonNegativeFloat = 0.15  # Coefficient of the KL penalty at the start
     # KL (k1, in nats per response) that the coefficient is adapted to reach (None: fixed)
@@ -193,15 +195,15 @@ class Args:
 
     # the algorithm
     cliprange: NonNegativeFloat = 0.2  # The probability ratio is clipped to 1 +- this
-    # No more steps on a batch after one whose approxkl is above this
+    # Skip the rest of a batch's steps after one whose approxkl is above this (None: never)
     target_kl: PositiveFloat | None = None
     rloo_k: Annotated[int, Field(ge=2)] = 4  # Responses per query
     token_level: bool = False  # Clip the ratio of each token, not that of the whole response
     normalize_advantages: bool = False  # To mean 0, variance 1 over the batch (TRL)
 
 
-# A preset is a string of flags, of which later ones win, with the values of OpenAI's launch.py. The
-# label files hold the very queries that people judged.
+# A preset is a string of flags with the values of OpenAI's launch.py. If a flag comes twice, the
+# later one counts. The label files hold the very queries that people judged.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = "--base_model gpt2 --token_ids_of gpt2 --start_text None --end_text None"
 OPENAI += " --total_episodes 1000000"
@@ -222,7 +224,7 @@ PRESETS = {
 
 @dataclass
 class Query:
-    """A query, as its readers have it, and the table row that it came from."""
+    """A query as the reward model and as the policy reads it, and its row in the table."""
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
@@ -247,7 +249,7 @@ class Batch:
     advantages: Tensor  # (B, R), or (B, 1) in RLOO
 
 
-Sums = dict[str, Pair]  # of each metric a sum and a count, which reduce_means divides
+Sums = dict[str, Pair]  # (sum, count) of each metric; reduce_means divides them
 
 
 def main(preset: str, args: Args) -> None:
@@ -259,10 +261,10 @@ def main(preset: str, args: Args) -> None:
         return
     k = args.rloo_k
     check_settings(args, accelerator.num_processes * args.num_minibatches * k)
-    args.micro_batch_size = max(k, args.micro_batch_size // k * k)
+    args.micro_batch_size = max(k, args.micro_batch_size // k * k)  # no query in two of them
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
-    mine = slice(rank * share, (rank + 1) * share)
+    my_rows = slice(rank * share, (rank + 1) * share)
 
     # data and models; what cannot run fails in the first evaluation, before anything is written
     set_up_backend(args.dtype)
@@ -294,10 +296,10 @@ def main(preset: str, args: Args) -> None:
         ema_weights.requires_grad_(False)
         accelerator.prepare_model(ema_weights, evaluation_mode=True)  # now checkpoints include it
     assess = functools.partial(evaluate, ref, held_out, score, truncate_id, tokenizer, args)
-    before = assess(ref)  # what the policy is before the training; a resumed run has it too
+    before = assess(ref)  # the reference is the untrained policy, also when a run is resumed
 
     with lock_and_signals(args) as signals:
-        state = {"update": 0, "kl_coef": args.kl_coef}  # open_run adds two fields, or loads all
+        state = {"update": 0, "kl_coef": args.kl_coef}  # open_run adds two, or loads all four
         open_run(accelerator, preset, args, state)
         done = state["update"]
         # A resumed run draws shuffles from the start, and drops those of the updates already made.
@@ -308,19 +310,20 @@ def main(preset: str, args: Args) -> None:
             kl_coef = state["kl_coef"]
 
             # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
-            episodes = range(update * args.batch_size, updates_made * args.batch_size)[mine]
-            asked = [queries[i // k % len(queries)] for i in episodes]
-            u = uniforms(args.seed, updates_made, args.batch_size, args.response_length)[mine]
-            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # rows of each
-            # In the first epoch's micro-batches: same padding, same rounding, so its ratios are 1.
-            batch = rollout(unwrapped, ref, asked, u, epochs[0], truncate_id, args)
+            episodes = range(update * args.batch_size, updates_made * args.batch_size)[my_rows]
+            batch_queries = [queries[i // k % len(queries)] for i in episodes]
+            u = uniforms(args.seed, updates_made, args.batch_size, args.response_length)[my_rows]
+            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # k rows each
+            # Its forward passes use the first epoch's micro-batches. Padding and rounding are then
+            # the same in the first optimizer step, whose ratios are exactly 1.
+            batch = rollout(unwrapped, ref, batch_queries, u, epochs[0], truncate_id, args)
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
-            raw_scores, _ = score(asked, batch.truncated)  # (B,), with the scores of tokens in it
+            raw_scores, _ = score(batch_queries, batch.truncated)  # (B,)
             scores = penalize(raw_scores, batch.found_end, args)  # (B,)
             final_scores = normalize_scores(scores, args)
 
-            # 3. reward: the KL penalty at every token, the score at the last: see token_rewards
+            # 3. reward: a KL penalty at every token, and the score at the last: see token_rewards
             ref_log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
             token_kl = kl_penalty(ref_log_ratio, args.kl_estimator, batch.full_kl) * batch.mask
             rewards = token_rewards(final_scores, token_kl, batch.mask, kl_coef).sum(1)  # (B,)
@@ -331,7 +334,7 @@ def main(preset: str, args: Args) -> None:
             if ptx_texts:
                 batch.texts = [ptx_texts[i % len(ptx_texts)].input_ids for i in episodes]
             records = rloo_update(accelerator, policy, optimizer, batch, epochs, args)
-            for average, p in zip(ema_weights, trained.values(), strict=False):  # or none
+            for average, p in zip(ema_weights, trained.values(), strict=False):  # only with --ema
                 average.lerp_(p.detach(), 1 - args.ema)
 
             # 5. log; these are summed over tokens, and averaged over responses
@@ -342,7 +345,7 @@ def main(preset: str, args: Args) -> None:
                 "objective/found_end": batch.found_end,
                 "objective/length": batch.lengths,
                 "objective/kl": ref_log_ratio,
-                "objective/entropy": -batch.logprobs * batch.mask,  # of sampled tokens alone
+                "objective/entropy": -batch.logprobs * batch.mask,  # from sampled tokens only
                 "objective/non_score_reward": -kl_coef * token_kl,
             }
             count = scores.new_tensor(len(scores))
@@ -361,20 +364,19 @@ def main(preset: str, args: Args) -> None:
             accelerator.log(metrics, step=updates_made)
             kl = metrics["objective/kl"]
             bar.set_postfix(score=metrics["objective/scores"], kl=kl)
-            # Of the policy before these steps: the newest checkpoint may hold a bad one already.
+            # The KL before these steps: if it is bad, the newest checkpoint may be bad already.
             check_policy(update, metrics["first_ratio_error"], kl, args)
 
             # 6. adapt the KL coefficient; leave a checkpoint
             state |= {"update": updates_made, "kl_coef": adapt_kl_coef(kl_coef, kl, args)}
             is_due = args.checkpoint_every and updates_made % args.checkpoint_every == 0
-            # A signal to any process stops all.
-            stopping = sum_over_ranks(scores.new_tensor(len(signals))) > 0
+            stopping = sum_over_ranks(scores.new_tensor(len(signals))) > 0  # on any process
             if is_due or stopping or updates_made == num_updates:
                 save_checkpoint(accelerator, state, args)
             if stopping:
                 raise Interrupted("stopped by a signal")
 
-        # 7. evaluate and save; all processes put the weights together
+        # 7. evaluate and save; get_state_dict may gather weights, so every process calls it
         after = assess(unwrapped)
         weights = accelerator.get_state_dict(policy)
         averages = accelerator.get_state_dict(ema_weights).values()
@@ -385,7 +387,7 @@ def main(preset: str, args: Args) -> None:
                     ema = weights | dict(zip(trained, averages, strict=True))
                     save_policy(unwrapped, ema, tokenizer, f"{args.output_dir}/ema")
             show_samples(accelerator, before, after, args)
-    policy, optimizer = accelerator.free_memory(policy, optimizer)  # or gloo can wait for ever
+    policy, optimizer = accelerator.free_memory(policy, optimizer)  # without this gloo can hang
     accelerator.end_training()
 
 
@@ -407,8 +409,10 @@ def kl_penalty(log_ratio: Tensor, kind: str, full_kl: Tensor | None = None) -> T
 
 
 def penalize(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
-    """Scores (B,), with --penalty_reward_value where there is no truncate token."""
-    kept = scores if args.penalty_mode == "add" else scores * 0  # NaN * 0 is NaN, for the check
+    """Scores (B,). Where there is no truncate token, --penalty_reward_value replaces the score or
+    is added to it (--penalty_mode)."""
+    # scores * 0 keeps a NaN, which is to be found below.
+    kept = scores if args.penalty_mode == "add" else scores * 0
     scores = torch.where(found_end, scores, kept + args.penalty_reward_value)
     if not scores.isfinite().all():
         source = f"--reward_model {args.reward_model}, --reward_fn {args.reward_fn}"
@@ -420,7 +424,8 @@ def penalize(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
 
 def normalize_scores(scores: Tensor, args: Args) -> Tensor:
     """Scores (B,), divided by their deviation over all processes (--score_norm), then clipped
-    (--score_clip). Token scores stay as they are: what is left of this goes to the last token."""
+    (--score_clip). Scores of single tokens are not normalized: main pays the difference at the last
+    token."""
     if args.score_norm is not None:
         mean, variance = moments(scores, torch.ones_like(scores), sum_over_ranks)
         if args.score_norm == "whiten":
@@ -433,13 +438,13 @@ def normalize_scores(scores: Tensor, args: Args) -> Tensor:
 
 def token_rewards(scores: Tensor, token_kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """Rewards (B, R): -kl_coef * token_kl, and the score (B,) at the last token of mask. Without
-    --mask_truncated that is the last sampled token, even far behind the truncate token."""
+    --mask_truncated that is the last sampled token, even if the truncate token is far before it."""
     is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
     return -kl_coef * token_kl + scores.unsqueeze(1) * is_last
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
-    """torch.sum, of the tensors of all processes together."""
+    """The sum of all elements of x on all processes."""
     return reduce(x.sum(), "sum")
 
 
@@ -453,7 +458,7 @@ def moments(x: Tensor, mask: Tensor, total: Callable = torch.sum, correction: in
 
 def rloo_advantages(rewards: Tensor, args: Args) -> Tensor:
     """Rewards (n, K) minus the mean of the other K - 1 in their row (Ahmadian et al., eq. 8)."""
-    rewards = rewards - rewards[:, :1]  # changes nothing, but that equal rewards give exactly 0
+    rewards = rewards - rewards[:, :1]  # cancels out; makes equal rewards give exactly 0
     others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
     advantages = rewards - others
     if args.normalize_advantages:
@@ -472,7 +477,7 @@ def rloo_loss(logprobs: Tensor, batch: Batch, rows: Tensor, args: Args) -> tuple
     if not args.token_level:
         log_ratio = log_ratio.sum(1, keepdim=True)
         mask = torch.ones_like(advantages)
-    ratio = log_ratio.clamp(-40, 40).exp()  # it does not overflow
+    ratio = log_ratio.clamp(-40, 40).exp()  # clamped, so that it does not overflow
     clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     policy_loss = -advantages * ratio
     policy_loss_clipped = -advantages * clipped_ratio
@@ -487,7 +492,7 @@ def rloo_loss(logprobs: Tensor, batch: Batch, rows: Tensor, args: Args) -> tuple
 
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> Sums:
-    """Of each term its sum over mask, and the count."""
+    """The sum of each term over mask, and the count of mask."""
     return {name: ((term.detach() * mask).sum(), mask.sum()) for name, term in terms.items()}
 
 
@@ -502,16 +507,16 @@ def rloo_update(
     """Makes all optimizer steps on one batch, and returns what is logged of them. epochs
     (num_epochs, num_minibatches, n) says which rows are in which minibatch."""
     records = []
-    one = torch.ones((), device=batch.mask.device)  # the count of what is a mean already
+    one = torch.ones((), device=batch.mask.device)  # the count for a metric that is a mean already
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
-        # We want the mean over this minibatch on all processes: sum / count. accelerate divides
-        # each loss by the number of micro-batches, and gradients are averaged over processes:
-        # multiplying by `parts` undoes both.
+        # The loss should be a mean over the minibatch on all processes: sum / count. But accelerate
+        # divides each loss by the number of micro-batches, and gradients are averaged over the
+        # processes. The factor `parts` undoes both.
         groups = micro_batches(minibatch, batch.contexts, args.micro_batch_size)
         accelerator.gradient_accumulation_steps = len(groups)
         accelerator.step = 0  # accumulate() counts micro-batches here, and steps at multiples
         parts = len(groups) * accelerator.num_processes
-        per_response = parts / (len(minibatch) * accelerator.num_processes)
+        per_response = len(groups) / len(minibatch)  # parts / the responses of all processes
         num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)  # or 0: no ptx
         per_target = parts / sum_over_ranks(num_targets * one).clamp(min=1)
 
@@ -521,7 +526,8 @@ def rloo_update(
                 all_logprobs, _ = forward_response(policy, batch, rows, args.temperature)
                 logprobs = of_tokens(all_logprobs, batch.responses[rows])
                 policy_loss, sums = rloo_loss(logprobs, batch, rows, args)
-                # A loss of your own: its sum over these rows, times parts / its count as above.
+                # To add a loss: sum it over these rows, and multiply by parts / its count, which
+                # is over the minibatch on all processes, as above.
                 loss = policy_loss * per_response
                 if batch.texts:
                     ptx_loss, count = text_loss(policy, [batch.texts[i] for i in rows])
@@ -530,17 +536,17 @@ def rloo_update(
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = clip_gradients(policy, args.max_grad_norm)
-                    if not norm.isfinite():  # the same on all processes: none goes on alone
+                    if not norm.isfinite():  # the same on all processes, so all of them stop
                         raise UserError("the gradient is not finite")
                     sums["ppo/policy/gradient_norm"] = (norm, one)
-                optimizer.step()  # this and the next do nothing before the last micro-batch
+                optimizer.step()  # accelerate skips both until the last micro-batch
                 optimizer.zero_grad()
             # For the log. All this is from before the step, so that at step 0 every ratio is 1.
             entropies = {"ppo/policy/entropy": entropy(all_logprobs.detach())}
             records.append(sums | sums_over(batch.mask[rows], entropies))
             if step == 0:
-                off = ((logprobs.detach() - batch.logprobs[rows]).exp() - 1).abs().max()
-                records.append({"first_ratio_error": (off, one)})
+                error = ((logprobs.detach() - batch.logprobs[rows]).exp() - 1).abs().max()
+                records.append({"first_ratio_error": (error, one)})
 
         if args.target_kl is not None:  # over all processes, so that all stop at the same step
             approxkl = reduce_means(records[first_record:])["rloo/approxkl"]
@@ -559,8 +565,9 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 def check_policy(update: int, ratio_error: float, kl: float, args: Args) -> None:
-    """UserError unless the update's first ratios were 1 (ratio_error: the largest error of a
-    micro-batch, averaged), the first update's KL 0, and every KL in [-max_kl / 10, max_kl]."""
+    """Raises UserError unless the ratios of the update's first step were 1, the KL of the first
+    update was 0, and this KL is in [-max_kl / 10, max_kl]. ratio_error is the largest error of each
+    micro-batch, averaged. The conditions are written with `not`, so that NaN fails them."""
     tolerance = {"fp32": 1e-3, "bf16": 0.02}[args.dtype]
     first_kl = kl if update == 0 else 0.0
     if not max(ratio_error, abs(first_kl)) <= tolerance:
@@ -574,7 +581,7 @@ def check_policy(update: int, ratio_error: float, kl: float, args: Args) -> None
 def reduce_means(records: list[Sums]) -> dict:
     """Sum / count of every metric over all records and processes, in one collective. All processes
     need the same metrics, in the same order."""
-    totals = Counter()
+    totals = Counter()  # missing entries are 0
     for record in records:
         for name, pair in record.items():
             totals[name] += torch.stack(pair).double()
@@ -594,9 +601,9 @@ def draw_epochs(args: Args, rank: int, share: int) -> Iterator[Tensor]:
 
 
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
-    """Uniform numbers (batch, length) to sample with, others for each `draw`: 0 for evaluations,
-    1, 2, .. for updates (train_reward.py: 0 before the training, 1 after). Processes take their
-    rows of one array, so that any number of them draws the same responses."""
+    """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
+    evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
+    take their rows of one array, so responses do not depend on the number of processes."""
     generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; 2 and 3 are for data
     u = torch.from_numpy(generator.random((batch, length), dtype=np.float32))
     return u.to(PartialState().device)
@@ -666,8 +673,8 @@ def rollout(
     has_ended = None
     if args.mask_truncated and truncate_id is not None:
         has_ended = lambda x: truncate(x, truncate_id, args.truncate_after)[1]  # noqa: E731
-    # autocast keeps its bf16 copies of weights until its outermost block ends. That is this one,
-    # though it is off: so weights are cast once, not for every token.
+    # autocast keeps its bf16 copies of the weights until the outermost autocast block ends. This
+    # block turns nothing on; it is the outermost one, so weights are cast once, not at every token.
     with torch.autocast(u.device.type, enabled=False):
         responses = sample(policy, contexts, u, args.temperature, args.top_p, has_ended)
 
@@ -784,7 +791,7 @@ def hidden_states(
 ) -> Tensor:
     """States (B, last, d), in fp32, of the `last` newest tokens of ids (B, T). With a cache, ids
     follow the tokens in it, and mask covers both. Positions count real tokens, as the original's
-    do. load_model sets is_autocast."""
+    do. is_autocast is our own attribute: load_model sets it to True for --dtype bf16."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=model.base_model.is_autocast):
         output = model.base_model(
@@ -798,7 +805,7 @@ def hidden_states(
 
 
 def logits_of(lm: Model, states: Tensor) -> Tensor:
-    """Logits (.., V) of states (.., d). Some models scale or cap what their head gives."""
+    """Logits (..., V) of states (..., d). Some models scale or cap what their head gives."""
     logits = lm.get_output_embeddings()(states)
     config = lm.config.get_text_config()
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
@@ -812,7 +819,7 @@ def logits_of(lm: Model, states: Tensor) -> Tensor:
 
 
 class Actor(Module):
-    """A policy that reads a context once for its k responses, in rows next to each other."""
+    """A policy that reads a context once for its k responses, in adjacent rows."""
 
     def __init__(self, lm: Model, k: int) -> None:
         super().__init__()
@@ -836,7 +843,7 @@ class Actor(Module):
             unused = hidden_states(self.lm, ids[:: self.k, :n], mask[:: self.k, :n], 1, cache).sum()
             cache.batch_repeat_interleave(self.k)
             ids = ids[:, n:]
-        states = hidden_states(self.lm, ids, mask, last, cache) + 0 * unused  # a gradient of 0
+        states = hidden_states(self.lm, ids, mask, last, cache) + 0 * unused  # for sharded weights
         return logits_of(self.lm, states), None
 
 
@@ -879,24 +886,24 @@ def text_loss(policy: Module, texts: TokenRows) -> Pair:
 
 # --- models ---------------------------------------------------------------------------------------
 def set_up_backend(dtype: str) -> None:
-    """Settings of the process that make it faster and change no result but by rounding."""
+    """Settings for speed, which change results only by rounding."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc keeps freed memory: to get it anew takes 10 % of the time
+    if hasattr(libc, "mallopt"):  # make glibc keep freed memory: saves 10 % of the time
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     if PartialState().device.type == "cpu":
         torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16
         x = torch.randn(256, 256)
         exact = x.double() @ x.double()
-        if (x @ x - exact).abs().max() > 1e-4:  # as on some CPUs: too coarse
+        if (x @ x - exact).abs().max() > 1e-4:  # too coarse, as on some CPUs
             torch.set_float32_matmul_precision("highest")
     elif dtype == "bf16":
         torch.set_float32_matmul_precision("high")  # TF32 for the heads, which stay in fp32
 
 
 def find(name: str) -> str:
-    """The path of a file or folder, here or beside this script, or of the download of
-    hf://datasets/owner/name/file; or else the name, of something on the hub."""
+    """The local path of a file or folder, which may be beside this script, or which is downloaded
+    for hf://datasets/owner/name/file. Any other name is a hub id, and is returned as it is."""
     if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
         return hf_hub_download(*match.groups(), repo_type="dataset")
     path = Path(name).expanduser()
@@ -924,7 +931,7 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
     """The tokenizer of the model that the flag names."""
     with as_user_error(flag, args):
         tokenizer = AutoTokenizer.from_pretrained(find(getattr(args, flag)))
-        if len(tokenizer) < 2:  # transformers makes one up
+        if len(tokenizer) < 2:  # if there is none, transformers makes up an empty one
             raise ValueError("has no tokenizer")
         return tokenizer
 
@@ -948,8 +955,10 @@ def load_model(
         name = find(getattr(args, flag))
         if os.path.exists(f"{name}/adapter_config.json"):
             raise ValueError("is an adapter: merge it first (peft's merge_and_unload)")
-        _, info = auto_class.from_pretrained(name, device_map="meta", **how)  # names alone
-        wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}  # of layers
+        # First on the meta device, which compares the weights' names and loads none of them.
+        _, info = auto_class.from_pretrained(name, device_map="meta", **how)
+        # Unexpected weights of a layer (`h.3.`) are wrong; those of an unused head are not.
+        wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}
         if not config:
             wrong |= info["missing_keys"]
         if wrong:
@@ -957,7 +966,7 @@ def load_model(
         model, _ = auto_class.from_pretrained(name, **how)
         for module in model.to(device).modules():
             if isinstance(module, nn.Embedding):
-                module.padding_idx = None  # a pad that is also the eos gets its gradient
+                module.padding_idx = None  # else a pad that is also the eos gets no gradient
             if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
                 module.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
         check_model(model, tokenizer, longest)
@@ -965,14 +974,15 @@ def load_model(
     settings = model.config.get_text_config()
     dropouts = [name for name, x in vars(settings).items() if "drop" in name and type(x) is float]
     settings.update(dict.fromkeys(dropouts, 0.0))
-    # Ours: see hidden_states. No head is autocast: logits of 100 in bf16 are off by 0.25.
+    # hidden_states reads this attribute of ours. It is for the trunk alone, because heads stay in
+    # fp32: rounding to bf16 moves a logit of about 100 by up to 0.25.
     model.base_model.is_autocast = args.dtype == "bf16"
     return model
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """ValueError for a model that is too small, or that gives for a text with padding anything
-    but what transformers gives for the text alone."""
+    """Raises ValueError for a model that is too small, or whose output for a padded text is not
+    what transformers gives for the text alone."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -996,9 +1006,9 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
 
 
 def scalar_head(model: Model) -> nn.Linear:
-    """A layer from states (.., d) to (.., 1). Of a classifier it gives the reward, gain * logit +
-    bias, two numbers that train_reward.py leaves in config.json: --critic reward begins so. Of
-    another model it gives 0, for values."""
+    """A new linear layer from states (..., d) to (..., 1). For a classifier it computes the reward,
+    gain * logit + bias; train_reward.py wrote both numbers to config.json. With --critic reward it
+    is the value head at the start. For any other model it is a value head that starts at 0."""
     old_head = getattr(model, "score", model.get_output_embeddings())
     head = nn.Linear(old_head.in_features, 1, device=model.device)
     for p in head.parameters():
@@ -1018,10 +1028,11 @@ def load_policy_and_reference(
     add_adapters(lm, args)
     freeze_lower_layers(lm, args)
     shared = {id(p): p for p in lm.parameters() if not p.requires_grad}
-    # `shared` is deepcopy's memo: what is in it is not copied. LoRA adapters are: new ones add 0.
+    # `shared` is deepcopy's memo: it takes the weights in it as they are, and copies all others.
+    # The copied LoRA adapters are new, and add 0.
     ref_lm = copy.deepcopy(lm, shared)
     ref_lm.requires_grad_(False)
-    if args.unfrozen_layers == 0:  # else it shares weights that are saved with the policy
+    if args.unfrozen_layers == 0:  # else its lower layers are also the policy's, saved in fp32
         hold_in_bf16(ref_lm, args)
     return lm, ref_lm
 
@@ -1091,7 +1102,7 @@ def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> 
 
 
 # --- data -----------------------------------------------------------------------------------------
-PADDING = 50259  # of rows of GPT-2's token ids in OpenAI's label files: no token of GPT-2
+PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
 
 
 def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
@@ -1111,7 +1122,7 @@ def cut_query(
 ) -> tuple[list[int], str]:
     """The query in these tokens (lm_human_preferences/lm_tasks.py): what comes after the first
     `start`, unless that is the last token, truncated to `length` (or as `long` says), then cut back
-    to the last `end`, which stays. The text says why a query is []."""
+    to the last `end`, which stays. Returns the query and, in case it is [], the reason."""
     if start is not None:
         if start not in tokens:
             return [], "without --start_text"
@@ -1178,7 +1189,7 @@ def load_table(flag: str, args: Args) -> datasets.DatasetDict:
         path = Path(name)
         where = [name] if path.exists() else name.split(":")
         if path.is_file():
-            where = [str(path.parent), None, None, glob.escape(name)]  # path, .., data_files
+            where = [str(path.parent), None, None, glob.escape(name)]  # path, ..., data_files
         elif glob.has_magic(name):
             raise ValueError("datasets takes this path for a pattern: rename its folders")
         splits = datasets.load_dataset(*where)
@@ -1251,11 +1262,11 @@ def read_old_run(args: Args) -> tuple[str, Args] | None:
 
 
 def resolve_args(preset: str, args: Args) -> Args | None:
-    """A copy of the settings, checked, with the run's folder. None if the run in there is finished;
-    UserError if it is one that these settings cannot go on with."""
+    """A checked copy of the settings, with the run's folder. None if the run in it is finished;
+    UserError if these settings cannot continue that run."""
     args = validated(vars(args))
     default = f"runs/{FILE.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # That of the first process, for all: clocks differ.
+    # All processes take the first one's folder: their clocks differ.
     folder = Path(broadcast_object_list([args.output_dir or default])[0]).expanduser().absolute()
     args.output_dir = str(folder)
     old_run = read_old_run(args)
@@ -1297,8 +1308,8 @@ def check_settings(args: Args, divisor: int) -> None:
 
 @contextlib.contextmanager
 def lock_and_signals(args: Args) -> Iterator[list]:
-    """Makes the run's folder, and holds its lock. The list gets the SIGINTs and SIGTERMs that come:
-    the loop ends when it sees one. A second one of a kind ends the process at once."""
+    """Creates the run's folder and holds its lock. Yields a list that collects SIGINT and SIGTERM:
+    the loop stops when it has one. A second signal of the same kind ends the process at once."""
     signals = []
     handlers = {}
 
@@ -1310,7 +1321,7 @@ def lock_and_signals(args: Args) -> Iterator[list]:
     if PartialState().is_main_process:
         with as_user_error("output_dir", args):
             lock.acquire(blocking=False)  # makes the folder, too
-    with contextlib.suppress(ValueError):  # no thread but the main one gets signals
+    with contextlib.suppress(ValueError):  # signal.signal raises it in any thread but the main one
         for number in (signal.SIGINT, signal.SIGTERM):
             handlers[number] = signal.signal(number, note)
     try:
@@ -1354,13 +1365,14 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
             write(folder / "args.json", json.dumps(about, indent=2))
             log.touch()
             lines = log.read_bytes().splitlines(keepends=True)
-            os.truncate(log, sum(map(len, lines[: state["update"]])))  # the rest came later
+            os.truncate(log, sum(map(len, lines[: state["update"]])))  # later lines go
 
 
 def save_checkpoint(accelerator: Accelerator, state: dict, args: Args) -> None:
-    """Writes checkpoints/<updates made>: weights, the optimizer and averages by accelerate, then
-    state.json, with `state`. The newest two stay. No random state is
-    needed: numbers follow from seed, update and row, and shuffles are drawn from the start."""
+    """Writes checkpoints/<updates made>: accelerate saves the weights, their averages (--ema) and
+    the optimizer; then state.json has `state`. Only the newest two checkpoints are kept. No random
+    state is needed: the uniforms follow from seed, update and row, and main draws the shuffles
+    again from the start."""
     path = Path(f"{args.output_dir}/checkpoints/{state['update']:07d}")
     with as_user_error("output_dir", args):
         accelerator.save_state(str(path))
@@ -1388,7 +1400,7 @@ def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str
         if isinstance(module, Model):
             folder = f"{parent}/policy" if part == "lm" else f"{parent}/{part}"
             module.save_pretrained(folder, state_dict=own)
-            module.config.save_pretrained(folder)  # an adapter comes without
+            module.config.save_pretrained(folder)  # an adapter is saved without it
             tokenizer.save_pretrained(folder)
         else:
             save_file(own, f"{folder}/{part}.safetensors")
@@ -1415,6 +1427,7 @@ def show_samples(
 # --- entry point ----------------------------------------------------------------------------------
 def parse_args() -> tuple[str, Args]:
     """Name of the preset (`tiny` if a flag comes first) and Args: preset < args.json < flags."""
+    # For tyro, which reads None but not none: `--flag none` and `--flag=none` are changed.
     words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
     preset = "tiny"
     if words and not words[0].startswith("-"):
@@ -1436,7 +1449,7 @@ def parse_args() -> tuple[str, Args]:
 
 
 def one_line(error: Exception) -> str:
-    """What the user is told of an error, or "" for one that is to keep its traceback."""
+    """The line to print for an error, or "" if its traceback should be shown."""
     if isinstance(error, UserError):
         return str(error)
     if re.search("out of memory|can't allocate memory", str(error)):
@@ -1454,6 +1467,6 @@ if __name__ == "__main__":
         if not line or os.environ.get("RLHF_DEBUG"):
             raise
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(2)  # the launcher ends all processes with one: let the first one print
+            time.sleep(2)  # when one ends, the launcher ends all: let the first print
         sys.stderr.write(f"{FILE.name}: {line}\n")
         raise SystemExit(130 if isinstance(error, Interrupted) else 2) from None

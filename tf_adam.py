@@ -64,11 +64,11 @@ class AdamTF(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update. The epsilon of each group is replaced for its duration: what state_dict holds
-        is the given eps.
+        """One update. It replaces each group's epsilon only while it runs, so state_dict holds the
+        given eps.
 
-        The step count stands in the group as a plain int, as TensorFlow has one beta power for all
-        variables, so that no device is asked for it.
+        Each group has one step count, a plain int, as TensorFlow has one beta power for all
+        variables. So it need not be read from the GPU.
         """
         epsilons = [group["eps"] for group in self.param_groups]
         for group in self.param_groups:
@@ -101,8 +101,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamTF or AdamW (args.adam) over the weights of these modules that are trained.
 
-    Groups, the policy's first, then those of value head and critic (`is_critic`); of each the
-    matrices, with args.weight_decay, and all else, without. set_learning_rates gives them theirs.
+    Up to four parameter groups: the policy's matrices and its other weights, then the same of value
+    head and critic (`is_critic`). Only matrices have args.weight_decay. set_learning_rates sets the
+    learning rate of each group.
     """
     groups = []
     for is_critic, modules in ((False, policy), (True, critic)):
@@ -142,7 +143,7 @@ def set_learning_rates(
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Scale the gradients down to max_norm, if it is given; returns the norm that they had."""
+    """Scales the gradients down to max_norm, if it is given. Returns their norm before that."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
     if max_norm is not None:

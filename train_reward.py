@@ -9,17 +9,16 @@ were recorded from it.
     python train_reward.py                                         # tiny model and data, on a CPU
     accelerate launch --num_processes 8 train_reward.py sentiment  # eight GPUs share --batch_size
 
-A table of labels has the columns query, sample0, sample1, .. (token ids or texts) and best, the
+A table of labels has the columns query, sample0, sample1, ... (token ids or texts) and best, the
 number of the sample that people liked best; or chosen, rejected and perhaps prompt (texts or
 messages). The result, reward_model/, is a Hugging Face folder of a classifier, which gives the
 logit; gain and bias are reward_gain and reward_bias of its config.json.
 
-A function other than main that stands in two of ppo_rlhf.py, rloo_rlhf.py and train_reward.py is
-the same in both, to the letter, and so is the help of a setting: what seems out of place here is
-needed there.
+A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
+train_reward.py is identical in all of them: what seems out of place here is needed there.
 
-Shapes: B comparisons in a process's share of a batch, b in a micro-batch, N responses in each, R
-tokens in a response, T in a row, V in the vocabulary, d hidden units.
+Shapes: b comparisons in a micro-batch, N responses in each, B rows of any kind, R tokens in a
+response, T in a row, V in the vocabulary, d hidden units.
 """
 
 import signal
@@ -80,7 +79,7 @@ FILE = Path(__file__).resolve()
 Name = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 TokenRows = list[list[int]]
-Pair = tuple[Tensor, Tensor]  # of logits and values the second may be None
+Pair = tuple[Tensor, Tensor]  # where it is (logits, values), values may be None
 logger = get_logger(__name__)  # prints on the first process only
 
 
@@ -99,18 +98,18 @@ class Args:
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # For order of the data, sampling, new weights
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # Of data order, sampling and new weights
     output_dir: Name | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
-    # Go on with the run in --output_dir, with its settings where no flag is given; or start it
+    # Continue the run in --output_dir with its settings, except for flags given now; or start it
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
 
     # models
     base_model: Name = "tiny/model"  # Reward model and reference start from it: a folder or hub id
-    # bf16: autocast with fp32 master weights, but most frozen ones in bf16; fp32 logits and values
+    # bf16: autocast; most frozen weights are in bf16, trained weights, logits and values in fp32
     dtype: Literal["fp32", "bf16"] = "fp32"
-    # Train LoRA adapters of this rank, and new heads (0: all weights)
+    # Train LoRA adapters of this rank in place of the model's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
     lora_alpha: PositiveFloat = 16.0  # LoRA adapters are scaled by this / --lora_rank
 
@@ -120,43 +119,42 @@ class Args:
     label_dataset: Name = "tiny/labels"
     # Labels to train on (None: all of `train`). Held out: split `test`, `validation`, or the rest
     num_labels: PositiveInt | None = None
-    eval_labels: PositiveInt = 512  # At most so many of the held-out labels are evaluated
+    eval_labels: PositiveInt = 512  # Evaluate at most this many held-out labels
     # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config] on the hub
     query_dataset: Name = "tiny/queries"
-    # The model whose tokenizer made the token ids in data, if it has such (None: --base_model)
+    # For data that is token ids: the model whose tokenizer made them (None: --base_model)
     token_ids_of: Name | None = None
     query_length: PositiveInt = 32  # Longest query, in tokens
-    # What becomes of longer ones (None: drop, or keep_start where there is an --end_text to cut at)
+    # What happens to longer queries (None: keep_start if there is an --end_text, or else drop)
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
-    query_prefix: Name | None = None  # Before every query, for the policy; rewards do without
-    query_suffix: Name | None = None  # After every query, for the policy; rewards do without
-    # One token: a query begins after its first occurrence; without one it is left out (None: off)
+    query_prefix: Name | None = None  # Text before every query, which only the policy reads
+    query_suffix: Name | None = None  # Text after every query, which only the policy reads
+    # One token: a query begins after its first occurrence; texts without it are dropped (None: off)
     start_text: Name | None = "."
     end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: off)
     response_length: PositiveInt = 24  # Tokens sampled per response
     temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
-    # Ends a response (`eos`: the tokenizer's; None: nothing does); of labels only `eos`
+    # `eos`: chosen and rejected responses end at their first one. Other tokens change nothing here
     truncate_token: Name | None = "."
     # Samples that set gain and bias, before and after the training (0: they are only trained)
     normalization_samples: NonNegativeInt = 512
 
     # updates and optimizer
     batch_size: PositiveInt = 8  # Comparisons per update, over all devices
-    # Rows (or labels) per pass on one device; gradients accumulate. PPO and RLOO sample all at once
-    micro_batch_size: PositiveInt = 64
+    micro_batch_size: PositiveInt = 64  # Labels per pass on one device; gradients accumulate
     lr: NonNegativeFloat = 2e-3  # Learning rate, see the schedule
     lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
-    lr_warmup: NonNegativeInt = 0  # Updates n in which --lr rises: the first has lr / (n + 1)
+    lr_warmup: NonNegativeInt = 0  # In this many (n) updates --lr rises, first to lr / (n + 1)
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
     adam: Literal["tf", "torch"] = "tf"
     adam_eps: NonNegativeFloat = 1e-5  # Adam's epsilon
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # Decay rates of Adam's two averages
-    weight_decay: NonNegativeFloat = 0.0  # Decoupled, as in AdamW; of matrices only
+    weight_decay: NonNegativeFloat = 0.0  # Decoupled, as in AdamW; for matrices only
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
 
 
-# A preset is a string of flags, of which later ones win, with the values of OpenAI's launch.py. The
-# label files hold the very queries that people judged.
+# A preset is a string of flags with the values of OpenAI's launch.py. If a flag comes twice, the
+# later one counts. The label files hold the very queries that people judged.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = "--base_model gpt2 --token_ids_of gpt2 --start_text None --end_text None"
 BOOKS = f"{OPENAI} --query_length 64 --num_labels 4992 --batch_size 32 --micro_batch_size 64"
@@ -165,16 +163,22 @@ POSTS = f"{OPENAI} --query_length 500 --long_queries keep_start --query_suffix '
 POSTS += " --response_length 75 --truncate_token '\n'"
 POSTS += " --num_labels 46000 --batch_size 16 --micro_batch_size 4 --lr 2.5e-5"
 NEWS = f"{POSTS} --query_prefix 'Article:\n\n' --temperature 0.5"
-PRESETS = {"tiny": "", "sentiment": BOOKS, "descriptiveness": BOOKS, "cnndm": NEWS, "tldr": POSTS}
-for name in ("sentiment", "descriptiveness", "cnndm", "tldr"):
-    file = "offline_5k.json" if PRESETS[name] == BOOKS else "offline_60k.json"
-    for flag in ("--label_dataset", "--query_dataset"):
-        PRESETS[name] += f" {flag} {FILES}/{name}/{file}"
+SENTIMENT = f"{FILES}/sentiment/offline_5k.json"
+DESCRIBE = f"{FILES}/descriptiveness/offline_5k.json"
+CNNDM = f"{FILES}/cnndm/offline_60k.json"
+TLDR = f"{FILES}/tldr/offline_60k.json"
+PRESETS = {
+    "tiny": "",
+    "sentiment": f"{BOOKS} --label_dataset {SENTIMENT} --query_dataset {SENTIMENT}",
+    "descriptiveness": f"{BOOKS} --label_dataset {DESCRIBE} --query_dataset {DESCRIBE}",
+    "cnndm": f"{NEWS} --label_dataset {CNNDM} --query_dataset {CNNDM}",
+    "tldr": f"{POSTS} --label_dataset {TLDR} --query_dataset {TLDR}",
+}
 
 
 @dataclass
 class Query:
-    """A query, as its readers have it, and the table row that it came from."""
+    """A query as the reward model and as the policy reads it, and its row in the table."""
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
@@ -183,18 +187,18 @@ class Query:
 
 @dataclass
 class Label:
-    """What people said of a query."""
+    """A human comparison of N responses to a query; a pair has N = 2."""
 
     query: list[int]
-    responses: TokenRows  # N
-    best: int  # which of them
+    responses: TokenRows  # N rows of token ids, not padded
+    best: int  # index of the one that people liked best
 
 
-Sums = dict[str, Pair]  # of each metric a sum and a count, which reduce_means divides
+Sums = dict[str, Pair]  # (sum, count) of each metric; reduce_means divides them
 
 
 def main(preset: str, args: Args) -> None:
-    """Set-up; normalise; a loop of train, log; at the end normalise again, evaluate and save."""
+    """Set-up; normalize; a loop of train, log; at the end normalize again, evaluate and save."""
     accelerator = Accelerator(cpu=not torch.accelerator.is_available(), log_with="wandb")
     world = accelerator.num_processes
     rank = accelerator.process_index
@@ -212,6 +216,7 @@ def main(preset: str, args: Args) -> None:
     set_seed(args.seed)
     tokenizer = load_tokenizer("base_model", args)
     labels, held_out = load_labels(tokenizer, args)
+    # one half to normalize before the training, the other after it
     queries = load_queries("query_dataset", tokenizer, args, max(1, 2 * args.normalization_samples))
     longest = max(len(query.context) for query in queries) + args.response_length
     for label in labels + held_out:
@@ -219,14 +224,14 @@ def main(preset: str, args: Args) -> None:
     ref = Reference(load_model(AutoModelForCausalLM, "base_model", args, tokenizer, longest))
     hold_in_bf16(ref.lm.requires_grad_(False), args)
     model = load_model(AutoClassifier, "base_model", args, tokenizer, longest, num_labels=1)
-    model.config.pad_token_id = pad_that_ends_no_text(tokenizer)
+    model.config.pad_token_id = pad_token_but_not_eos(tokenizer)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # the new head depends on the seed alone
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     add_adapters(model.base_model, args)
     reward = RewardModel(model)
 
-    # 1. normalise on samples of the reference policy; a resumed run then loads what it had
+    # 1. normalize on samples of the reference policy; a resumed run loads gain and bias below
     statistics = {}
     if args.normalization_samples > 0:
         rewards = reference_rewards(accelerator, reward, ref, queries, 0, args)
@@ -235,16 +240,17 @@ def main(preset: str, args: Args) -> None:
     reward = accelerator.unwrap_model(wrapped)  # the same module, without DDP around it
 
     with lock_and_signals(args) as signals:
-        state = {"update": 0}
+        state = {"update": 0}  # open_run adds two fields, or loads all
         open_run(accelerator, preset, args, state)
         done = state["update"]
         order = np.random.RandomState(args.seed).permutation(len(labels))
         num_updates = len(labels) // args.batch_size
         bar = tqdm(range(done, num_updates), initial=done, total=num_updates, disable=rank > 0)
         for update in bar:
-            # 2. train: one epoch, without an incomplete batch; on one process the original's order
+            # 2. train: one epoch, on one process in the original's order. Processes get equally
+            # many labels of a batch; labels that do not fill a last batch are left out.
             start = update * args.batch_size
-            set_learning_rates(optimizer, update, start / len(labels), args)
+            set_learning_rates(optimizer, update, start / len(labels), args)  # see tf_adam.py
             mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
             records = reward_update(accelerator, wrapped, optimizer, mine, args)
 
@@ -261,21 +267,22 @@ def main(preset: str, args: Args) -> None:
             state["update"] = update + 1
             is_due = args.checkpoint_every and (update + 1) % args.checkpoint_every == 0
             received = torch.tensor(len(signals), device=accelerator.device)
-            stopping = sum_over_ranks(received) > 0
+            stopping = sum_over_ranks(received) > 0  # a signal to any process stops all
             if is_due or stopping or update + 1 == num_updates:
                 save_checkpoint(accelerator, state, args)
             if stopping:
                 raise Interrupted("stopped by a signal")
 
-        # 4. normalise again
+        # 4. normalize again
         if args.normalization_samples > 0:
             rewards = reference_rewards(accelerator, reward, ref, queries, 1, args)
             statistics["after"] = normalize(rewards, reward.gain.data, reward.bias.data)
 
         # 5. evaluate and save; all processes put the weights together
         statistics |= {"gain": reward.gain.item(), "bias": reward.bias.item()}
-        samples = evaluate_labels(reward, held_out, tokenizer, args)
+        samples = evaluate_labels(reward, held_out, tokenizer)
         if held_out:
+            # The baseline, test/constant, always chooses the index that is best most often.
             statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
             statistics["test/constant"] = samples["best"].value_counts(normalize=True).max().item()
         merge_adapters(model)
@@ -284,18 +291,19 @@ def main(preset: str, args: Args) -> None:
             with as_user_error("output_dir", args):
                 save_reward_model(model, weights, statistics, tokenizer, args)
             show_results(accelerator, samples, statistics, args)
-    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # or gloo can wait for ever
+    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # without this gloo can hang
     accelerator.end_training()
 
 
 # --- the algorithm --------------------------------------------------------------------------------
-def label_rewards(model: Module, labels: list[Label]) -> Pair:
-    """Rewards (b, N) of every response to its query, and which is best, (b,)."""
+def label_rewards(reward: Module, labels: list[Label]) -> Pair:
+    """Rewards (b, N) of the N responses to each query, and the index of the best one, (b,). Nothing
+    is truncated here: read_preferences cuts pairs, and other responses are used whole."""
     ids, mask = left_pad([label.query for label in labels])
     rows = [torch.tensor(row) for label in labels for row in label.responses]
     lengths = torch.tensor([len(row) for row in rows], device=ids.device)
     responses = pad_sequence(rows, batch_first=True).to(ids.device)
-    rewards = model(ids, mask, responses, lengths)
+    rewards = reward(ids, mask, responses, lengths)
     best = torch.tensor([label.best for label in labels], device=ids.device)
     return rewards.view(len(labels), -1), best
 
@@ -313,8 +321,8 @@ def reward_update(
     labels: list[Label],
     args: Args,
 ) -> list[Sums]:
-    """One optimizer step on the cross entropy, a mean over all processes, of which each has its
-    share of the labels. Returns what is logged of it."""
+    """One optimizer step on the mean cross entropy of a batch. `labels` are this process's share of
+    the batch, and all shares are equally large. Returns what is logged."""
     records = []
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
     accelerator.gradient_accumulation_steps = len(groups)
@@ -322,9 +330,10 @@ def reward_update(
     for rows in groups:
         with accelerator.accumulate(model):
             rewards, best = label_rewards(model, [labels[i] for i in rows])
+            # -log softmax(rewards) at the best of N; for a pair -log sigmoid(chosen - rejected)
             loss = cross_entropy(rewards, best, reduction="sum")
-            # accelerate divides by the number of micro-batches, and averages gradients over
-            # processes, which have equally many labels: what is left is the mean over all.
+            # accelerate divides by the number of micro-batches, which the factor undoes, and
+            # averages over processes: sum / len(labels) becomes the mean over the whole batch.
             accelerator.backward(loss * len(groups) / len(labels))
             if accelerator.sync_gradients:
                 norm = clip_gradients(model, args.max_grad_norm)
@@ -340,14 +349,14 @@ def reward_update(
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
-    """torch.sum, of the tensors of all processes together."""
+    """The sum of all elements of x on all processes."""
     return reduce(x.sum(), "sum")
 
 
 def reduce_means(records: list[Sums]) -> dict:
     """Sum / count of every metric over all records and processes, in one collective. All processes
     need the same metrics, in the same order."""
-    totals = Counter()
+    totals = Counter()  # missing entries are 0
     for record in records:
         for name, pair in record.items():
             totals[name] += torch.stack(pair).double()
@@ -366,8 +375,8 @@ def gain_and_bias(
 
 
 def normalize(rewards: Tensor, gain: Tensor, bias: Tensor) -> dict:
-    """Sets gain and bias so that these rewards, made with the old ones, would have mean 0 and
-    (biased) deviation 1. Returns mean and deviation of the logits, without gain and bias."""
+    """Sets gain and bias so that these rewards, computed with the old ones, would have mean 0 and
+    (biased) standard deviation 1. Returns mean and standard deviation of the logits."""
     raw = (rewards - bias) / gain
     mean = raw.mean()
     std = raw.std(correction=0)
@@ -385,33 +394,32 @@ def reference_rewards(
     reward: Module,
     ref: Module,
     queries: list[Query],
-    step: int,
+    draw: int,
     args: Args,
 ) -> Tensor:
-    """Rewards (--normalization_samples,), gathered from all processes, of samples of the reference,
-    not truncated. Step 0 is before the training, 1 after it: other queries and uniforms."""
+    """Rewards (--normalization_samples,), gathered from all processes, of the reference's samples,
+    read at token --response_length: they are not truncated. Draw 0 is before the training, 1 after:
+    each has its own queries and uniforms."""
     total = args.normalization_samples
     share = total // accelerator.num_processes
     first = accelerator.process_index * share
-    u = uniforms(args.seed, step, total, args.response_length)
+    u = uniforms(args.seed, draw, total, args.response_length)
     rewards = []
     for rows in torch.arange(first, first + share).split(args.micro_batch_size):
-        asked = [queries[(step * total + i) % len(queries)] for i in rows]
+        asked = [queries[(draw * total + i) % len(queries)] for i in rows]
         contexts = [query.context for query in asked]
         responses = sample(ref, contexts, u[rows], args.temperature).tolist()
         labels = []
         for query, response in zip(asked, responses, strict=True):
-            labels.append(Label(query.input_ids, [response], 0))  # the best of one
+            labels.append(Label(query.input_ids, [response], 0))  # N = 1: `best` is not used
         rewards.append(label_rewards(reward, labels)[0].flatten())
     return accelerator.gather(torch.cat(rewards))
 
 
 @torch.no_grad()
-def evaluate_labels(
-    reward: Module, labels: list[Label], tokenizer: Tokenizer, args: Args
-) -> pd.DataFrame:
+def evaluate_labels(reward: Module, labels: list[Label], tokenizer: Tokenizer) -> pd.DataFrame:
     """A row for each held-out label: its texts, which response is best, all rewards, and whether
-    the best one has the highest."""
+    the best one has the highest. Every process evaluates all labels, one at a time."""
     rows = []
     for label in labels:
         rewards, best = label_rewards(reward, [label])
@@ -425,9 +433,9 @@ def evaluate_labels(
 
 # --- rollout and scoring --------------------------------------------------------------------------
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
-    """Uniform numbers (batch, length) to sample with, others for each `draw`: 0 for evaluations,
-    1, 2, .. for updates (train_reward.py: 0 before the training, 1 after). Processes take their
-    rows of one array, so that any number of them draws the same responses."""
+    """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
+    evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
+    take their rows of one array, so responses do not depend on the number of processes."""
     generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; 2 and 3 are for data
     u = torch.from_numpy(generator.random((batch, length), dtype=np.float32))
     return u.to(PartialState().device)
@@ -483,7 +491,7 @@ def hidden_states(
 ) -> Tensor:
     """States (B, last, d), in fp32, of the `last` newest tokens of ids (B, T). With a cache, ids
     follow the tokens in it, and mask covers both. Positions count real tokens, as the original's
-    do. load_model sets is_autocast."""
+    do. is_autocast is our own attribute: load_model sets it to True for --dtype bf16."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=model.base_model.is_autocast):
         output = model.base_model(
@@ -497,7 +505,7 @@ def hidden_states(
 
 
 def logits_of(lm: Model, states: Tensor) -> Tensor:
-    """Logits (.., V) of states (.., d). Some models scale or cap what their head gives."""
+    """Logits (..., V) of states (..., d). Some models scale or cap what their head gives."""
     logits = lm.get_output_embeddings()(states)
     config = lm.config.get_text_config()
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
@@ -511,7 +519,7 @@ def logits_of(lm: Model, states: Tensor) -> Tensor:
 
 
 class Reference(Module):
-    """A language model to sample from."""
+    """A language model with the interface that sample() expects of a policy."""
 
     def __init__(self, lm: Model) -> None:
         super().__init__()
@@ -523,8 +531,8 @@ class Reference(Module):
 
 
 class RewardModel(Module):
-    """reward = gain * logit + bias, of a classifier. Both are trained with its weights, and set by
-    normalize; config.json will have them."""
+    """reward = gain * logit + bias, with the logit of a classifier. normalize sets gain and bias;
+    the gain is also trained with the weights, while the loss does not depend on the bias."""
 
     def __init__(self, lm: Model) -> None:
         super().__init__()
@@ -533,15 +541,18 @@ class RewardModel(Module):
         self.bias = nn.Parameter(torch.zeros(1, device=lm.device))
 
     def forward(self, ids: Tensor, mask: Tensor, responses: Tensor, lengths: Tensor) -> Tensor:
-        """Rewards (b N,), in fp32, of responses (b N, R), padded on the right, of these lengths.
-        The queries ids (b, T), padded on the left, are read once, for N responses each."""
-        repeats = len(responses) // len(ids)
+        """Rewards (b N,), in fp32, read at the last token of each response. Queries (b, T) are
+        padded on the left, responses (b N, R) on the right; `lengths` are without padding."""
+        repeats = len(responses) // len(ids)  # N
+        # A query is read once, into the cache; its N responses continue from there, and gradients
+        # flow back through the cache.
         cache = DynamicCache(config=self.lm.config)
         unused = hidden_states(self.lm, ids, mask, 1, cache).sum()
         cache.batch_repeat_interleave(repeats)
         size = responses.shape[1]
         mask = pad(mask.repeat_interleave(repeats, 0), (0, size), value=True)
-        # Where weights are in shards every pass needs a gradient, even one of 0.
+        # The mask may cover padding on the right: causal attention never looks ahead at it.
+        # Where weights are in shards, every output needs a gradient: unused gets one of 0.
         states = hidden_states(self.lm, responses, mask, size, cache) + 0 * unused
         last = states[torch.arange(len(responses)), lengths - 1]
         return self.gain * self.lm.score(last).squeeze(1) + self.bias
@@ -549,24 +560,24 @@ class RewardModel(Module):
 
 # --- models ---------------------------------------------------------------------------------------
 def set_up_backend(dtype: str) -> None:
-    """Settings of the process that make it faster and change no result but by rounding."""
+    """Settings for speed, which change results only by rounding."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc keeps freed memory: to get it anew takes 10 % of the time
+    if hasattr(libc, "mallopt"):  # make glibc keep freed memory: saves 10 % of the time
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     if PartialState().device.type == "cpu":
         torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16
         x = torch.randn(256, 256)
         exact = x.double() @ x.double()
-        if (x @ x - exact).abs().max() > 1e-4:  # as on some CPUs: too coarse
+        if (x @ x - exact).abs().max() > 1e-4:  # too coarse, as on some CPUs
             torch.set_float32_matmul_precision("highest")
     elif dtype == "bf16":
         torch.set_float32_matmul_precision("high")  # TF32 for the heads, which stay in fp32
 
 
 def find(name: str) -> str:
-    """The path of a file or folder, here or beside this script, or of the download of
-    hf://datasets/owner/name/file; or else the name, of something on the hub."""
+    """The local path of a file or folder, which may be beside this script, or which is downloaded
+    for hf://datasets/owner/name/file. Any other name is a hub id, and is returned as it is."""
     if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
         return hf_hub_download(*match.groups(), repo_type="dataset")
     path = Path(name).expanduser()
@@ -594,7 +605,7 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
     """The tokenizer of the model that the flag names."""
     with as_user_error(flag, args):
         tokenizer = AutoTokenizer.from_pretrained(find(getattr(args, flag)))
-        if len(tokenizer) < 2:  # transformers makes one up
+        if len(tokenizer) < 2:  # if there is none, transformers makes up an empty one
             raise ValueError("has no tokenizer")
         return tokenizer
 
@@ -618,8 +629,10 @@ def load_model(
         name = find(getattr(args, flag))
         if os.path.exists(f"{name}/adapter_config.json"):
             raise ValueError("is an adapter: merge it first (peft's merge_and_unload)")
-        _, info = auto_class.from_pretrained(name, device_map="meta", **how)  # names alone
-        wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}  # of layers
+        # First on the meta device, which compares the weights' names and loads none of them.
+        _, info = auto_class.from_pretrained(name, device_map="meta", **how)
+        # Unexpected weights of a layer (`h.3.`) are wrong; those of an unused head are not.
+        wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}
         if not config:
             wrong |= info["missing_keys"]
         if wrong:
@@ -627,7 +640,7 @@ def load_model(
         model, _ = auto_class.from_pretrained(name, **how)
         for module in model.to(device).modules():
             if isinstance(module, nn.Embedding):
-                module.padding_idx = None  # a pad that is also the eos gets its gradient
+                module.padding_idx = None  # else a pad that is also the eos gets no gradient
             if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
                 module.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
         check_model(model, tokenizer, longest)
@@ -635,14 +648,15 @@ def load_model(
     settings = model.config.get_text_config()
     dropouts = [name for name, x in vars(settings).items() if "drop" in name and type(x) is float]
     settings.update(dict.fromkeys(dropouts, 0.0))
-    # Ours: see hidden_states. No head is autocast: logits of 100 in bf16 are off by 0.25.
+    # hidden_states reads this attribute of ours. It is for the trunk alone, because heads stay in
+    # fp32: rounding to bf16 moves a logit of about 100 by up to 0.25.
     model.base_model.is_autocast = args.dtype == "bf16"
     return model
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """ValueError for a model that is too small, or that gives for a text with padding anything
-    but what transformers gives for the text alone."""
+    """Raises ValueError for a model that is too small, or whose output for a padded text is not
+    what transformers gives for the text alone."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -697,7 +711,7 @@ def merge_adapters(model: Model) -> None:
             module.merge()
 
 
-def pad_that_ends_no_text(tokenizer: Tokenizer) -> int:
+def pad_token_but_not_eos(tokenizer: Tokenizer) -> int:
     """A token to pad with that is not eos: transformers scores a text at its last token that is not
     padding, and that may be its eos."""
     pads = [tokenizer.pad_token_id, tokenizer.unk_token_id]
@@ -707,7 +721,7 @@ def pad_that_ends_no_text(tokenizer: Tokenizer) -> int:
 
 
 # --- data -----------------------------------------------------------------------------------------
-PADDING = 50259  # of rows of GPT-2's token ids in OpenAI's label files: no token of GPT-2
+PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
 
 
 def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
@@ -727,7 +741,7 @@ def cut_query(
 ) -> tuple[list[int], str]:
     """The query in these tokens (lm_human_preferences/lm_tasks.py): what comes after the first
     `start`, unless that is the last token, truncated to `length` (or as `long` says), then cut back
-    to the last `end`, which stays. The text says why a query is []."""
+    to the last `end`, which stays. Returns the query and, in case it is [], the reason."""
     if start is not None:
         if start not in tokens:
             return [], "without --start_text"
@@ -794,7 +808,7 @@ def load_table(flag: str, args: Args) -> datasets.DatasetDict:
         path = Path(name)
         where = [name] if path.exists() else name.split(":")
         if path.is_file():
-            where = [str(path.parent), None, None, glob.escape(name)]  # path, .., data_files
+            where = [str(path.parent), None, None, glob.escape(name)]  # path, ..., data_files
         elif glob.has_magic(name):
             raise ValueError("datasets takes this path for a pattern: rename its folders")
         splits = datasets.load_dataset(*where)
@@ -839,13 +853,14 @@ def load_queries(flag: str, tokenizer: Tokenizer, args: Args, need: int) -> list
 
 
 def preference_texts(row: dict, tokenizer: Tokenizer) -> tuple[str, str, str]:
-    """Prompt (or else the common beginning, to a word's end), chosen and rejected; chats as the
-    template has them."""
+    """Texts of prompt, chosen and rejected; chats are rendered by the tokenizer's template. Without
+    a prompt column the prompt is the common beginning, up to the end of a word."""
     prompt = row.get("prompt")
     answers = [row["chosen"], row["rejected"]]
     if isinstance(answers[0], list):
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if asked:
+            # An answer may repeat the prompt's messages, or not.
             whole = [x if x[: len(asked)] == asked else [*asked, *x] for x in answers]
         else:
             asked = answers[0][:-1]
@@ -853,6 +868,7 @@ def preference_texts(row: dict, tokenizer: Tokenizer) -> tuple[str, str, str]:
         prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         answers = [tokenizer.apply_chat_template(x, tokenize=False) for x in whole]
     elif prompt is None:
+        # The common beginning may end within a word: that piece is left to the answers.
         prompt = re.sub(r"\s?\S*\Z", "", os.path.commonprefix(answers))
     else:
         answers = [prompt + answer for answer in answers]
@@ -863,10 +879,10 @@ def preference_texts(row: dict, tokenizer: Tokenizer) -> tuple[str, str, str]:
 
 
 def read_preferences(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> list[Label]:
-    """Labels of a table of preferences. A coin says which of a pair comes first, so that no
-    constant answer is right. With --truncate_token eos a response ends at its first eos, and gets
-    one if it has none; then it is cut to --response_length. --start_text and --end_text are not
-    used, and longer prompts dropped, unless --long_queries says otherwise."""
+    """Labels of a table of preferences: N = 2. A coin decides which of a pair comes first, so that
+    no constant answer beats chance. With --truncate_token eos a response ends at its first eos, and
+    gets one if it has none; then it is cut to --response_length. A prompt above --query_length is
+    dropped or cut (--long_queries; None: dropped); --start_text and --end_text are not used."""
     coins = np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)).tolist()
     end = None
     if args.truncate_token == "eos":
@@ -878,6 +894,7 @@ def read_preferences(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) 
         texts = preference_texts(row, tokenizer)
         query, *responses = [encode(text, tokenizer) for text in texts]
         if end is not None:
+            # [*x, end].index(end) is the place of the first eos, or the length if there is none.
             responses = [x[: [*x, end].index(end)] + [end] for x in responses]
         cut = [x[: args.response_length] for x in responses]
         num_cut += cut != responses
@@ -885,6 +902,7 @@ def read_preferences(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) 
         is_dropped = bool(query) and not kept
         context = bos(tokenizer) + kept  # [] of an empty prompt, if texts have no BOS
         if context and not is_dropped and all(cut) and cut[0] != cut[1]:
+            # The chosen response goes to index `coin`.
             labels.append(Label(context, cut[::-1] if coin else cut, coin))
     if num_cut > 0:
         logger.warning(f"cut to --response_length {args.response_length}: {num_cut} pairs")
@@ -898,7 +916,7 @@ def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> li
     if {"chosen", "rejected"} <= set(table.column_names):
         labels = read_preferences(table, tokenizer, args)
     elif len(names) < 2 or not {"best", *columns} <= set(table.column_names):
-        wanted = "query, sample0, .., best; or chosen, rejected"
+        wanted = "query, sample0, ..., best; or chosen, rejected"
         raise ValueError(f"has columns {table.column_names}, not {wanted}")
     else:
         ids_tokenizer = load_ids_tokenizer(tokenizer, args)
@@ -919,14 +937,15 @@ def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> li
 
 
 def load_labels(tokenizer: Tokenizer, args: Args) -> tuple[list[Label], list[Label]]:
-    """Labels to train on, and held-out ones: the split `test` or `validation`, or what
-    --num_labels leaves."""
+    """Labels to train on, the first --num_labels of `train`, and held-out ones: the first
+    --eval_labels of the split `test`, or else `validation`, or else the rest of `train`."""
     splits = load_table("label_dataset", args)
     table = splits["train"]
     with as_user_error("label_dataset", args):
         count = args.num_labels or len(table)
         if count > len(table):
             raise ValueError(f"has {len(table)} labels for --num_labels {count}")
+        # A list, because select refuses an empty range that starts at the end of the table.
         rest = table.select(list(range(count, len(table))))
         held_out = splits.get("test", splits.get("validation", rest))
         held_out = held_out.select(range(min(args.eval_labels, len(held_out))))
@@ -965,11 +984,11 @@ def read_old_run(args: Args) -> tuple[str, Args] | None:
 
 
 def resolve_args(preset: str, args: Args) -> Args | None:
-    """A copy of the settings, checked, with the run's folder. None if the run in there is finished;
-    UserError if it is one that these settings cannot go on with."""
+    """A checked copy of the settings, with the run's folder. None if the run in it is finished;
+    UserError if these settings cannot continue that run."""
     args = validated(vars(args))
     default = f"runs/{FILE.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # That of the first process, for all: clocks differ.
+    # All processes take the first one's folder: their clocks differ.
     folder = Path(broadcast_object_list([args.output_dir or default])[0]).expanduser().absolute()
     args.output_dir = str(folder)
     old_run = read_old_run(args)
@@ -998,8 +1017,8 @@ def resolve_args(preset: str, args: Args) -> Args | None:
 
 @contextlib.contextmanager
 def lock_and_signals(args: Args) -> Iterator[list]:
-    """Makes the run's folder, and holds its lock. The list gets the SIGINTs and SIGTERMs that come:
-    the loop ends when it sees one. A second one of a kind ends the process at once."""
+    """Creates the run's folder and holds its lock. Yields a list that collects SIGINT and SIGTERM:
+    the loop stops when it has one. A second signal of the same kind ends the process at once."""
     signals = []
     handlers = {}
 
@@ -1011,7 +1030,7 @@ def lock_and_signals(args: Args) -> Iterator[list]:
     if PartialState().is_main_process:
         with as_user_error("output_dir", args):
             lock.acquire(blocking=False)  # makes the folder, too
-    with contextlib.suppress(ValueError):  # no thread but the main one gets signals
+    with contextlib.suppress(ValueError):  # signal.signal raises it in any thread but the main one
         for number in (signal.SIGINT, signal.SIGTERM):
             handlers[number] = signal.signal(number, note)
     try:
@@ -1055,13 +1074,14 @@ def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> 
             write(folder / "args.json", json.dumps(about, indent=2))
             log.touch()
             lines = log.read_bytes().splitlines(keepends=True)
-            os.truncate(log, sum(map(len, lines[: state["update"]])))  # the rest came later
+            os.truncate(log, sum(map(len, lines[: state["update"]])))  # later lines go
 
 
 def save_checkpoint(accelerator: Accelerator, state: dict, args: Args) -> None:
-    """Writes checkpoints/<updates made>: weights, the optimizer and averages by accelerate, then
-    state.json, with `state`. The newest two stay. No random state is
-    needed: numbers follow from seed, update and row, and shuffles are drawn from the start."""
+    """Writes checkpoints/<updates made>: accelerate saves the weights, their averages (--ema) and
+    the optimizer; then state.json has `state`. Only the newest two checkpoints are kept. No random
+    state is needed: the uniforms follow from seed, update and row, and main draws the shuffles
+    again from the start."""
     path = Path(f"{args.output_dir}/checkpoints/{state['update']:07d}")
     with as_user_error("output_dir", args):
         accelerator.save_state(str(path))
@@ -1110,6 +1130,7 @@ def show_results(
 # --- entry point ----------------------------------------------------------------------------------
 def parse_args() -> tuple[str, Args]:
     """Name of the preset (`tiny` if a flag comes first) and Args: preset < args.json < flags."""
+    # For tyro, which reads None but not none: `--flag none` and `--flag=none` are changed.
     words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
     preset = "tiny"
     if words and not words[0].startswith("-"):
@@ -1131,7 +1152,7 @@ def parse_args() -> tuple[str, Args]:
 
 
 def one_line(error: Exception) -> str:
-    """What the user is told of an error, or "" for one that is to keep its traceback."""
+    """The line to print for an error, or "" if its traceback should be shown."""
     if isinstance(error, UserError):
         return str(error)
     if re.search("out of memory|can't allocate memory", str(error)):
@@ -1149,6 +1170,6 @@ if __name__ == "__main__":
         if not line or os.environ.get("RLHF_DEBUG"):
             raise
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(2)  # the launcher ends all processes with one: let the first one print
+            time.sleep(2)  # when one ends, the launcher ends all: let the first print
         sys.stderr.write(f"{FILE.name}: {line}\n")
         raise SystemExit(130 if isinstance(error, Interrupted) else 2) from None

@@ -25,6 +25,8 @@ DIFFERENT_FIELDS = {  # between train_reward.py and the others, and why
     "base_model": "a policy starts from it, or a reward model",
     "batch_size": "counts episodes, or comparisons",
     "lr": "supervised learning of a new head takes larger steps",
+    "micro_batch_size": "counts rows, or labels",
+    "truncate_token": "ends what is sampled, or what people compared",
 }
 SECTIONS = [
     "the algorithm",
