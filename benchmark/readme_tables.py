@@ -43,7 +43,12 @@ RECORDS = {
     "memory": ["memory_speed-tiny-fp32", "memory_speed-gpt2-fp32"],
     "speed": SPEED,
     "bars": SPEED,
-    "versions": ["whole_run-bars-tiny", "whole_run-bars-gpt2-rloo", "whole_run-bars-ppo"],
+    "versions": [
+        "whole_run-bars-tiny",
+        "whole_run-bars-gpt2",
+        "whole_run-bars-gpt2-8",
+        "whole_run-bars-gpt2-64",
+    ],
     "equal_kl": ["ablations-full"],
     "real_model": ["real_model-smollm2"],
     "real_samples": ["real_model-smollm2"],
@@ -382,6 +387,8 @@ def versions_table() -> str:
         for row in record["rows"]:
             shape, algorithm, *rest = row["work"].split("-")
             name = names.get(row["work"], f"{names['tiny']}, {rest[0]}, {algorithm.upper()}")
+            if row.get("own"):
+                name += f", with {row['own'].replace('_', ' ').replace('--', '')} here alone"
             seconds = row["seconds"]["ours"]["least"]
             ratios = [row[f"{kind}_ratio"] for kind in ("seconds", "memory")]
             rows.append([name, f"{seconds:.2f}", *[f"{ratio:.2f}" for ratio in ratios]])

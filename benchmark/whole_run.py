@@ -6,7 +6,7 @@
     python benchmark/whole_run.py --tag x --other ../old --shape gpt2 --queries book -- ..
 
 With --other every run is compared with the same of another checkout, whose flags have to be the
-same. Each run is a process of its own; those of the two checkouts take turns, --rounds times, each
+same, but for those of --own, which only the runs of this checkout have. Each run is a process of its own; those of the two checkouts take turns, --rounds times, each
 round in the other order, and the least seconds count, beside their range.
 
 Seconds per update are those between the first and the last line of metrics.jsonl, so that the first
@@ -177,8 +177,9 @@ def measure(
     queries: str | None,
     command: list[str],
     rounds: int,
+    own: str = "",
 ) -> dict[str, list[dict[str, Any]]]:
-    """The runs of each checkout, which take turns."""
+    """The runs of each checkout, which take turns; those of `ours` have the flags `own`, too."""
     script, *flags = command
     runs = {name: [] for name in checkouts}
     with base_model(shape) as model_flags, query_dataset(queries) as query_flags:
@@ -187,8 +188,10 @@ def measure(
             if i % 2 == 1:
                 order.reverse()
             for name in order:
-                row = run(checkouts[name], script, [*model_flags, *query_flags, *flags])
-                runs[name].append(row)
+                given = [*model_flags, *query_flags, *flags]
+                if name == "ours":
+                    given += own.split()
+                runs[name].append(run(checkouts[name], script, given))
     return runs
 
 
@@ -240,8 +243,9 @@ def compare_all(other: Path, options: argparse.Namespace) -> None:
     rows = []
     for name, (shape, queries, command, bar) in works.items():
         sys.stderr.write(f"{time.strftime('%X')} {name}\n")
-        runs = measure(checkouts, shape, queries, command, options.rounds)
+        runs = measure(checkouts, shape, queries, command, options.rounds, options.own)
         row = {"command": " ".join(command), "shape": shape, "queries": queries}
+        row["own"] = options.own
         rows.append(row | compare(name, runs, bar))
         path = common.write("whole_run", options.tag, options, rows, other=describe(other))
     columns = ["work", "ours: least s (median, most)", "other", "ratio", "bar"]
@@ -259,6 +263,7 @@ def main() -> None:
     add("--other", type=Path, default=None, help="the folder of another checkout")
     add("--bars", nargs="+", default=list(BARS), choices=BARS, help="with --other and no command")
     add("--more", default="", help="more flags for all works of --bars, in one word")
+    add("--own", default="", help="more flags for this checkout, but not for --other, in one word")
     add("--rounds", type=int, default=None, help="runs of each (default: 1; with --other 3)")
     add("--shape", default=None, help="a model of random weights (default: what the flags say)")
     add("--queries", default=None, choices=["book"], help="(default: what the flags say)")
