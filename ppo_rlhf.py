@@ -159,7 +159,7 @@ class Args:
     total_episodes: PositiveInt = 12_800  # Responses sampled in the whole run
     batch_size: PositiveInt = 128  # Episodes per update, over all devices
     # Rows per forward pass on one device; gradients accumulate. Sampling takes all rows at once
-    micro_batch_size: PositiveInt = 64
+    micro_batch_size: PositiveInt = 128
     num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
     num_epochs: PositiveInt = 4  # Passes over the batch in each update
     lr: NonNegativeFloat = 2e-4  # Learning rate, see the schedule
@@ -943,7 +943,7 @@ def forward_response(policy: Module, batch: Batch, rows: Tensor, temperature: fl
     ids = torch.cat([ids, responses], 1)
     mask = pad(mask, (0, responses.shape[1]), value=True)
     logits, values = policy(ids, mask, last=responses.shape[1] + 1)
-    return (logits / temperature).log_softmax(-1), values
+    return logits.div_(temperature).log_softmax(-1), values  # in place, as V is large
 
 
 def of_tokens(all_logprobs: Tensor, tokens: Tensor) -> Tensor:

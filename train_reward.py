@@ -141,7 +141,7 @@ class Args:
 
     # updates and optimizer
     batch_size: PositiveInt = 8  # Comparisons per update, over all devices
-    micro_batch_size: PositiveInt = 64  # Labels per pass on one device; gradients accumulate
+    micro_batch_size: PositiveInt = 128  # Labels per pass on one device; gradients accumulate
     lr: NonNegativeFloat = 2e-3  # Learning rate, see the schedule
     lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
     lr_warmup: NonNegativeInt = 0  # In this many (n) updates --lr rises, first to lr / (n + 1)

@@ -2,15 +2,17 @@
 them.
 
     python benchmark/overoptimisation.py
+    python benchmark/overoptimisation.py --labels 4000 --kl_coefs 0 0.05 0.15 0.5 --tag frontier
 
 Policies of the embedded default are trained against reward models of several numbers of labels, by
-PPO and by RLOO, without a KL penalty (--kl_coefs: with fixed ones). A reward model makes as many
-optimizer steps with few labels as with many, which come in turn until there are 4,000; `4000:0.5`
-are 4,000 labels of which a half is replaced by a random choice. In every update VADER, which
-labelled the data, reads the very responses that the reward model scores. Best-of-n from the
-reference is the curve to beat: of n responses the one that the reward model likes best, with KL
-log n - (n - 1) / n; means over all choices of n among --pool responses to each of 128 queries.
-Penalties for responses without an end are not in the scores.
+PPO and by RLOO, without a KL penalty (--kl_coefs: with fixed ones; the picture then has a column
+for each algorithm, with its runs against the reward model of the first --labels). A reward model
+makes as many optimizer steps with few labels as with many, which come in turn until there are
+4,000; `4000:0.5` are 4,000 labels of which a half is replaced by a random choice. In every update
+VADER, which labelled the data, reads the very responses that the reward model scores. Best-of-n
+from the reference is the curve to beat: of n responses the one that the reward model likes best,
+with KL log n - (n - 1) / n; means over all choices of n among --pool responses to each of 128
+queries. Penalties for responses without an end are not in the scores.
 
 Fits are those of Gao et al.: the gold score gained at d, the square root of the KL, is
 d (alpha - beta log d) of a trained policy, d (alpha - beta d) of best-of-n; least squares over the
@@ -28,6 +30,7 @@ from typing import Any
 
 import common
 import datasets
+import matplotlib
 import numpy as np
 import torch
 from ablations import Choice, gold_at, output_to, run, slug
@@ -42,11 +45,13 @@ import train_reward
 
 SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
 COLOURS = {"PPO": "#0072B2", "RLOO": "#D55E00", "best of n": "black"}
+SHADES = matplotlib.colormaps["viridis_r"]
 WINDOW = 5  # updates whose means make a point of a curve
 BATCH_SIZE = 64
 NUM_LABELS = 4_000  # that a reward model reads, one after the other
 KINDS = ("gold", "kl", "proxy")
 NEAR = 3.5  # nats that best-of-n reaches, too
+LEVELS = (1, 2, 4, 8)  # nats at which runs with different coefficients are compared
 SOURCES = ["128", "512", "1024", "2048", "4000", "4000:0.5"]
 
 
@@ -224,6 +229,13 @@ def curves_of(runs: list[dict], best: list[dict]) -> dict[tuple[str, str, Any], 
     return groups
 
 
+def mean_gold_at(curves: list[dict], level: float) -> float | None:
+    """The mean gold score where curves first pass a KL; None if none of them does."""
+    found = [gold_at(curve, level) for curve in curves]
+    reached = [gold for gold in found if gold is not None]
+    return float(np.mean(reached)) if reached else None
+
+
 def summarise(groups: dict[tuple[str, str, Any], list[dict]], start: float) -> list[dict]:
     """Per group: the gold score near the reference, where it is highest, where it ends, as means
     over seeds, and the lowest and highest gold at the end; and the fit."""
@@ -234,9 +246,9 @@ def summarise(groups: dict[tuple[str, str, Any], list[dict]], start: float) -> l
         for name in ends[0]:
             values = [end[name] for end in ends]
             line[name] = float(np.mean(values))
-        near = [gold_at(curve, NEAR) for curve in curves]
-        reached = [gold for gold in near if gold is not None]
-        line["gold_near"] = float(np.mean(reached)) if reached else None
+        line["gold_near"] = mean_gold_at(curves, NEAR)
+        for level in LEVELS:
+            line[f"gold_at_{level}"] = mean_gold_at(curves, level)
         golds = [end["gold_end"] for end in ends]
         line["lowest_end"] = min(golds)
         line["highest_end"] = max(golds)
@@ -280,6 +292,38 @@ def plot(groups: dict, sources: list[str], models: list[dict[str, Any]], path: P
     figure.supxlabel("square root of the KL (nats) to the reference", fontsize=9)
     panels[0, 0].set_ylabel("gold score (VADER)")
     panels[1, 0].set_ylabel("proxy (reward model)")
+    panels[0, 0].legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def plot_frontier(groups: dict, source: str, path: Path) -> None:
+    """A column per algorithm, a colour per KL coefficient, a line per run: gold over the KL above,
+    with best-of-n, and over the episodes below."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    panels = figure.subplots(2, len(SCRIPTS), sharex="row", sharey=True, squeeze=False)
+    coefs = sorted({coef for _, _, coef in groups if coef is not None})
+    for (labels, algorithm, coef), curves in groups.items():
+        if labels != source:
+            continue
+        for column, name in enumerate(SCRIPTS):
+            if algorithm not in (name, "best of n"):
+                continue
+            colour = "black" if coef is None else SHADES(coefs.index(coef) / max(1, len(coefs)))
+            for i, curve in enumerate(curves):
+                title = "best of n" if coef is None else f"coefficient {coef:g}"
+                style = {"color": colour, "linewidth": 1.2, "label": None if i else title}
+                d = np.sqrt(np.maximum(curve["kl"], 0))
+                panels[0, column].plot(d, curve["gold"], **style)
+                if coef is not None:
+                    episodes = (np.arange(len(d)) + 0.5) * WINDOW * BATCH_SIZE
+                    panels[1, column].plot(episodes, curve["gold"], **style)
+    for column, name in enumerate(SCRIPTS):
+        panels[0, column].set(title=name, xlabel="square root of the KL (nats)")
+        panels[1, column].set(xlabel="episodes")
+    for axes in panels.flat:
+        axes.grid(alpha=0.3)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("gold score (VADER)")
     panels[0, 0].legend(fontsize=7)
     figure.savefig(path, dpi=120)
 
@@ -330,7 +374,11 @@ def main() -> None:
         "table": table,
     }
     path = common.write("overoptimisation", args.tag, args, runs, **more)
-    plot(groups, args.labels, models, path.with_suffix(".png"))
+    picture = path.with_suffix(".png")
+    if len(args.kl_coefs) > 1:
+        plot_frontier(groups, args.labels[0], picture)
+    else:
+        plot(groups, args.labels, models, picture)
     common.show_rows(table)
 
 

@@ -35,6 +35,7 @@ RECORDS = {
     "ablations": ["ablations-tiny"],
     "rewards": ["embedded-tiny"],
     "overoptimisation": ["overoptimisation-tiny"],
+    "frontier": ["overoptimisation-frontier"],
     "symptoms": ["symptoms"],
     "adam": ["adam-first-update"],
     "ratio": ["bf16_ratio-tiny", "bf16_ratio-gpt2"],
@@ -199,6 +200,22 @@ def overoptimisation_table() -> str:
         cells.append(f"{row['alpha']:.3f}, {row['beta']:.3f}")
         cells.append(f"{row['explained']:.2f}")
         rows.append(cells)
+    return table(columns, rows)
+
+
+def frontier_table() -> str:
+    """Gold scores at the same KL, of runs with different coefficients of the KL penalty."""
+    levels = (1, 2, 4, 8)
+    columns = ["", "coefficient", *[f"gold at {level} nats" for level in levels]]
+    columns += ["gold at the end", "KL at the end"]
+    rows = []
+    order = lambda x: (x["algorithm"] == "best of n", x["algorithm"], x["kl_coef"] or 0)  # noqa: E731
+    for row in sorted(records("frontier")[0]["table"], key=order):
+        cells = [row["algorithm"], "-" if row["kl_coef"] is None else f"{row['kl_coef']:g}"]
+        for level in levels:
+            gold = row[f"gold_at_{level}"]
+            cells.append("-" if gold is None else f"{gold:.2f}")
+        rows.append([*cells, f"{row['gold_end']:.2f}", f"{row['kl_end']:.1f}"])
     return table(columns, rows)
 
 
@@ -495,6 +512,7 @@ BLOCKS: dict[str, Blocks] = {
         "embedded": embedded_table,
         "ablations": ablations_table,
         "overoptimisation": overoptimisation_table,
+        "frontier": frontier_table,
         "symptoms": symptoms_table,
         "adam": adam_table,
         "rewards": rewards_table,

@@ -6,8 +6,9 @@
     python benchmark/whole_run.py --tag x --other ../old --shape gpt2 --queries book -- ..
 
 With --other every run is compared with the same of another checkout, whose flags have to be the
-same, but for those of --own, which only the runs of this checkout have. Each run is a process of its own; those of the two checkouts take turns, --rounds times, each
-round in the other order, and the least seconds count, beside their range.
+same, but for those of --own, which only the runs of this checkout have. Each run is a process of
+its own; those of the two checkouts take turns, --rounds times, each round in the other order, and
+the least seconds count, beside their range.
 
 Seconds per update are those between the first and the last line of metrics.jsonl, so that the first
 update warms up. `whole` has the script's imports, loading, evaluation and saving too. Peak memory

@@ -172,7 +172,7 @@ ORIGINAL = [
     Detail(
         "log-probabilities are divided by the temperature as well; values are not",
         PPO,
-        "(logits / temperature).log_softmax(-1)",
+        "logits.div_(temperature).log_softmax(-1)",
         "logits.log_softmax(-1)",
         FORWARD,
     ),
