@@ -30,7 +30,6 @@ from typing import Any
 
 import common
 import datasets
-import matplotlib
 import numpy as np
 import torch
 from ablations import Choice, gold_at, output_to, run, slug
@@ -45,13 +44,13 @@ import train_reward
 
 SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
 COLOURS = {"PPO": "#0072B2", "RLOO": "#D55E00", "best of n": "black"}
-SHADES = matplotlib.colormaps["viridis_r"]
+SHADES = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7")  # of coefficients
 WINDOW = 5  # updates whose means make a point of a curve
 BATCH_SIZE = 64
 NUM_LABELS = 4_000  # that a reward model reads, one after the other
 KINDS = ("gold", "kl", "proxy")
 NEAR = 3.5  # nats that best-of-n reaches, too
-LEVELS = (1, 2, 4, 8)  # nats at which runs with different coefficients are compared
+LEVELS = (1, 2, 4, 8, 12)  # nats at which runs with different coefficients are compared
 SOURCES = ["128", "512", "1024", "2048", "4000", "4000:0.5"]
 
 
@@ -308,7 +307,7 @@ def plot_frontier(groups: dict, source: str, path: Path) -> None:
         for column, name in enumerate(SCRIPTS):
             if algorithm not in (name, "best of n"):
                 continue
-            colour = "black" if coef is None else SHADES(coefs.index(coef) / max(1, len(coefs)))
+            colour = "black" if coef is None else SHADES[coefs.index(coef) % len(SHADES)]
             for i, curve in enumerate(curves):
                 title = "best of n" if coef is None else f"coefficient {coef:g}"
                 style = {"color": colour, "linewidth": 1.2, "label": None if i else title}

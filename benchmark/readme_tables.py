@@ -205,7 +205,7 @@ def overoptimisation_table() -> str:
 
 def frontier_table() -> str:
     """Gold scores at the same KL, of runs with different coefficients of the KL penalty."""
-    levels = (1, 2, 4, 8)
+    levels = (1, 2, 4, 8, 12)
     columns = ["", "coefficient", *[f"gold at {level} nats" for level in levels]]
     columns += ["gold at the end", "KL at the end"]
     rows = []
