@@ -418,7 +418,7 @@ def equal_kl_table() -> str:
     record = records("equal_kl")[0]
     explained: dict[str, list[float]] = {}
     for row in record["rows"]:
-        ends = row["curve"].get("var_explained", [])[-1:]
+        ends = row.get("curve", {}).get("var_explained", [])[-1:]  # none of a run that stopped
         if "--vf_coef 0" in row["flags"]:
             ends = []
         explained.setdefault(row["choice"], []).extend(ends)
@@ -434,8 +434,9 @@ def equal_kl_table() -> str:
         values = [f"{row['gold']:.2f}", f"{row['kl']:.1f}", f"{row['distinct']:.0%}"]
         last = explained[row["choice"]]
         values.append(f"{mean(last):.2f}" if last else "-")
-        rows.append([row["choice"], row["seeds"], cell, *values])
-    return table([*columns, "explained by values"], rows)
+        failed = round(row["failed"] * row["seeds"])
+        rows.append([row["choice"], row["seeds"], cell, *values, failed])
+    return table([*columns, "explained by values", "failed"], rows)
 
 
 def equal_kl_order(row: dict[str, Any]) -> tuple[bool, bool, float]:
