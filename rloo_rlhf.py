@@ -140,8 +140,8 @@ class Args:
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, or else drop)
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
-    query_prefix: Name | None = None  # Text before every query, which only the policy reads
-    query_suffix: Name | None = None  # Text after every query, which only the policy reads
+    query_prefix: Name | None = None  # Text before every query, not for the reward model
+    query_suffix: Name | None = None  # Text after every query, not for the reward model
     # One token: a query begins after its first occurrence; texts without it are dropped (None: off)
     start_text: Name | None = "."
     end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: off)
