@@ -13,9 +13,9 @@ failed if it stopped, or if its gold score ends below the reference's. RLOO's ro
 and that with PPO's default.
 
 A copy of the script that does each run has VADER read the responses of every update. So each run is
-a curve of gold over KL, and two of them are compared at equal KL: at each of 2, 4 and 6 nats that
-both reach, which are then averaged. Whether such a difference is 0 is asked of all choices at once,
-by Holm's method (1979).
+a curve of gold over KL, and two of them are compared at equal KL: at each of 2, 4 and 6 nats (1, 2
+and 3 in shorter runs) that both reach, which are then averaged. Whether such a difference is 0 is
+asked of all choices at once, by Holm's method (1979).
 
 Runs of the same scripts and flags are used again, from --folder or from the record. Writes
 results/ablations-<tag>.json and .png.
@@ -49,6 +49,7 @@ import train_reward
 
 PPO = ppo_rlhf.__file__
 RLOO = rloo_rlhf.__file__
+GRPO = str(common.ROOT / "benchmark" / "variants" / "grpo.patch")  # of RLOO
 STEADY = "--lr 2e-4 --kl_coef 0.15 --temperature 0.7"  # a recipe's own are for models of billions
 DROPOUT = (
     ("    before = assess(", "    policy.train()\n    before = assess("),
@@ -71,6 +72,8 @@ JUDGED = (
     ),
 )
 LEVELS = (2.0, 4.0, 6.0)  # nats at which gold scores are compared
+SHORT_LEVELS = (1.0, 2.0, 3.0)  # where runs have fewer episodes than the scripts' default
+EPISODES = 12_800
 CURVES = {
     "gold": "gold",
     "proxy": "proxy",
@@ -79,12 +82,13 @@ CURVES = {
 }
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 BINS = 16  # points of a curve, each a mean of so many updates that there are this many
+FINE_BINS = 50  # of a second one, since long means put fast runs below their curve
 SHIFTED = (("correction, shift_mean=False)", "correction, shift_mean=True)"),)
 
 
 class Choice(NamedTuple):
-    """Flags, a recipe whose flags come first, flags of the reward model, texts of the script to
-    change, processes."""
+    """A script or a patch of RLOO's, flags, a recipe whose flags come first, flags of the reward
+    model, texts of the script to change, processes."""
 
     script: str
     flags: str = ""
@@ -144,6 +148,7 @@ CHOICES = {
     "RLOO, K 8": Choice(RLOO, "--rloo_k 8"),
     "RLOO of tokens": Choice(RLOO, "--token_level"),
     "RLOO, normalised": Choice(RLOO, "--normalize_advantages"),
+    "GRPO (KL in the loss)": Choice(GRPO),
 }
 
 
@@ -172,7 +177,12 @@ def changed_copy(choice: Choice, path: Path) -> str:
     """The script, or a copy at `path` that VADER reads too and that has the choice's changes."""
     if choice.script == train_reward.__file__:
         return choice.script
-    text = Path(choice.script).read_text()
+    if choice.script == GRPO:
+        patch = ["patch", "--fuzz=0", "--silent", "--output", str(path), RLOO, GRPO]
+        subprocess.run(patch, check=True)
+        text = path.read_text()
+    else:
+        text = Path(choice.script).read_text()
     for old, new in (*JUDGED, *choice.changes):
         if text.count(old) != 1:
             raise ValueError(f"{choice.script}: {old!r} stands there {text.count(old)} times")
@@ -232,13 +242,14 @@ def digest_of(choice: Choice, flags: list[str]) -> str:
     return hashlib.sha256(repr((named, words)).encode()).hexdigest()[:6]
 
 
-def curve(metrics: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Gold and proxy score, KL and what values explain, of a run on its way, in BINS points."""
+def curve(metrics: list[dict[str, Any]], bins: int) -> dict[str, list[float]]:
+    """Gold and proxy score, KL and what values explain, of a run on its way, in so many points."""
     points = {}
     for kind, metric in CURVES.items():
         if metric in metrics[0]:  # RLOO has no values
             values = np.array([row[metric] for row in metrics])
-            points[kind] = [float(part.mean()) for part in np.array_split(values, BINS)]
+            parts = np.array_split(values, min(bins, len(values)))
+            points[kind] = [float(part.mean()) for part in parts]
     return points
 
 
@@ -257,13 +268,12 @@ def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
     out, digest = run_folder(*task)
     record = out.with_name(f"{out.name}.json")
     if record.exists():
-        return json.loads(record.read_text())
+        return with_curves(json.loads(record.read_text()), out)
     status = run(choice, out, flags)
     row = {"choice": name, "seed": seed, "failed": status != 0, "flags": " ".join(flags)}
     row["commit"] = common.commit()
     row["digest"] = digest
     if status == 0:
-        row["curve"] = curve(common.read_lines(out / "metrics.jsonl"))
         judge = Judge(seed, reward_folder("", seed, folder) / "reward_model")
         average = out / "ema" / "policy"
         found = judge(judge.actor(average if average.exists() else out / "policy"))
@@ -272,13 +282,21 @@ def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
         if name in ("default", "RLOO, K 4"):  # the same for all of a seed
             row["gold_reference"] = float(np.mean(judge(judge.ref)["gold"]))
     record.write_text(json.dumps(row))
-    return row
+    return with_curves(row, out)
+
+
+def with_curves(row: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The row of a run, with its curves unless it has failed."""
+    if row["failed"]:
+        return row
+    metrics = common.read_lines(out / "metrics.jsonl")
+    return row | {"curve": curve(metrics, BINS), "fine_curve": curve(metrics, FINE_BINS)}
 
 
 # --- results --------------------------------------------------------------------------------------
 def base_of(name: str) -> str:
     """The choice that a choice is compared with."""
-    if CHOICES[name].script == RLOO and name != "RLOO, K 4":
+    if CHOICES[name].script != PPO and name != "RLOO, K 4":
         return "RLOO, K 4"
     return "default"
 
@@ -299,31 +317,42 @@ def gold_at(points: dict[str, list[float]], level: float) -> float | None:
     return float(np.interp(level, kl, points["gold"]))
 
 
-def at_equal_kl(one: dict[str, Any], other: dict[str, Any]) -> float | None:
+def at_equal_kl(
+    one: dict[str, Any],
+    other: dict[str, Any],
+    kind: str = "curve",
+    levels: tuple[float, ...] = LEVELS,
+) -> float | None:
     """Gold score of a run less that of another, at the levels that both reach."""
     differences = []
-    for level in LEVELS:
-        mine = gold_at(one["curve"], level)
-        theirs = gold_at(other["curve"], level)
+    for level in levels:
+        mine = gold_at(one[kind], level)
+        theirs = gold_at(other[kind], level)
         if mine is not None and theirs is not None:
             differences.append(mine - theirs)
     return float(np.mean(differences)) if differences else None
 
 
-def add_equal_kl(table: list[dict[str, Any]], of_run: dict[tuple, dict[str, Any]]) -> None:
+def add_equal_kl(
+    table: list[dict[str, Any]],
+    of_run: dict[tuple, dict[str, Any]],
+    levels: tuple[float, ...],
+) -> None:
     """Adds the differences at equal KL, their intervals, and whether Holm's method keeps them."""
     tested = []
     for line in table:
         name = line["choice"]
-        differences = []
+        pairs = []
         for (choice, seed), row in of_run.items():
             base = of_run.get((base_of(name), seed), {})
             if choice == name != base_of(name) and "curve" in row and "curve" in base:
-                differences.append(at_equal_kl(row, base))
-        found = [x for x in differences if x is not None]
-        line["equal_kl"] = float(np.mean(found)) if found else None
+                pairs.append((row, base))
+        for kind, title in (("fine_curve", "equal_kl_fine"), ("curve", "equal_kl")):
+            differences = [at_equal_kl(*pair, kind, levels) for pair in pairs]
+            found = [x for x in differences if x is not None]
+            line[title] = float(np.mean(found)) if found else None
+            line[f"{title}_interval"] = interval(found)
         line["equal_kl_seeds"] = len(found)
-        line["equal_kl_interval"] = interval(found)
         line["equal_kl_holds"] = False
         if len(found) > 1:
             tested.append((float(stats.ttest_1samp(found, 0).pvalue), line))
@@ -334,7 +363,10 @@ def add_equal_kl(table: list[dict[str, Any]], of_run: dict[tuple, dict[str, Any]
         line["equal_kl_holds"] = True
 
 
-def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarise(
+    rows: list[dict[str, Any]],
+    levels: tuple[float, ...] = LEVELS,
+) -> list[dict[str, Any]]:
     """Means over seeds, and differences of gold score and KL to the default, within seeds, with
     95 % intervals."""
     of_run = {(row["choice"], row["seed"]): row for row in rows}
@@ -357,7 +389,7 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             line[f"{kind}_difference"] = float(np.mean(differences)) if differences else None
             line[f"{kind}_interval"] = interval(differences) if name != base_of(name) else None
         table.append(line)
-    add_equal_kl(table, of_run)
+    add_equal_kl(table, of_run, levels)
     return table
 
 
@@ -383,7 +415,7 @@ def colours_of(table: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     others.sort(key=lambda line: -abs(line["equal_kl"] or 0.0))
     for line, colour in itertools.zip_longest(others, COLOURS[: len(others)]):
         style = {"color": colour or "#CCCCCC", "linewidth": 1.4}
-        if CHOICES[line["choice"]].script == RLOO:
+        if CHOICES[line["choice"]].script != PPO:
             style["linestyle"] = "--"
         styles[line["choice"]] = style
     return styles
@@ -488,7 +520,8 @@ def main() -> None:
         rows.append(row)
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
-    table = summarise(rows)
+    levels = LEVELS if args.episodes >= EPISODES else SHORT_LEVELS
+    table = summarise(rows, levels)
     path = common.write("ablations", args.tag, args, rows, table=table)
     plot(rows, table, path.with_suffix(".png"))
     common.show_rows(table)

@@ -46,6 +46,7 @@ SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
 COLOURS = {"PPO": "#0072B2", "RLOO": "#D55E00", "best of n": "black"}
 SHADES = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7")  # of coefficients
 WINDOW = 5  # updates whose means make a point of a curve
+FINE_WINDOW = 2  # where runs are compared that go at different speeds
 BATCH_SIZE = 64
 NUM_LABELS = 4_000  # that a reward model reads, one after the other
 KINDS = ("gold", "kl", "proxy")
@@ -185,10 +186,10 @@ def best_of_n(task: tuple[int, list[str], int, Path]) -> list[dict[str, Any]]:
     return rows
 
 
-def smooth(values: list[float]) -> np.ndarray:
-    """Means of WINDOW updates."""
-    whole = len(values) // WINDOW * WINDOW
-    return np.array(values[:whole]).reshape(-1, WINDOW).mean(1)
+def smooth(values: list[float], window: int) -> np.ndarray:
+    """Means of so many updates."""
+    whole = len(values) // window * window
+    return np.array(values[:whole]).reshape(-1, window).mean(1)
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -220,7 +221,8 @@ def curves_of(runs: list[dict], best: list[dict]) -> dict[tuple[str, str, Any], 
     groups: dict[tuple[str, str, Any], list[dict]] = {}
     for row in runs:
         group = (row["labels"], row["algorithm"], row["kl_coef"])
-        curve = {kind: smooth(row[kind]) for kind in KINDS}
+        curve = {kind: smooth(row[kind], WINDOW) for kind in KINDS}
+        curve["fine"] = {kind: smooth(row[kind], FINE_WINDOW) for kind in KINDS}
         groups.setdefault(group, []).append(curve)
     for row in best:
         group = (row["labels"], "best of n", None)
@@ -246,8 +248,10 @@ def summarise(groups: dict[tuple[str, str, Any], list[dict]], start: float) -> l
             values = [end[name] for end in ends]
             line[name] = float(np.mean(values))
         line["gold_near"] = mean_gold_at(curves, NEAR)
+        # The curves of best-of-n have a point for each n, and no finer ones.
+        fine_curves = [curve.get("fine", curve) for curve in curves]
         for level in LEVELS:
-            line[f"gold_at_{level}"] = mean_gold_at(curves, level)
+            line[f"gold_at_{level}"] = mean_gold_at(fine_curves, level)
         golds = [end["gold_end"] for end in ends]
         line["lowest_end"] = min(golds)
         line["highest_end"] = max(golds)

@@ -52,6 +52,7 @@ RECORDS = {
     ],
     "equal_kl": ["ablations-full"],
     "real_model": ["real_model-smollm2"],
+    "real_duels": ["real_model-smollm2"],
     "real_samples": ["real_model-smollm2"],
     "scaling": ["scaling-cpu-fp32"],
 }
@@ -131,7 +132,7 @@ def with_interval(row: dict[str, Any], kind: str, digits: int) -> str:
 def choice_order(row: dict[str, Any]) -> tuple[bool, bool, float]:
     """PPO's choices by their effect, then RLOO's."""
     choice = row["choice"]
-    return "RLOO" in choice, choice != "RLOO, K 4", -row["gold_difference"]
+    return choice.startswith(("RLOO", "GRPO")), choice != "RLOO, K 4", -row["gold_difference"]
 
 
 def ablations_table() -> str:
@@ -203,18 +204,22 @@ def overoptimisation_table() -> str:
     return table(columns, rows)
 
 
+def frontier_order(row: dict[str, Any]) -> tuple[bool, str, float]:
+    """Best-of-n last, then by coefficient."""
+    return row["algorithm"] == "best of n", row["algorithm"], row["kl_coef"] or 0.0
+
+
 def frontier_table() -> str:
     """Gold scores at the same KL, of runs with different coefficients of the KL penalty."""
-    levels = (1, 2, 4, 8, 12)
-    columns = ["", "coefficient", *[f"gold at {level} nats" for level in levels]]
+    lines = sorted(records("frontier")[0]["table"], key=frontier_order)
+    levels = [name for name in lines[0] if name.startswith("gold_at_")]
+    columns = ["", "coefficient", *[f"gold at {name[8:]}" for name in levels]]
     columns += ["gold at the end", "KL at the end"]
     rows = []
-    order = lambda x: (x["algorithm"] == "best of n", x["algorithm"], x["kl_coef"] or 0)  # noqa: E731
-    for row in sorted(records("frontier")[0]["table"], key=order):
+    for row in lines:
         cells = [row["algorithm"], "-" if row["kl_coef"] is None else f"{row['kl_coef']:g}"]
         for level in levels:
-            gold = row[f"gold_at_{level}"]
-            cells.append("-" if gold is None else f"{gold:.2f}")
+            cells.append("-" if row[level] is None else f"{row[level]:.2f}")
         rows.append([*cells, f"{row['gold_end']:.2f}", f"{row['kl_end']:.1f}"])
     return table(columns, rows)
 
@@ -405,7 +410,7 @@ def versions_table() -> str:
             shape, algorithm, *rest = row["work"].split("-")
             name = names.get(row["work"], f"{names['tiny']}, {rest[0]}, {algorithm.upper()}")
             if row.get("own"):
-                name += f", with {row['own'].replace('_', ' ').replace('--', '')} here alone"
+                name += f", with `{row['own']}` here alone"
             seconds = row["seconds"]["ours"]["least"]
             ratios = [row[f"{kind}_ratio"] for kind in ("seconds", "memory")]
             rows.append([name, f"{seconds:.2f}", *[f"{ratio:.2f}" for ratio in ratios]])
@@ -414,7 +419,8 @@ def versions_table() -> str:
 
 def equal_kl_table() -> str:
     """Choices at full length: gold at equal KL, less the base's, and how far each went."""
-    columns = ["choice", "seeds", "gold at equal KL, less the base's", "gold", "KL", "distinct"]
+    columns = ["choice", "seeds", "gold at equal KL, less the base's", "the same, finer"]
+    columns += ["gold", "KL", "distinct", "explained by values", "failed"]
     record = records("equal_kl")[0]
     explained: dict[str, list[float]] = {}
     for row in record["rows"]:
@@ -424,25 +430,26 @@ def equal_kl_table() -> str:
         explained.setdefault(row["choice"], []).extend(ends)
     rows = []
     for row in sorted(record["table"], key=equal_kl_order):
-        cell = "-"
-        if row["equal_kl"] is not None:
-            cell = f"{row['equal_kl']:+.2f}"
-        if row["equal_kl_interval"] is not None:
-            cell += f" ± {row['equal_kl_interval']:.2f}"
+        cells = []
+        for title in ("equal_kl", "equal_kl_fine"):
+            cell = "-" if row[title] is None else f"{row[title]:+.2f}"
+            if row[f"{title}_interval"] is not None:
+                cell += f" ± {row[f'{title}_interval']:.2f}"
+            cells.append(cell)
         if row["equal_kl_holds"]:
-            cell = f"**{cell}**"
+            cells[0] = f"**{cells[0]}**"
         values = [f"{row['gold']:.2f}", f"{row['kl']:.1f}", f"{row['distinct']:.0%}"]
         last = explained[row["choice"]]
         values.append(f"{mean(last):.2f}" if last else "-")
         failed = round(row["failed"] * row["seeds"])
-        rows.append([row["choice"], row["seeds"], cell, *values, failed])
-    return table([*columns, "explained by values", "failed"], rows)
+        rows.append([row["choice"], row["seeds"], *cells, *values, failed])
+    return table(columns, rows)
 
 
 def equal_kl_order(row: dict[str, Any]) -> tuple[bool, bool, float]:
     """PPO's choices by their effect, then RLOO's."""
     choice = row["choice"]
-    return "RLOO" in choice, choice != "RLOO, K 4", -(row["equal_kl"] or 0.0)
+    return choice.startswith(("RLOO", "GRPO")), choice != "RLOO, K 4", -(row["equal_kl"] or 0.0)
 
 
 def share(found: dict[str, float]) -> str:
@@ -452,11 +459,13 @@ def share(found: dict[str, float]) -> str:
 
 def real_model_table() -> str:
     """A real language model: every run, before and after."""
-    columns = ["", "rate", "seed", "episodes", "gold", "score", "wins", "for equal length", "KL"]
+    columns = ["", "right", "rate", "seed", "episodes", "gold", "score"]
+    columns += ["wins", "for equal length", "KL"]
     rows = []
     for row in records("real_model")[0]["rows"]:
         arm = "PPO, VADER" if row["arm"].startswith("rate") else row["arm"]
-        cells = [arm, row["lr"], row["seed"], row["episodes"]]
+        right = f"{row['reward_accuracy']:.0%}" if "reward_accuracy" in row else "-"
+        cells = [arm, right, row["lr"], row["seed"], row["episodes"]]
         for kind in ("gold", "score"):
             cells.append(f"{row[f'{kind}_before']:.2f} to {row[f'{kind}_after']:.2f}")
         cells.append(share(row["wins"]["win_rate"]))
@@ -467,6 +476,17 @@ def real_model_table() -> str:
         cells.append(f"{row['length_after']:.1f}")
         rows.append([*cells, f"{row['seconds']:.0f}"])
     return table([*columns, "distinct", "ends", "tokens", "seconds"], rows)
+
+
+def real_duels_table() -> str:
+    """Wins of one algorithm's policy over another's, on the same openings."""
+    columns = ["", "over", "seed", "wins", "for equal length", "ties"]
+    rows = []
+    for row in records("real_duels")[0]["duels"]:
+        cells = [row["arm"], row["other"], row["seed"]]
+        cells += [share(row["win_rate"]), share(row["controlled_rate"]), f"{row['ties']:.0%}"]
+        rows.append(cells)
+    return table(columns, rows)
 
 
 def real_samples_table() -> str:
@@ -520,6 +540,7 @@ BLOCKS: dict[str, Blocks] = {
         "versions": versions_table,
         "equal_kl": equal_kl_table,
         "real_model": real_model_table,
+        "real_duels": real_duels_table,
         "real_samples": real_samples_table,
         "ratio": ratio_table,
         "optimum": optimum_table,

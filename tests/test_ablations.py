@@ -15,7 +15,8 @@ def ablations(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def run(choice: str, seed: int, gold: list[float], kl: list[float]) -> dict[str, Any]:
-    """A row of the record with this curve."""
+    """A row of the record with this curve, finer averages too."""
+    points = {"gold": gold, "kl": kl}
     return {
         "choice": choice,
         "seed": seed,
@@ -24,7 +25,8 @@ def run(choice: str, seed: int, gold: list[float], kl: list[float]) -> dict[str,
         "kl": kl[-1],
         "distinct": 1.0,
         "gold_reference": 0.0,
-        "curve": {"gold": gold, "kl": kl},
+        "curve": points,
+        "fine_curve": points,
     }
 
 
@@ -71,6 +73,22 @@ def test_a_choice_that_only_goes_further_is_no_better_at_equal_kl(ablations: Mod
     assert higher["equal_kl"] == pytest.approx(0.52 * 3 / 5)
     assert higher["equal_kl_holds"]
     assert lines["default"]["equal_kl"] is None
+
+
+def test_finer_averages_tell_a_faster_run_from_a_worse_one(ablations: ModuleType) -> None:
+    """Two runs on one curve, gold = sqrt(KL), of which one goes five times as fast."""
+    rows = {}
+    for name, step in (("default", 0.08), ("lambda 1", 0.4)):
+        kls = [step * i for i in range(1, 101)]
+        metrics = [{"objective/kl": kl, "gold": kl**0.5} for kl in kls]
+        rows[name] = {
+            "curve": ablations.curve(metrics, ablations.BINS),
+            "fine_curve": ablations.curve(metrics, ablations.FINE_BINS),
+        }
+    coarse = ablations.at_equal_kl(rows["lambda 1"], rows["default"])
+    fine = ablations.at_equal_kl(rows["lambda 1"], rows["default"], "fine_curve")
+    assert coarse < 10 * fine < 0
+    assert fine == pytest.approx(0.0, abs=0.005)
 
 
 def test_holm_stops_at_the_first_that_does_not_hold(ablations: ModuleType) -> None:
