@@ -6,7 +6,7 @@ reference, the model that it started from. "The original" is OpenAI's lm-human-p
 et al. 2019, arXiv:1909.08593); the tests replay arrays that were recorded from it.
 
     python train_reward.py                                     # first: a reward model
-    python ppo_rlhf.py                                         # tiny model and data, two CPU cores
+    python ppo_rlhf.py                                         # tiny model and data
     accelerate launch --num_processes 8 ppo_rlhf.py sentiment  # eight GPUs share --batch_size
 
 A run needs a reward model, which train_reward.py makes, or a --reward_fn. Left out, to stay
@@ -86,7 +86,7 @@ FILE = Path(__file__).resolve()
 Name = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 TokenRows = list[list[int]]
-Pair = tuple[Tensor, Tensor]  # where it is (logits, values), values may be None
+Pair = tuple[Tensor, Tensor]  # of (logits, values) the second may be None
 logger = get_logger(__name__)  # prints on the first process only
 
 
@@ -107,7 +107,7 @@ class Args:
     # the run
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # Of data order, sampling and new weights
     output_dir: Name | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
-    # Continue the run in --output_dir with its settings, except for flags given now; or start it
+    # Continue the run in --output_dir with its settings, of which some may be changed; or start it
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
     eval_every: NonNegativeInt = 0  # Updates between evaluations during the training (0: none)
@@ -120,7 +120,7 @@ class Args:
     reward_model: Name | None = None
     # Instead of a reward model: `module:function` (queries, responses, ...), see score_by_function
     reward_fn: Name | None = None
-    # bf16: autocast; most frozen weights are in bf16, trained weights, logits and values in fp32
+    # bf16: autocast; frozen layers are in bf16 (not if some are unfrozen), the rest is in fp32
     dtype: Literal["fp32", "bf16"] = "fp32"
     # Train LoRA adapters of this rank in place of the model's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
@@ -203,7 +203,7 @@ class Args:
     # rank: over a process's own minibatch (original); global: over the minibatch of all processes;
     # batch: over a process's whole share of the batch (TRL)
     whiten: Literal["rank", "global", "batch"] = "rank"
-    # With --mask_truncated: pay the score one step after the truncate token (TRL from 0.12)
+    # With --mask_truncated: values and score go one step beyond the truncate token (TRL from 0.12)
     value_after_end: bool = False
     # Trunk of the value head: shared with the policy, or a copy of the policy's or reward model's
     critic: Literal["shared", "policy", "reward"] = "shared"
@@ -212,7 +212,7 @@ class Args:
 
 
 # A preset is a string of flags with the values of OpenAI's launch.py. If a flag comes twice, the
-# later one counts. The label files hold the very queries that people judged.
+# later one counts. The queries in the label files are cut already: no --start_text, no --end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = "--base_model gpt2 --token_ids_of gpt2 --start_text None --end_text None"
 OPENAI += " --total_episodes 1000000"
@@ -317,7 +317,7 @@ def main(preset: str, args: Args) -> None:
     before = assess(ref)  # the reference is the untrained policy, also when a run is resumed
 
     with lock_and_signals(args) as signals:
-        state = {"update": 0, "kl_coef": args.kl_coef}  # open_run adds two, or loads all four
+        state = {"update": 0, "kl_coef": args.kl_coef}  # open_run adds to it or loads it
         open_run(accelerator, preset, args, state)
         done = state["update"]
         # A resumed run draws shuffles from the start, and drops those of the updates already made.
@@ -345,9 +345,9 @@ def main(preset: str, args: Args) -> None:
             ref_log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
             token_kl = kl_penalty(ref_log_ratio, args.kl_estimator, batch.full_kl) * batch.mask
             batch.value_mask = batch.mask
-            if args.value_after_end:  # one step more, if there is room: 1 1 1 0 0 becomes 1 1 1 1 0
+            if args.value_after_end:  # a value there, but no token: 1 1 1 0 0 becomes 1 1 1 1 0
                 batch.value_mask = pad(batch.mask[:, :-1], (1, 0), value=True)
-            rest = final_scores - token_scores.sum(1)  # what a --reward_fn did not give to tokens
+            rest = final_scores - token_scores.sum(1)  # so that all add up to final_scores
             batch.rewards = token_rewards(rest, token_kl, batch.value_mask, kl_coef) + token_scores
 
             # 4. update: learning rates (tf_adam.py has the schedule), and the optimizer steps
@@ -386,7 +386,7 @@ def main(preset: str, args: Args) -> None:
             accelerator.log(metrics, step=updates_made)
             kl = metrics["objective/kl"]
             bar.set_postfix(score=metrics["objective/scores"], kl=kl)
-            # The KL before these steps: if it is bad, the newest checkpoint may be bad already.
+            # KL of the weights before these steps: if it is bad, the newest checkpoint may be, too.
             check_policy(update, metrics["first_ratio_error"], kl, args)
 
             # 6. adapt the KL coefficient; leave a checkpoint
@@ -415,11 +415,11 @@ def main(preset: str, args: Args) -> None:
 
 # --- the algorithm --------------------------------------------------------------------------------
 def kl_penalty(log_ratio: Tensor, kind: str, full_kl: Tensor | None = None) -> Tensor:
-    """The KL to pay for (B, R), from log pi - log ref of the sampled tokens: k1, k2, k3 (Schulman
-    2020: joschu.net/blog/kl-approx.html), abs (TRL), or `full`, that over the vocabulary.
+    """Penalties (B, R), before kl_coef, from log pi - log ref of the sampled tokens: k1, k2, k3
+    (Schulman 2020: joschu.net/blog/kl-approx.html), abs (TRL); or `full`, over the vocabulary.
 
-    As a reward only k1 has, in expectation, the gradient of KL(pi, ref). That of k3, for example,
-    is grad KL(pi, ref) - grad KL(ref, pi), which is 0 to first order near the reference."""
+    Rewards pass no gradient on. As a reward only k1 gives, in expectation, that of KL(pi, ref). k3,
+    for example, gives grad KL(pi, ref) - grad KL(ref, pi): 0 to first order near the reference."""
     estimates = {
         "k1": log_ratio,
         "k2": log_ratio**2 / 2,
@@ -585,11 +585,11 @@ def ppo_update(
         # processes. The factor `parts` undoes both.
         groups = micro_batches(minibatch, batch.contexts, args.micro_batch_size)
         accelerator.gradient_accumulation_steps = len(groups)
-        accelerator.step = 0  # accumulate() counts micro-batches here, and steps at multiples
+        accelerator.step = 0  # accumulate() counts in it, and steps at the last micro-batch
         parts = len(groups) * accelerator.num_processes
         per_token = parts / sum_over_ranks(batch.mask[minibatch])
         per_value = parts / sum_over_ranks(batch.value_mask[minibatch])
-        num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)  # or 0: no ptx
+        num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)  # if any
         per_target = parts / sum_over_ranks(num_targets * one).clamp(min=1)
 
         first_record = len(records)
@@ -598,8 +598,8 @@ def ppo_update(
                 all_logprobs, values = forward_response(policy, batch, rows, args.temperature)
                 logprobs = of_tokens(all_logprobs, batch.responses[rows])
                 policy_loss, value_loss, sums = ppo_loss(logprobs, values, batch, rows, args)
-                # To add a loss: sum it over these rows, and multiply by parts / its count, which
-                # is over the minibatch on all processes, as above.
+                # To add a loss of your own: sum it over these rows, and multiply by parts / its
+                # count, which is over the minibatch on all processes, as above.
                 loss = policy_loss * per_token + args.vf_coef * value_loss * per_value
                 if batch.texts:
                     ptx_loss, count = text_loss(policy, [batch.texts[i] for i in rows])
@@ -652,7 +652,7 @@ def check_policy(update: int, ratio_error: float, kl: float, args: Args) -> None
 
 def add_value_metrics(metrics: dict, args: Args) -> None:
     """Adds what follows from averaged metrics: the total loss, without ptx, and the share of the
-    returns' variance that values explain; for _centred a constant error of values is no error."""
+    returns' variance that values explain; for _centred their mean error is left out, nearly."""
     value_loss = args.vf_coef * metrics["ppo/loss/value"]
     metrics["ppo/loss/total"] = metrics["ppo/loss/policy"] + value_loss
     variance = metrics["ppo/returns/var"] + 1e-8
@@ -676,8 +676,8 @@ def reduce_means(records: list[Sums]) -> dict:
 
 # --- rollout and scoring --------------------------------------------------------------------------
 def draw_epochs(args: Args, rank: int, share: int) -> Iterator[Tensor]:
-    """For each update the row numbers (num_epochs, num_minibatches, n) of its minibatches: for each
-    epoch a permutation of the process's rows."""
+    """For each update its minibatches' rows (RLOO: queries), numbers (num_epochs, num_minibatches,
+    n): for each epoch a permutation of range(share)."""
     random = np.random.RandomState(args.seed + 100_003 * rank)
     while True:
         shuffles = [random.permutation(share) for _ in range(args.num_epochs)]
@@ -764,7 +764,7 @@ def rollout(
 
     until_end, found_end = truncate(responses, truncate_id, args.truncate_after)
     lengths = until_end.sum(1)
-    # Every tensor begins as zeros (B, R): those up to `values` are set below, the others later.
+    # Every tensor begins as zeros (B, R): some are set below, the others after the rollout.
     zeros = {field.name: torch.zeros_like(u) for field in fields(Batch) if field.type is Tensor}
     batch = Batch(contexts=contexts, truncated=[], texts=[], **zeros)
     for row, length in zip(responses.tolist(), lengths.tolist(), strict=True):
@@ -809,7 +809,7 @@ def score_by_function(
 ) -> Pair:
     """Scores (B,) and scores of tokens (B, R) from a --reward_fn, which returns for each response a
     float, or one for each of its tokens. It gets the texts and, if it has parameters of these
-    names, response_ids and columns of the queries' table."""
+    names or **kwargs, response_ids and columns of the queries' table."""
     prompts = [query.input_ids for query in queries]
     texts = [tokenizer.batch_decode(x, skip_special_tokens=True) for x in (prompts, responses)]
     named = {"response_ids": responses}
@@ -843,7 +843,7 @@ def evaluate(
     args: Args,
     policy: Module,
 ) -> pd.DataFrame:
-    """A row for each held-out query, the same on every process. main binds all parameters but the
+    """A row for each of the queries, the same on every process. main binds all parameters but the
     policy. All calls sample from the same uniforms. Scores have their penalty, as in training."""
     u = uniforms(args.seed, 0, len(queries), args.response_length)
     minibatches = torch.arange(len(queries)).view(1, -1)
@@ -1004,7 +1004,7 @@ def as_user_error(flag: str, args: Args) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        cause = error if isinstance(error, ValueError) else error.__cause__ or error
+        cause = error if isinstance(error, ValueError) else error.__cause__ or error  # says more
         reason = " ".join(str(cause).split())[:300] or repr(cause)
         raise UserError(f"--{flag} {getattr(args, flag)}: {reason}") from error
 
@@ -1114,7 +1114,7 @@ def load_policy_and_reference(
     # The copied LoRA adapters are new, and add 0.
     ref_lm = copy.deepcopy(lm, shared)
     ref_lm.requires_grad_(False)
-    if args.unfrozen_layers == 0:  # else its lower layers are also the policy's, saved in fp32
+    if args.unfrozen_layers == 0:  # else it shares layers with the policy, which is saved in fp32
         hold_in_bf16(ref_lm, args)
     return lm, ref_lm
 
@@ -1150,7 +1150,7 @@ def freeze_lower_layers(model: Model, args: Args) -> None:
 
 def hold_in_bf16(model: Model, args: Args) -> None:
     """With --dtype bf16 frozen linear layers take half the memory. autocast would round them to
-    bf16 anyway; embeddings, norms and the head, which it does not, stay in fp32."""
+    bf16 anyway. What it leaves alone (embeddings, norms) and the head stay in fp32."""
     for module in model.base_model.modules():
         is_frozen = isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad
         if is_frozen and args.dtype == "bf16":
@@ -1271,7 +1271,7 @@ def load_table(flag: str, args: Args) -> datasets.DatasetDict:
         path = Path(name)
         where = [name] if path.exists() else name.split(":")
         if path.is_file():
-            where = [str(path.parent), None, None, glob.escape(name)]  # path, ..., data_files
+            where = [str(path.parent), None, None, glob.escape(name)]  # the last: data_files
         elif glob.has_magic(name):
             raise ValueError("datasets takes this path for a pattern: rename its folders")
         splits = datasets.load_dataset(*where)
@@ -1380,11 +1380,11 @@ def check_settings(args: Args, divisor: int) -> None:
     if args.batch_size % divisor:
         what = "(processes x minibatches x RLOO's responses per query)"
         raise UserError(f"--batch_size {args.batch_size} must be a multiple of {divisor} {what}")
-    if args.truncate_token is not None and args.truncate_after >= args.response_length:
+    if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(f"--truncate_after {args.truncate_after} is behind the response's end")
     if (args.ptx_coef > 0) != (args.ptx_dataset is not None):
         raise UserError("--ptx_coef and --ptx_dataset need each other")
-    if args.reward_fn is not None and args.reward_model is not None:
+    if args.reward_fn and args.reward_model:
         raise UserError("--reward_fn goes without --reward_model")
 
 
@@ -1535,9 +1535,11 @@ def parse_args() -> tuple[str, Args]:
     old_run = read_old_run(args)
     if old_run is None:
         return preset, args
-    preset, old_args = old_run
+    old_preset, old_args = old_run
+    if preset not in ("tiny", old_preset):
+        raise UserError(f"--output_dir {args.output_dir} has a run of the preset {old_preset}")
     old_args.reward_fn = None  # code is run only if it is named again
-    return preset, tyro.cli(Args, default=old_args, args=words)
+    return old_preset, tyro.cli(Args, default=old_args, args=words)
 
 
 def one_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ RLOO (REINFORCE leave-one-out, Ahmadian et al. 2024, arXiv:2402.14740) has no va
 the reward of each of K responses to a query it subtracts the mean reward of the other K - 1.
 
     python train_reward.py                                     # first: a reward model
-    python rloo_rlhf.py                                        # tiny model and data, two CPU cores
+    python rloo_rlhf.py                                        # tiny model and data
     accelerate launch --num_processes 8 rloo_rlhf.py sentiment # eight GPUs share --batch_size
 
 A run needs a reward model, which train_reward.py makes, or a --reward_fn. Left out, to stay
@@ -89,7 +89,7 @@ FILE = Path(__file__).resolve()
 Name = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 TokenRows = list[list[int]]
-Pair = tuple[Tensor, Tensor]  # where it is (logits, values), values may be None
+Pair = tuple[Tensor, Tensor]  # of (logits, values) the second may be None
 logger = get_logger(__name__)  # prints on the first process only
 
 
@@ -110,7 +110,7 @@ class Args:
     # the run
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # Of data order, sampling and new weights
     output_dir: Name | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
-    # Continue the run in --output_dir with its settings, except for flags given now; or start it
+    # Continue the run in --output_dir with its settings, of which some may be changed; or start it
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
     eval_every: NonNegativeInt = 0  # Updates between evaluations during the training (0: none)
@@ -123,7 +123,7 @@ class Args:
     reward_model: Name | None = None
     # Instead of a reward model: `module:function` (queries, responses, ...), see score_by_function
     reward_fn: Name | None = None
-    # bf16: autocast; most frozen weights are in bf16, trained weights, logits and values in fp32
+    # bf16: autocast; frozen layers are in bf16 (not if some are unfrozen), the rest is in fp32
     dtype: Literal["fp32", "bf16"] = "fp32"
     # Train LoRA adapters of this rank in place of the model's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
@@ -203,7 +203,7 @@ class Args:
 
 
 # A preset is a string of flags with the values of OpenAI's launch.py. If a flag comes twice, the
-# later one counts. The label files hold the very queries that people judged.
+# later one counts. The queries in the label files are cut already: no --start_text, no --end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = "--base_model gpt2 --token_ids_of gpt2 --start_text None --end_text None"
 OPENAI += " --total_episodes 1000000"
@@ -261,7 +261,7 @@ def main(preset: str, args: Args) -> None:
         return
     k = args.rloo_k
     check_settings(args, accelerator.num_processes * args.num_minibatches * k)
-    args.micro_batch_size = max(k, args.micro_batch_size // k * k)  # no query in two of them
+    args.micro_batch_size = max(k, args.micro_batch_size // k * k)  # Actor reads k rows at once
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
     my_rows = slice(rank * share, (rank + 1) * share)
@@ -273,7 +273,7 @@ def main(preset: str, args: Args) -> None:
     truncate_id = token_id("truncate_token", tokenizer, args)
     num_queries = args.eval_queries + num_updates * args.batch_size
     queries = load_queries("query_dataset", tokenizer, args, num_queries)
-    held_out = [query for query in queries[: args.eval_queries] for _ in range(k)]
+    held_out = [query for query in queries[: args.eval_queries] for _ in range(k)]  # for Actor
     queries = queries[args.eval_queries :]
     if not queries:
         raise UserError(f"--eval_queries {args.eval_queries}: none is left to train on")
@@ -299,7 +299,7 @@ def main(preset: str, args: Args) -> None:
     before = assess(ref)  # the reference is the untrained policy, also when a run is resumed
 
     with lock_and_signals(args) as signals:
-        state = {"update": 0, "kl_coef": args.kl_coef}  # open_run adds two, or loads all four
+        state = {"update": 0, "kl_coef": args.kl_coef}  # open_run adds to it or loads it
         open_run(accelerator, preset, args, state)
         done = state["update"]
         # A resumed run draws shuffles from the start, and drops those of the updates already made.
@@ -313,7 +313,7 @@ def main(preset: str, args: Args) -> None:
             episodes = range(update * args.batch_size, updates_made * args.batch_size)[my_rows]
             batch_queries = [queries[i // k % len(queries)] for i in episodes]
             u = uniforms(args.seed, updates_made, args.batch_size, args.response_length)[my_rows]
-            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # k rows each
+            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # their rows
             # Its forward passes use the first epoch's micro-batches. Padding and rounding are then
             # the same in the first optimizer step, whose ratios are exactly 1.
             batch = rollout(unwrapped, ref, batch_queries, u, epochs[0], truncate_id, args)
@@ -364,7 +364,7 @@ def main(preset: str, args: Args) -> None:
             accelerator.log(metrics, step=updates_made)
             kl = metrics["objective/kl"]
             bar.set_postfix(score=metrics["objective/scores"], kl=kl)
-            # The KL before these steps: if it is bad, the newest checkpoint may be bad already.
+            # KL of the weights before these steps: if it is bad, the newest checkpoint may be, too.
             check_policy(update, metrics["first_ratio_error"], kl, args)
 
             # 6. adapt the KL coefficient; leave a checkpoint
@@ -393,11 +393,11 @@ def main(preset: str, args: Args) -> None:
 
 # --- the algorithm --------------------------------------------------------------------------------
 def kl_penalty(log_ratio: Tensor, kind: str, full_kl: Tensor | None = None) -> Tensor:
-    """The KL to pay for (B, R), from log pi - log ref of the sampled tokens: k1, k2, k3 (Schulman
-    2020: joschu.net/blog/kl-approx.html), abs (TRL), or `full`, that over the vocabulary.
+    """Penalties (B, R), before kl_coef, from log pi - log ref of the sampled tokens: k1, k2, k3
+    (Schulman 2020: joschu.net/blog/kl-approx.html), abs (TRL); or `full`, over the vocabulary.
 
-    As a reward only k1 has, in expectation, the gradient of KL(pi, ref). That of k3, for example,
-    is grad KL(pi, ref) - grad KL(ref, pi), which is 0 to first order near the reference."""
+    Rewards pass no gradient on. As a reward only k1 gives, in expectation, that of KL(pi, ref). k3,
+    for example, gives grad KL(pi, ref) - grad KL(ref, pi): 0 to first order near the reference."""
     estimates = {
         "k1": log_ratio,
         "k2": log_ratio**2 / 2,
@@ -457,7 +457,7 @@ def moments(x: Tensor, mask: Tensor, total: Callable = torch.sum, correction: in
 
 
 def rloo_advantages(rewards: Tensor, args: Args) -> Tensor:
-    """Rewards (n, K) minus the mean of the other K - 1 in their row (Ahmadian et al., eq. 8)."""
+    """Rewards (B / K, K) minus the mean of the other K - 1 in their row (Ahmadian et al. 2024)."""
     rewards = rewards - rewards[:, :1]  # cancels out; makes equal rewards give exactly 0
     others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
     advantages = rewards - others
@@ -469,8 +469,8 @@ def rloo_advantages(rewards: Tensor, args: Args) -> Tensor:
 
 def rloo_loss(logprobs: Tensor, batch: Batch, rows: Tensor, args: Args) -> tuple[Tensor, Sums]:
     """Clipped loss of the policy, SUMMED over responses (with --token_level over their tokens), so
-    that micro-batches add up, from new logprobs (b, R) of rows of the batch; and metrics, means of
-    what is summed. At a ratio of 1 the gradient is REINFORCE's, -advantage * grad log pi."""
+    that micro-batches add up, from new logprobs (b, R) of rows of the batch; and metrics, averaged
+    over the same. At a ratio of 1 the gradient is REINFORCE's, -advantage * grad log pi."""
     advantages = batch.advantages[rows]
     mask = batch.mask[rows]
     log_ratio = (logprobs - batch.logprobs[rows]) * mask
@@ -514,10 +514,10 @@ def rloo_update(
         # processes. The factor `parts` undoes both.
         groups = micro_batches(minibatch, batch.contexts, args.micro_batch_size)
         accelerator.gradient_accumulation_steps = len(groups)
-        accelerator.step = 0  # accumulate() counts micro-batches here, and steps at multiples
+        accelerator.step = 0  # accumulate() counts in it, and steps at the last micro-batch
         parts = len(groups) * accelerator.num_processes
         per_response = len(groups) / len(minibatch)  # parts / the responses of all processes
-        num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)  # or 0: no ptx
+        num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)  # if any
         per_target = parts / sum_over_ranks(num_targets * one).clamp(min=1)
 
         first_record = len(records)
@@ -526,8 +526,8 @@ def rloo_update(
                 all_logprobs, _ = forward_response(policy, batch, rows, args.temperature)
                 logprobs = of_tokens(all_logprobs, batch.responses[rows])
                 policy_loss, sums = rloo_loss(logprobs, batch, rows, args)
-                # To add a loss: sum it over these rows, and multiply by parts / its count, which
-                # is over the minibatch on all processes, as above.
+                # To add a loss of your own: sum it over these rows, and multiply by parts / its
+                # count, which is over the minibatch on all processes, as above.
                 loss = policy_loss * per_response
                 if batch.texts:
                     ptx_loss, count = text_loss(policy, [batch.texts[i] for i in rows])
@@ -592,8 +592,8 @@ def reduce_means(records: list[Sums]) -> dict:
 
 # --- rollout and scoring --------------------------------------------------------------------------
 def draw_epochs(args: Args, rank: int, share: int) -> Iterator[Tensor]:
-    """For each update the row numbers (num_epochs, num_minibatches, n) of its minibatches: for each
-    epoch a permutation of the process's rows."""
+    """For each update its minibatches' rows (RLOO: queries), numbers (num_epochs, num_minibatches,
+    n): for each epoch a permutation of range(share)."""
     random = np.random.RandomState(args.seed + 100_003 * rank)
     while True:
         shuffles = [random.permutation(share) for _ in range(args.num_epochs)]
@@ -680,7 +680,7 @@ def rollout(
 
     until_end, found_end = truncate(responses, truncate_id, args.truncate_after)
     lengths = until_end.sum(1)
-    # Every tensor begins as zeros (B, R): those up to `values` are set below, the others later.
+    # Every tensor begins as zeros (B, R): some are set below, the others after the rollout.
     zeros = {field.name: torch.zeros_like(u) for field in fields(Batch) if field.type is Tensor}
     batch = Batch(contexts=contexts, truncated=[], texts=[], **zeros)
     for row, length in zip(responses.tolist(), lengths.tolist(), strict=True):
@@ -725,7 +725,7 @@ def score_by_function(
 ) -> Pair:
     """Scores (B,) and scores of tokens (B, R) from a --reward_fn, which returns for each response a
     float, or one for each of its tokens. It gets the texts and, if it has parameters of these
-    names, response_ids and columns of the queries' table."""
+    names or **kwargs, response_ids and columns of the queries' table."""
     prompts = [query.input_ids for query in queries]
     texts = [tokenizer.batch_decode(x, skip_special_tokens=True) for x in (prompts, responses)]
     named = {"response_ids": responses}
@@ -759,7 +759,7 @@ def evaluate(
     args: Args,
     policy: Module,
 ) -> pd.DataFrame:
-    """A row for each held-out query, the same on every process. main binds all parameters but the
+    """A row for each of the queries, the same on every process. main binds all parameters but the
     policy. All calls sample from the same uniforms. Scores have their penalty, as in training."""
     u = uniforms(args.seed, 0, len(queries), args.response_length)
     minibatches = torch.arange(len(queries)).view(1, -1)
@@ -922,7 +922,7 @@ def as_user_error(flag: str, args: Args) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        cause = error if isinstance(error, ValueError) else error.__cause__ or error
+        cause = error if isinstance(error, ValueError) else error.__cause__ or error  # says more
         reason = " ".join(str(cause).split())[:300] or repr(cause)
         raise UserError(f"--{flag} {getattr(args, flag)}: {reason}") from error
 
@@ -1032,7 +1032,7 @@ def load_policy_and_reference(
     # The copied LoRA adapters are new, and add 0.
     ref_lm = copy.deepcopy(lm, shared)
     ref_lm.requires_grad_(False)
-    if args.unfrozen_layers == 0:  # else its lower layers are also the policy's, saved in fp32
+    if args.unfrozen_layers == 0:  # else it shares layers with the policy, which is saved in fp32
         hold_in_bf16(ref_lm, args)
     return lm, ref_lm
 
@@ -1068,7 +1068,7 @@ def freeze_lower_layers(model: Model, args: Args) -> None:
 
 def hold_in_bf16(model: Model, args: Args) -> None:
     """With --dtype bf16 frozen linear layers take half the memory. autocast would round them to
-    bf16 anyway; embeddings, norms and the head, which it does not, stay in fp32."""
+    bf16 anyway. What it leaves alone (embeddings, norms) and the head stay in fp32."""
     for module in model.base_model.modules():
         is_frozen = isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad
         if is_frozen and args.dtype == "bf16":
@@ -1189,7 +1189,7 @@ def load_table(flag: str, args: Args) -> datasets.DatasetDict:
         path = Path(name)
         where = [name] if path.exists() else name.split(":")
         if path.is_file():
-            where = [str(path.parent), None, None, glob.escape(name)]  # path, ..., data_files
+            where = [str(path.parent), None, None, glob.escape(name)]  # the last: data_files
         elif glob.has_magic(name):
             raise ValueError("datasets takes this path for a pattern: rename its folders")
         splits = datasets.load_dataset(*where)
@@ -1298,11 +1298,11 @@ def check_settings(args: Args, divisor: int) -> None:
     if args.batch_size % divisor:
         what = "(processes x minibatches x RLOO's responses per query)"
         raise UserError(f"--batch_size {args.batch_size} must be a multiple of {divisor} {what}")
-    if args.truncate_token is not None and args.truncate_after >= args.response_length:
+    if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(f"--truncate_after {args.truncate_after} is behind the response's end")
     if (args.ptx_coef > 0) != (args.ptx_dataset is not None):
         raise UserError("--ptx_coef and --ptx_dataset need each other")
-    if args.reward_fn is not None and args.reward_model is not None:
+    if args.reward_fn and args.reward_model:
         raise UserError("--reward_fn goes without --reward_model")
 
 
@@ -1443,9 +1443,11 @@ def parse_args() -> tuple[str, Args]:
     old_run = read_old_run(args)
     if old_run is None:
         return preset, args
-    preset, old_args = old_run
+    old_preset, old_args = old_run
+    if preset not in ("tiny", old_preset):
+        raise UserError(f"--output_dir {args.output_dir} has a run of the preset {old_preset}")
     old_args.reward_fn = None  # code is run only if it is named again
-    return preset, tyro.cli(Args, default=old_args, args=words)
+    return old_preset, tyro.cli(Args, default=old_args, args=words)
 
 
 def one_line(error: Exception) -> str:

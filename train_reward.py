@@ -6,7 +6,7 @@ set so that rewards of the reference policy's samples have mean 0 and deviation 
 OpenAI's lm-human-preferences (Ziegler et al. 2019, arXiv:1909.08593); the tests replay arrays that
 were recorded from it.
 
-    python train_reward.py                                         # tiny model and data, on a CPU
+    python train_reward.py                                         # tiny model and data
     accelerate launch --num_processes 8 train_reward.py sentiment  # eight GPUs share --batch_size
 
 A table of labels has the columns query, sample0, sample1, ... (token ids or texts) and best, the
@@ -79,7 +79,7 @@ FILE = Path(__file__).resolve()
 Name = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 TokenRows = list[list[int]]
-Pair = tuple[Tensor, Tensor]  # where it is (logits, values), values may be None
+Pair = tuple[Tensor, Tensor]  # of (logits, values) the second may be None
 logger = get_logger(__name__)  # prints on the first process only
 
 
@@ -100,14 +100,14 @@ class Args:
     # the run
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # Of data order, sampling and new weights
     output_dir: Name | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
-    # Continue the run in --output_dir with its settings, except for flags given now; or start it
+    # Continue the run in --output_dir with its settings, of which some may be changed; or start it
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
 
     # models
     base_model: Name = "tiny/model"  # Reward model and reference start from it: a folder or hub id
-    # bf16: autocast; most frozen weights are in bf16, trained weights, logits and values in fp32
+    # bf16: autocast; frozen layers are in bf16 (not if some are unfrozen), the rest is in fp32
     dtype: Literal["fp32", "bf16"] = "fp32"
     # Train LoRA adapters of this rank in place of the model's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
@@ -136,7 +136,7 @@ class Args:
     temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
     # `eos`: chosen and rejected responses end at their first one. Other tokens change nothing here
     truncate_token: Name | None = "."
-    # Samples that set gain and bias, before and after the training (0: they are only trained)
+    # Samples that set gain and bias, before and after the training (0: the gain is only trained)
     normalization_samples: NonNegativeInt = 512
 
     # updates and optimizer
@@ -154,7 +154,7 @@ class Args:
 
 
 # A preset is a string of flags with the values of OpenAI's launch.py. If a flag comes twice, the
-# later one counts. The label files hold the very queries that people judged.
+# later one counts. The queries in the label files are cut already: no --start_text, no --end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = "--base_model gpt2 --token_ids_of gpt2 --start_text None --end_text None"
 BOOKS = f"{OPENAI} --query_length 64 --num_labels 4992 --batch_size 32 --micro_batch_size 64"
@@ -216,7 +216,7 @@ def main(preset: str, args: Args) -> None:
     set_seed(args.seed)
     tokenizer = load_tokenizer("base_model", args)
     labels, held_out = load_labels(tokenizer, args)
-    # one half to normalize before the training, the other after it
+    # One half to normalize before the training, the other after it. At least 1: 0 would load all.
     queries = load_queries("query_dataset", tokenizer, args, max(1, 2 * args.normalization_samples))
     longest = max(len(query.context) for query in queries) + args.response_length
     for label in labels + held_out:
@@ -297,8 +297,8 @@ def main(preset: str, args: Args) -> None:
 
 # --- the algorithm --------------------------------------------------------------------------------
 def label_rewards(reward: Module, labels: list[Label]) -> Pair:
-    """Rewards (b, N) of the N responses to each query, and the index of the best one, (b,). Nothing
-    is truncated here: read_preferences cuts pairs, and other responses are used whole."""
+    """Rewards (b, N) of the N responses to each query, and the index of the best one, (b,).
+    Unlike in ppo_rlhf.py responses are not truncated: read_preferences has cut pairs."""
     ids, mask = left_pad([label.query for label in labels])
     rows = [torch.tensor(row) for label in labels for row in label.responses]
     lengths = torch.tensor([len(row) for row in rows], device=ids.device)
@@ -326,7 +326,7 @@ def reward_update(
     records = []
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
     accelerator.gradient_accumulation_steps = len(groups)
-    accelerator.step = 0  # accumulate() counts micro-batches here, and steps at multiples
+    accelerator.step = 0  # accumulate() counts in it, and steps at the last micro-batch
     for rows in groups:
         with accelerator.accumulate(model):
             rewards, best = label_rewards(model, [labels[i] for i in rows])
@@ -596,7 +596,7 @@ def as_user_error(flag: str, args: Args) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        cause = error if isinstance(error, ValueError) else error.__cause__ or error
+        cause = error if isinstance(error, ValueError) else error.__cause__ or error  # says more
         reason = " ".join(str(cause).split())[:300] or repr(cause)
         raise UserError(f"--{flag} {getattr(args, flag)}: {reason}") from error
 
@@ -697,7 +697,7 @@ def add_adapters(model: Model, args: Args) -> None:
 
 def hold_in_bf16(model: Model, args: Args) -> None:
     """With --dtype bf16 frozen linear layers take half the memory. autocast would round them to
-    bf16 anyway; embeddings, norms and the head, which it does not, stay in fp32."""
+    bf16 anyway. What it leaves alone (embeddings, norms) and the head stay in fp32."""
     for module in model.base_model.modules():
         is_frozen = isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad
         if is_frozen and args.dtype == "bf16":
@@ -808,7 +808,7 @@ def load_table(flag: str, args: Args) -> datasets.DatasetDict:
         path = Path(name)
         where = [name] if path.exists() else name.split(":")
         if path.is_file():
-            where = [str(path.parent), None, None, glob.escape(name)]  # path, ..., data_files
+            where = [str(path.parent), None, None, glob.escape(name)]  # the last: data_files
         elif glob.has_magic(name):
             raise ValueError("datasets takes this path for a pattern: rename its folders")
         splits = datasets.load_dataset(*where)
@@ -1146,9 +1146,11 @@ def parse_args() -> tuple[str, Args]:
     old_run = read_old_run(args)
     if old_run is None:
         return preset, args
-    preset, old_args = old_run
+    old_preset, old_args = old_run
+    if preset not in ("tiny", old_preset):
+        raise UserError(f"--output_dir {args.output_dir} has a run of the preset {old_preset}")
     old_args.reward_fn = None  # code is run only if it is named again
-    return preset, tyro.cli(Args, default=old_args, args=words)
+    return old_preset, tyro.cli(Args, default=old_args, args=words)
 
 
 def one_line(error: Exception) -> str:

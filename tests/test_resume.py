@@ -421,6 +421,21 @@ def test_settings_come_from_the_run_and_flags_given_beside_it_are_named(
     assert named == ["resume True (was False)", "lr 0.5 (was 0.01)"]
 
 
+def test_a_run_of_another_preset_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    for script in SCRIPTS:
+        args = vars(importlib.import_module(script[:-3]).Args())
+        old = {"script": script[:-3], "preset": "sentiment", "args": args}
+        (tmp_path / "out/args.json").write_text(json.dumps(old))
+        for words in ([], ["sentiment"]):
+            preset, _ = call(script, [*words, *RESUME], tmp_path, monkeypatch, "parse_args")
+            assert preset == "sentiment"
+        with pytest.raises(Exception, match="^--output_dir out has a run of the preset sentiment$"):
+            call(script, ["cnndm", *RESUME], tmp_path, monkeypatch, "parse_args")
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 @pytest.fixture
 def small(tmp_path: Path) -> Any:
