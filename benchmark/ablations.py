@@ -1,9 +1,12 @@
 """What each choice is worth on the embedded default, whose true reward is known: VADER labelled its
 data.
 
-    python benchmark/ablations.py                          # all choices, five seeds, short runs
+    python benchmark/ablations.py                          # short runs, five seeds
     python benchmark/ablations.py --tag full --episodes 12800 --batch_size 128 --seeds 1 2 3
-    python benchmark/ablations.py --choices default "torch's Adam" --seeds 1 2
+    python benchmark/ablations.py --tag mine --choices default "torch's Adam" --seeds 1 2
+
+Long runs are those of the choices that matter most, short ones those of all others, beside the
+default and RLOO's.
 
 One choice at a time is made the other way. A seed has its own reward model, and its policies start
 from the same queries and random numbers: differences to the default are taken within seeds, and
@@ -13,9 +16,10 @@ failed if it stopped, or if its gold score ends below the reference's. RLOO's ro
 and that with PPO's default.
 
 A copy of the script that does each run has VADER read the responses of every update. So each run is
-a curve of gold over KL, and two of them are compared at equal KL: at each of 2, 4 and 6 nats (1, 2
-and 3 in shorter runs) that both reach, which are then averaged. Whether such a difference is 0 is
-asked of all choices at once, by Holm's method (1979).
+a curve of gold over KL, whose points are means of two updates (longer means would put a run that
+moves fast below its own curve). Two of them are compared at equal KL: at each of 2, 4 and 6 nats
+(1, 2 and 3 in shorter runs) that both reach, which are then averaged. Whether such a difference is
+0 is asked of all choices at once, by Holm's method (1979).
 
 Runs of the same scripts and flags are used again, from --folder or from the record. Writes
 results/ablations-<tag>.json and .png.
@@ -25,6 +29,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -50,7 +55,8 @@ import train_reward
 PPO = ppo_rlhf.__file__
 RLOO = rloo_rlhf.__file__
 GRPO = str(common.ROOT / "benchmark" / "variants" / "grpo.patch")  # of RLOO
-STEADY = "--lr 2e-4 --kl_coef 0.15 --temperature 0.7"  # a recipe's own are for models of billions
+# A recipe's own are for models of billions, and for responses that end with an EOS.
+STEADY = "--lr 2e-4 --kl_coef 0.15 --temperature 0.7 --truncate_token . --truncate_after 16"
 DROPOUT = (
     ("    before = assess(", "    policy.train()\n    before = assess("),
     ("if not max(ratio_error, abs(first_kl)) <= tolerance:", "if False:"),
@@ -74,6 +80,7 @@ JUDGED = (
 LEVELS = (2.0, 4.0, 6.0)  # nats at which gold scores are compared
 SHORT_LEVELS = (1.0, 2.0, 3.0)  # where runs have fewer episodes than the scripts' default
 EPISODES = 12_800
+INTERRUPTED = 130  # a script's exit status: by Ctrl-C or SIGTERM
 CURVES = {
     "gold": "gold",
     "proxy": "proxy",
@@ -81,8 +88,9 @@ CURVES = {
     "var_explained": "ppo/val/var_explained",
 }
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-BINS = 16  # points of a curve, each a mean of so many updates that there are this many
-FINE_BINS = 50  # of a second one, since long means put fast runs below their curve
+GREY = "#BBBBBB"  # of the others, which have no name in the picture
+BINS = 16  # points of a curve in the picture
+FINE_WINDOW = 2  # updates whose means make a point of the curves that are compared
 SHIFTED = (("correction, shift_mean=False)", "correction, shift_mean=True)"),)
 
 
@@ -140,7 +148,9 @@ CHOICES = {
     "recipe llama2": Choice(PPO, STEADY, "llama2"),
     "recipe qwen": Choice(PPO, f"{STEADY} --critic_lr 2e-4 --critic_warmup 5", "qwen"),
     "recipe deepspeed_chat": Choice(
-        PPO, f"{STEADY} --critic_lr 2e-4 --query_length 32 --response_length 24", "deepspeed_chat"
+        PPO,
+        f"{STEADY} --critic_lr 2e-4 --query_length 32 --response_length 24 --lr_warmup 4 --ema 0.8",
+        "deepspeed_chat",
     ),
     "recipe trl_0.9": Choice(PPO, STEADY, "trl_0.9"),
     "RLOO, K 4": Choice(RLOO),
@@ -150,6 +160,20 @@ CHOICES = {
     "RLOO, normalised": Choice(RLOO, "--normalize_advantages"),
     "GRPO (KL in the loss)": Choice(GRPO),
 }
+BASES = ("default", "RLOO, K 4")
+LONG = (
+    "lambda 1",
+    "critic from the reward model",
+    "truncated tokens masked",
+    "KL by k3",
+    "temperature 1",
+    "advantages not whitened",
+    "1 epoch",
+    "critic's rate 1e-2",
+    "no value function",
+    "RLOO of tokens",
+    "GRPO (KL in the loss)",
+)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -202,7 +226,8 @@ def run(choice: Choice, out: Path, flags: list[str]) -> int:
         if choice.processes > 1:
             launch = ["-m", "accelerate.commands.launch", "--multi_gpu"]
             launch += ["--num_processes", str(choice.processes)]
-            launched = subprocess.run([sys.executable, *launch, *command], check=False)
+            env = os.environ | {"PYTHONPATH": str(common.ROOT)}
+            launched = subprocess.run([sys.executable, *launch, *command], check=False, env=env)
             return launched.returncode
         sys.argv = command
         try:
@@ -242,13 +267,13 @@ def digest_of(choice: Choice, flags: list[str]) -> str:
     return hashlib.sha256(repr((named, words)).encode()).hexdigest()[:6]
 
 
-def curve(metrics: list[dict[str, Any]], bins: int) -> dict[str, list[float]]:
+def curve(metrics: list[dict[str, Any]], num_points: int) -> dict[str, list[float]]:
     """Gold and proxy score, KL and what values explain, of a run on its way, in so many points."""
     points = {}
     for kind, metric in CURVES.items():
         if metric in metrics[0]:  # RLOO has no values
             values = np.array([row[metric] for row in metrics])
-            parts = np.array_split(values, min(bins, len(values)))
+            parts = np.array_split(values, min(num_points, len(values)))
             points[kind] = [float(part.mean()) for part in parts]
     return points
 
@@ -270,6 +295,8 @@ def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
     if record.exists():
         return with_curves(json.loads(record.read_text()), out)
     status = run(choice, out, flags)
+    if status == INTERRUPTED:
+        raise RuntimeError(f"{out} was interrupted")
     row = {"choice": name, "seed": seed, "failed": status != 0, "flags": " ".join(flags)}
     row["commit"] = common.commit()
     row["digest"] = digest
@@ -279,7 +306,7 @@ def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
         found = judge(judge.actor(average if average.exists() else out / "policy"))
         for kind in ("gold", "proxy", "kl", "distinct"):
             row[kind] = float(np.mean(found[kind]))
-        if name in ("default", "RLOO, K 4"):  # the same for all of a seed
+        if name in BASES:  # the same for all of a seed
             row["gold_reference"] = float(np.mean(judge(judge.ref)["gold"]))
     record.write_text(json.dumps(row))
     return with_curves(row, out)
@@ -290,7 +317,8 @@ def with_curves(row: dict[str, Any], out: Path) -> dict[str, Any]:
     if row["failed"]:
         return row
     metrics = common.read_lines(out / "metrics.jsonl")
-    return row | {"curve": curve(metrics, BINS), "fine_curve": curve(metrics, FINE_BINS)}
+    fine = curve(metrics, math.ceil(len(metrics) / FINE_WINDOW))
+    return row | {"curve": curve(metrics, BINS), "fine_curve": fine}
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -317,20 +345,25 @@ def gold_at(points: dict[str, list[float]], level: float) -> float | None:
     return float(np.interp(level, kl, points["gold"]))
 
 
+def mean(values: list[float | None]) -> float | None:
+    """Of those that are not None."""
+    found = [value for value in values if value is not None]
+    return float(np.mean(found)) if found else None
+
+
 def at_equal_kl(
     one: dict[str, Any],
     other: dict[str, Any],
-    kind: str = "curve",
     levels: tuple[float, ...] = LEVELS,
-) -> float | None:
-    """Gold score of a run less that of another, at the levels that both reach."""
+) -> list[float | None]:
+    """Gold score of a run less that of another, at each level that both reach."""
     differences = []
     for level in levels:
-        mine = gold_at(one[kind], level)
-        theirs = gold_at(other[kind], level)
-        if mine is not None and theirs is not None:
-            differences.append(mine - theirs)
-    return float(np.mean(differences)) if differences else None
+        mine = gold_at(one["fine_curve"], level)
+        theirs = gold_at(other["fine_curve"], level)
+        is_reached = mine is not None and theirs is not None
+        differences.append(mine - theirs if is_reached else None)
+    return differences
 
 
 def add_equal_kl(
@@ -342,16 +375,17 @@ def add_equal_kl(
     tested = []
     for line in table:
         name = line["choice"]
-        pairs = []
+        of_seeds = []
         for (choice, seed), row in of_run.items():
             base = of_run.get((base_of(name), seed), {})
-            if choice == name != base_of(name) and "curve" in row and "curve" in base:
-                pairs.append((row, base))
-        for kind, title in (("fine_curve", "equal_kl_fine"), ("curve", "equal_kl")):
-            differences = [at_equal_kl(*pair, kind, levels) for pair in pairs]
-            found = [x for x in differences if x is not None]
-            line[title] = float(np.mean(found)) if found else None
-            line[f"{title}_interval"] = interval(found)
+            if choice == name != base_of(name) and "fine_curve" in row and "fine_curve" in base:
+                of_seeds.append(at_equal_kl(row, base, levels))
+        found = [mean(values) for values in of_seeds]
+        found = [value for value in found if value is not None]
+        line["levels"] = levels
+        line["equal_kl_levels"] = [mean(list(values)) for values in zip(*of_seeds, strict=True)]
+        line["equal_kl"] = mean(found)
+        line["equal_kl_interval"] = interval(found)
         line["equal_kl_seeds"] = len(found)
         line["equal_kl_holds"] = False
         if len(found) > 1:
@@ -395,13 +429,14 @@ def summarise(
 
 def mean_curve(rows: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Levels of KL that all runs pass, and mean and deviation of the gold score there."""
-    first = max(row["curve"]["kl"][0] for row in rows)
-    last = min(max(row["curve"]["kl"]) for row in rows)
-    levels = np.linspace(first, last, 60)
+    curves = [row["fine_curve"] for row in rows]
+    first = max(curve["kl"][0] for curve in curves)
+    last = min(max(curve["kl"]) for curve in curves)
+    levels = np.linspace(first, last, 25)
     gold = []
-    for row in rows:
-        kl = np.maximum.accumulate(row["curve"]["kl"])
-        gold.append(np.interp(levels, kl, row["curve"]["gold"]))
+    for curve in curves:
+        kl = np.maximum.accumulate(curve["kl"])
+        gold.append(np.interp(levels, kl, curve["gold"]))
     return levels, np.mean(gold, 0), np.std(gold, 0)
 
 
@@ -414,7 +449,7 @@ def colours_of(table: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     others = [line for line in table if line["choice"] not in styles]
     others.sort(key=lambda line: -abs(line["equal_kl"] or 0.0))
     for line, colour in itertools.zip_longest(others, COLOURS[: len(others)]):
-        style = {"color": colour or "#CCCCCC", "linewidth": 1.4}
+        style = {"color": colour or GREY, "linewidth": 1.4, "zorder": 2 if colour else 1}
         if CHOICES[line["choice"]].script != PPO:
             style["linestyle"] = "--"
         styles[line["choice"]] = style
@@ -439,7 +474,7 @@ def draw_differences(axes: Axes, table: list[dict[str, Any]], styles: dict[str, 
 
 def plot(rows: list[dict[str, Any]], table: list[dict[str, Any]], path: Path) -> None:
     """Gold score over KL; what the values explain on the way; differences at equal KL."""
-    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    figure = Figure(figsize=(13, max(4.5, 0.16 * len(table))), layout="constrained")
     gold, values, differences = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
     styles = colours_of(table)
     for name, style in styles.items():
@@ -447,15 +482,17 @@ def plot(rows: list[dict[str, Any]], table: list[dict[str, Any]], path: Path) ->
         if not runs:
             continue
         x, y, deviation = mean_curve(runs)
-        gold.plot(x, y, label=name, **style)
-        if name in ("default", "RLOO, K 4"):
+        label = None if style["color"] == GREY else name
+        gold.plot(x, y, label=label, **style)
+        if name in BASES:
             gold.fill_between(x, y - deviation, y + deviation, color="black", alpha=0.12)
         has_values = "var_explained" in runs[0]["curve"] and "--vf_coef 0" not in runs[0]["flags"]
         if has_values:
             explained = np.mean([row["curve"]["var_explained"] for row in runs], 0)
             done = (np.arange(BINS) + 0.5) / BINS
-            values.plot(done, explained, label=name, **style)
+            values.plot(done, explained, label=label, **style)
     gold.set(xlabel="KL to the reference (nats per response)", ylabel="gold score (VADER)")
+    gold.set_xlim(0, 10)
     values.set(xlabel="share of the run", ylabel="share of the returns explained by values")
     values.set_ylim(-0.3, 1)
     for axes in (gold, values):
@@ -498,7 +535,8 @@ def main() -> None:
     add = parser.add_argument
     add("--tag", default="tiny", help="name of the record")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    add("--choices", nargs="+", default=list(CHOICES), choices=CHOICES, metavar="CHOICE")
+    help_of_choices = "default: those of this length"
+    add("--choices", nargs="+", choices=CHOICES, metavar="CHOICE", help=help_of_choices)
     add("--episodes", type=int, default=2_560, help="of each policy (the default's own: 12,800)")
     add("--batch_size", type=int, default=64, help="of an update (the default's own: 128)")
     add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
@@ -507,6 +545,10 @@ def main() -> None:
     os.chdir(common.ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    is_long = args.episodes >= EPISODES
+    if args.choices is None:
+        others = LONG if is_long else [name for name in CHOICES if name not in LONG]
+        args.choices = list(dict.fromkeys((*BASES, *others)))
     folder = Path(args.folder) / common.commit()
     sizes = ["--total_episodes", str(args.episodes), "--batch_size", str(args.batch_size)]
     rows = recorded(args.tag, args.choices, args.seeds, folder, sizes)
@@ -520,8 +562,7 @@ def main() -> None:
         rows.append(row)
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
-    levels = LEVELS if args.episodes >= EPISODES else SHORT_LEVELS
-    table = summarise(rows, levels)
+    table = summarise(rows, LEVELS if is_long else SHORT_LEVELS)
     path = common.write("ablations", args.tag, args, rows, table=table)
     plot(rows, table, path.with_suffix(".png"))
     common.show_rows(table)

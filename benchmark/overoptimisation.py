@@ -3,6 +3,7 @@ them.
 
     python benchmark/overoptimisation.py
     python benchmark/overoptimisation.py --labels 4000 --kl_coefs 0 0.05 0.15 0.5 --tag frontier
+    python benchmark/overoptimisation.py --labels 4000 --lr 5e-5 --pool 0 --tag slow
 
 Policies of the embedded default are trained against reward models of several numbers of labels, by
 PPO and by RLOO, without a KL penalty (--kl_coefs: with fixed ones; the picture then has a column
@@ -32,7 +33,7 @@ import common
 import datasets
 import numpy as np
 import torch
-from ablations import Choice, gold_at, output_to, run, slug
+from ablations import Choice, gold_at, interval, output_to, run, slug
 from judge import Judge
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -47,6 +48,7 @@ COLOURS = {"PPO": "#0072B2", "RLOO": "#D55E00", "best of n": "black"}
 SHADES = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7")  # of coefficients
 WINDOW = 5  # updates whose means make a point of a curve
 FINE_WINDOW = 2  # where runs are compared that go at different speeds
+SETTLED = 5  # points of two updates that are a run's end
 BATCH_SIZE = 64
 NUM_LABELS = 4_000  # that a reward model reads, one after the other
 KINDS = ("gold", "kl", "proxy")
@@ -101,11 +103,11 @@ def reward_model(task: tuple[str, int, Path]) -> dict[str, Any]:
 
 
 # --- curves ---------------------------------------------------------------------------------------
-def train(task: tuple[str, str, float, int, int, Path]) -> dict[str, Any]:
+def train(task: tuple[str, str, float, int, int, list[str], Path]) -> dict[str, Any]:
     """A run of a script's main, whose reward model's responses VADER reads too: KL, proxy and gold
     score of every update."""
-    algorithm, source, kl_coef, seed, episodes, folder = task
-    out = folder / slug(f"{algorithm} {source} {kl_coef} {seed} {episodes}")
+    algorithm, source, kl_coef, seed, episodes, rate, folder = task
+    out = folder / slug(f"{algorithm} {source} {kl_coef} {seed} {episodes} {' '.join(rate)}")
     record = out.with_name(f"{out.name}.json")
     if record.exists():
         return json.loads(record.read_text())
@@ -133,7 +135,7 @@ def train(task: tuple[str, str, float, int, int, Path]) -> dict[str, Any]:
     flags = f"--kl_target none --kl_coef {kl_coef} --seed {seed} --total_episodes {episodes}"
     flags += f" --eval_queries 1 --batch_size {BATCH_SIZE} --checkpoint_every 0 --max_kl 1e4"
     paths = ["--reward_model", str(reward), "--output_dir", str(out)]
-    sys.argv = [script.__file__, *flags.split(), *paths]
+    sys.argv = [script.__file__, *flags.split(), *rate, *paths]
     with output_to(out.with_name(f"{out.name}.log")):
         script.main(*script.parse_args())
     row = {
@@ -223,6 +225,7 @@ def curves_of(runs: list[dict], best: list[dict]) -> dict[tuple[str, str, Any], 
         group = (row["labels"], row["algorithm"], row["kl_coef"])
         curve = {kind: smooth(row[kind], WINDOW) for kind in KINDS}
         curve["fine"] = {kind: smooth(row[kind], FINE_WINDOW) for kind in KINDS}
+        curve["seed"] = row["seed"]
         groups.setdefault(group, []).append(curve)
     for row in best:
         group = (row["labels"], "best of n", None)
@@ -231,15 +234,27 @@ def curves_of(runs: list[dict], best: list[dict]) -> dict[tuple[str, str, Any], 
 
 
 def mean_gold_at(curves: list[dict], level: float) -> float | None:
-    """The mean gold score where curves first pass a KL; None if none of them does."""
+    """The mean gold score where curves first pass a KL; None if one of them never does."""
     found = [gold_at(curve, level) for curve in curves]
-    reached = [gold for gold in found if gold is not None]
-    return float(np.mean(reached)) if reached else None
+    return None if None in found else float(np.mean(found))
+
+
+def settled_gains(curves: list[dict], free: list[dict]) -> list[float]:
+    """How far gold scores at the end of runs are above those of the run of the same seed without a
+    KL penalty, where that first passes the same KL."""
+    of_seed = {curve["seed"]: curve["fine"] for curve in free}
+    gains = []
+    for curve in curves:
+        kl, gold = (float(curve["fine"][kind][-SETTLED:].mean()) for kind in ("kl", "gold"))
+        without = gold_at(of_seed[curve["seed"]], kl)
+        if without is not None:
+            gains.append(gold - without)
+    return gains
 
 
 def summarise(groups: dict[tuple[str, str, Any], list[dict]], start: float) -> list[dict]:
-    """Per group: the gold score near the reference, where it is highest, where it ends, as means
-    over seeds, and the lowest and highest gold at the end; and the fit."""
+    """Per group: the gold score near the reference, where it is highest, where it ends, what a KL
+    penalty gains there, as means over seeds; the lowest and highest gold at the end; the fit."""
     table = []
     for (labels, algorithm, kl_coef), curves in groups.items():
         line = {"labels": labels, "algorithm": algorithm, "kl_coef": kl_coef}
@@ -252,6 +267,11 @@ def summarise(groups: dict[tuple[str, str, Any], list[dict]], start: float) -> l
         fine_curves = [curve.get("fine", curve) for curve in curves]
         for level in LEVELS:
             line[f"gold_at_{level}"] = mean_gold_at(fine_curves, level)
+        gains = []
+        if kl_coef and (labels, algorithm, 0.0) in groups:
+            gains = settled_gains(curves, groups[labels, algorithm, 0.0])
+        line["settled_gain"] = float(np.mean(gains)) if gains else None
+        line["settled_interval"] = interval(gains)
         golds = [end["gold_end"] for end in ends]
         line["lowest_end"] = min(golds)
         line["highest_end"] = max(golds)
@@ -339,7 +359,8 @@ def main() -> None:
     add("--labels", nargs="+", default=SOURCES, help="of a reward model; `4000:0.5`: half random")
     add("--kl_coefs", type=float, nargs="+", default=[0.0], help="fixed ones")
     add("--episodes", type=int, default=5_120, help="of each policy, 64 in an update")
-    add("--pool", type=int, default=256, help="responses per query for best-of-n, up to half")
+    add("--pool", type=int, default=256, help="responses per query for best-of-n (0: none)")
+    add("--lr", help="of the policies (their default: 2e-4)")
     add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
     add("--folder", default="runs/overoptimisation", help="where the runs go")
     args = parser.parse_args()
@@ -347,6 +368,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     folder = Path(args.folder) / common.commit()
+    rate = [] if args.lr is None else ["--lr", args.lr]
     tasks = []
     named = []
     for seed in args.seeds:
@@ -354,7 +376,7 @@ def main() -> None:
             named.append((source, seed, folder))
             for coef in args.kl_coefs:
                 for name in SCRIPTS:
-                    task = (name, source, coef, seed, args.episodes, folder)
+                    task = (name, source, coef, seed, args.episodes, rate, folder)
                     tasks.append(task)
     runs = []
     with multiprocessing.get_context("fork").Pool(args.jobs, maxtasksperchild=1) as pool:
@@ -365,9 +387,9 @@ def main() -> None:
             ends = f"KL {row['kl'][-1]:.1f}, gold {row['gold'][-1]:.2f}"
             sys.stdout.write(f"{words}: {ends}\n")
             sys.stdout.flush()
-        asked = [(seed, args.labels, args.pool, folder) for seed in args.seeds]
+        asked = [(seed, args.labels, args.pool, folder) for seed in args.seeds if args.pool]
         best = [row for rows in pool.imap(best_of_n, asked, 1) for row in rows]
-    start = float(np.mean([row["gold"][0] for row in best]))  # the reference's
+    start = float(np.mean([row["gold"][0] for row in best or runs]))  # the reference's
     groups = curves_of(runs, best)
     table = summarise(groups, start)
     more = {

@@ -35,7 +35,7 @@ RECORDS = {
     "ablations": ["ablations-tiny"],
     "rewards": ["embedded-tiny"],
     "overoptimisation": ["overoptimisation-tiny"],
-    "frontier": ["overoptimisation-frontier"],
+    "frontier": ["overoptimisation-frontier", "overoptimisation-slow"],
     "symptoms": ["symptoms"],
     "adam": ["adam-first-update"],
     "ratio": ["bf16_ratio-tiny", "bf16_ratio-gpt2"],
@@ -129,28 +129,50 @@ def with_interval(row: dict[str, Any], kind: str, digits: int) -> str:
     return f"{row[f'{kind}_difference']:+.{digits}f} ± {spread:.{digits}f}"
 
 
-def choice_order(row: dict[str, Any]) -> tuple[bool, bool, float]:
-    """PPO's choices by their effect, then RLOO's."""
+def equal_kl_order(row: dict[str, Any]) -> tuple[bool, bool, float]:
+    """PPO's choices by their effect, then RLOO's; last what never gets as far as it is compared."""
     choice = row["choice"]
-    return choice.startswith(("RLOO", "GRPO")), choice != "RLOO, K 4", -row["gold_difference"]
+    is_base = choice in ("default", "RLOO, K 4")
+    effect = row["equal_kl"] if row["equal_kl"] is not None else 0.0 if is_base else -9.0
+    return choice.startswith(("RLOO", "GRPO")), choice != "RLOO, K 4", -effect
+
+
+def equal_kl_cells(row: dict[str, Any]) -> list[str]:
+    """The difference in gold at equal KL, with half of its interval's width; and at each level."""
+    cell = "-" if row["equal_kl"] is None else f"{row['equal_kl']:+.2f}"
+    if row["equal_kl_interval"] is not None:
+        cell += f" ± {row['equal_kl_interval']:.2f}"
+    levels = ["-" if value is None else f"{value:+.2f}" for value in row["equal_kl_levels"]]
+    return [f"**{cell}**" if row["equal_kl_holds"] else cell, ", ".join(levels) or "-"]
+
+
+def failed_cell(row: dict[str, Any]) -> str:
+    """How many of the seeds' runs have failed."""
+    return f"{round(row['failed'] * row['seeds'])} of {row['seeds']}"
+
+
+def level_names(row: dict[str, Any]) -> str:
+    """Where runs are compared, as a column's title."""
+    return f"at {', '.join(f'{level:g}' for level in row['levels'])} nats"
 
 
 def ablations_table() -> str:
-    """Every choice: its scores, and how far they are from the default's."""
-    less = "less the default's"
-    columns = ["choice", "gold", less, "KL", less, "proxy", "distinct", "failed"]
-    rows = []
+    """Every choice: its scores, and how far they are from the base's."""
+    less = "less the base's"
     found = records("ablations")[0]["table"]
+    columns = ["choice", "gold at equal KL, less the base's", level_names(found[0])]
+    columns += ["gold", less, "KL", less, "proxy", "distinct", "failed"]
+    rows = []
     bold = {kind: not_zero(found, kind) for kind in ("gold", "kl")}
-    for row in sorted(found, key=choice_order):
-        cells = [row["choice"]]
+    for row in sorted(found, key=equal_kl_order):
+        cells = [row["choice"], *equal_kl_cells(row)]
         for kind, digits in (("gold", 2), ("kl", 1)):
             cells.append(f"{row[kind]:.{digits}f}")
             difference = with_interval(row, kind, digits)
             cells.append(f"**{difference}**" if row["choice"] in bold[kind] else difference)
         cells.append(f"{row['proxy']:.2f}")
         cells.append(f"{row['distinct']:.0%}")
-        cells.append(f"{row['failed']:.0%}")
+        cells.append(failed_cell(row))
         rows.append(cells)
     return table(columns, rows)
 
@@ -204,23 +226,32 @@ def overoptimisation_table() -> str:
     return table(columns, rows)
 
 
-def frontier_order(row: dict[str, Any]) -> tuple[bool, str, float]:
-    """Best-of-n last, then by coefficient."""
-    return row["algorithm"] == "best of n", row["algorithm"], row["kl_coef"] or 0.0
+def frontier_order(row: dict[str, Any]) -> tuple[bool, str, bool, float]:
+    """Best-of-n last, then by coefficient, after the runs with a lower rate."""
+    is_default = row["rate"] is None
+    return row["algorithm"] == "best of n", row["algorithm"], is_default, row["kl_coef"] or 0.0
 
 
 def frontier_table() -> str:
     """Gold scores at the same KL, of runs with different coefficients of the KL penalty."""
-    lines = sorted(records("frontier")[0]["table"], key=frontier_order)
+    lines = []
+    for record in records("frontier"):
+        lines += [row | {"rate": record["args"].get("lr")} for row in record["table"]]
+    lines.sort(key=frontier_order)
     levels = [name for name in lines[0] if name.startswith("gold_at_")]
     columns = ["", "coefficient", *[f"gold at {name[8:]}" for name in levels]]
-    columns += ["gold at the end", "KL at the end"]
+    columns += ["gold at the end", "KL at the end", "above none at that KL"]
     rows = []
     for row in lines:
-        cells = [row["algorithm"], "-" if row["kl_coef"] is None else f"{row['kl_coef']:g}"]
+        rate = f", `--lr {row['rate']}`" if row["rate"] else ""
+        cells = [row["algorithm"] + rate]
+        cells.append("-" if row["kl_coef"] is None else f"{row['kl_coef']:g}")
         for level in levels:
             cells.append("-" if row[level] is None else f"{row[level]:.2f}")
-        rows.append([*cells, f"{row['gold_end']:.2f}", f"{row['kl_end']:.1f}"])
+        cells += [f"{row['gold_end']:.2f}", f"{row['kl_end']:.1f}"]
+        gain = row["settled_gain"]
+        cells.append("-" if gain is None else f"{gain:+.2f} ± {row['settled_interval']:.2f}")
+        rows.append(cells)
     return table(columns, rows)
 
 
@@ -419,9 +450,9 @@ def versions_table() -> str:
 
 def equal_kl_table() -> str:
     """Choices at full length: gold at equal KL, less the base's, and how far each went."""
-    columns = ["choice", "seeds", "gold at equal KL, less the base's", "the same, finer"]
-    columns += ["gold", "KL", "distinct", "explained by values", "failed"]
     record = records("equal_kl")[0]
+    columns = ["choice", "gold at equal KL, less the base's", level_names(record["table"][0])]
+    columns += ["gold", "KL", "distinct", "explained by values", "failed"]
     explained: dict[str, list[float]] = {}
     for row in record["rows"]:
         ends = row.get("curve", {}).get("var_explained", [])[-1:]  # none of a run that stopped
@@ -430,26 +461,11 @@ def equal_kl_table() -> str:
         explained.setdefault(row["choice"], []).extend(ends)
     rows = []
     for row in sorted(record["table"], key=equal_kl_order):
-        cells = []
-        for title in ("equal_kl", "equal_kl_fine"):
-            cell = "-" if row[title] is None else f"{row[title]:+.2f}"
-            if row[f"{title}_interval"] is not None:
-                cell += f" ± {row[f'{title}_interval']:.2f}"
-            cells.append(cell)
-        if row["equal_kl_holds"]:
-            cells[0] = f"**{cells[0]}**"
         values = [f"{row['gold']:.2f}", f"{row['kl']:.1f}", f"{row['distinct']:.0%}"]
         last = explained[row["choice"]]
         values.append(f"{mean(last):.2f}" if last else "-")
-        failed = round(row["failed"] * row["seeds"])
-        rows.append([row["choice"], row["seeds"], *cells, *values, failed])
+        rows.append([row["choice"], *equal_kl_cells(row), *values, failed_cell(row)])
     return table(columns, rows)
-
-
-def equal_kl_order(row: dict[str, Any]) -> tuple[bool, bool, float]:
-    """PPO's choices by their effect, then RLOO's."""
-    choice = row["choice"]
-    return choice.startswith(("RLOO", "GRPO")), choice != "RLOO, K 4", -(row["equal_kl"] or 0.0)
 
 
 def share(found: dict[str, float]) -> str:
@@ -460,7 +476,7 @@ def share(found: dict[str, float]) -> str:
 def real_model_table() -> str:
     """A real language model: every run, before and after."""
     columns = ["", "right", "rate", "seed", "episodes", "gold", "score"]
-    columns += ["wins", "for equal length", "KL"]
+    columns += ["wins", "for equal length", "ties", "KL"]
     rows = []
     for row in records("real_model")[0]["rows"]:
         arm = "PPO, VADER" if row["arm"].startswith("rate") else row["arm"]
@@ -470,6 +486,7 @@ def real_model_table() -> str:
             cells.append(f"{row[f'{kind}_before']:.2f} to {row[f'{kind}_after']:.2f}")
         cells.append(share(row["wins"]["win_rate"]))
         cells.append(share(row["wins"]["controlled_rate"]))
+        cells.append(f"{row['wins']['ties']:.0%}")
         cells.append(f"{row['kl_after']:.1f}")
         for kind in ("distinct", "found_end"):
             cells.append(f"{row[f'{kind}_after']:.0%}")

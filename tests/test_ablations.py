@@ -1,9 +1,12 @@
 """The statistics of benchmark/ablations.py, on curves and differences whose answers are known."""
 
 import importlib
+import json
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -15,8 +18,7 @@ def ablations(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def run(choice: str, seed: int, gold: list[float], kl: list[float]) -> dict[str, Any]:
-    """A row of the record with this curve, finer averages too."""
-    points = {"gold": gold, "kl": kl}
+    """A row of the record with this curve."""
     return {
         "choice": choice,
         "seed": seed,
@@ -25,8 +27,7 @@ def run(choice: str, seed: int, gold: list[float], kl: list[float]) -> dict[str,
         "kl": kl[-1],
         "distinct": 1.0,
         "gold_reference": 0.0,
-        "curve": points,
-        "fine_curve": points,
+        "fine_curve": {"gold": gold, "kl": kl},
     }
 
 
@@ -49,8 +50,8 @@ def test_equal_kl_takes_the_levels_that_both_reach(ablations: ModuleType) -> Non
     one = line("a", 1, 0.6, kl=6.0)
     other = line("b", 1, 0.2, kl=4.0)
     near = line("c", 1, 0.1, kl=1.0)
-    assert ablations.at_equal_kl(one, other) == pytest.approx(0.15)
-    assert ablations.at_equal_kl(one, near) is None
+    assert ablations.at_equal_kl(one, other) == [pytest.approx(0.1), pytest.approx(0.2), None]
+    assert ablations.at_equal_kl(one, near) == [None, None, None]
 
 
 def test_a_choice_that_only_goes_further_is_no_better_at_equal_kl(ablations: ModuleType) -> None:
@@ -71,24 +72,27 @@ def test_a_choice_that_only_goes_further_is_no_better_at_equal_kl(ablations: Mod
     assert not longer["equal_kl_holds"]
     # At 2 and 4 nats: the default does not reach 6.
     assert higher["equal_kl"] == pytest.approx(0.52 * 3 / 5)
+    assert higher["equal_kl_levels"] == [pytest.approx(0.208), pytest.approx(0.416), None]
     assert higher["equal_kl_holds"]
     assert lines["default"]["equal_kl"] is None
 
 
-def test_finer_averages_tell_a_faster_run_from_a_worse_one(ablations: ModuleType) -> None:
+def test_finer_averages_tell_a_faster_run_from_a_worse_one(
+    ablations: ModuleType, tmp_path: Path
+) -> None:
     """Two runs on one curve, gold = sqrt(KL), of which one goes five times as fast."""
     rows = {}
     for name, step in (("default", 0.08), ("lambda 1", 0.4)):
         kls = [step * i for i in range(1, 101)]
         metrics = [{"objective/kl": kl, "gold": kl**0.5} for kl in kls]
-        rows[name] = {
-            "curve": ablations.curve(metrics, ablations.BINS),
-            "fine_curve": ablations.curve(metrics, ablations.FINE_BINS),
-        }
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
+        rows[name] = ablations.with_curves({"failed": False}, tmp_path)
+    fine = ablations.at_equal_kl(rows["lambda 1"], rows["default"])
+    for row in rows.values():
+        row["fine_curve"] = row["curve"]
     coarse = ablations.at_equal_kl(rows["lambda 1"], rows["default"])
-    fine = ablations.at_equal_kl(rows["lambda 1"], rows["default"], "fine_curve")
-    assert coarse < 10 * fine < 0
-    assert fine == pytest.approx(0.0, abs=0.005)
+    assert np.mean(coarse) < 10 * np.mean(fine) < 0
+    assert fine == pytest.approx([0.0, 0.0, 0.0], abs=0.01)
 
 
 def test_holm_stops_at_the_first_that_does_not_hold(ablations: ModuleType) -> None:

@@ -66,6 +66,21 @@ def test_noise_replaces_that_share_of_the_choices(over: ModuleType, tmp_path: Pa
     assert np.mean(changed) == pytest.approx(0.5 * 0.75, abs=0.03)
 
 
+def test_what_a_penalty_gains_is_taken_at_the_kl_where_runs_settle(over: ModuleType) -> None:
+    """Without a penalty gold is a tenth of the KL. With one, runs stay at a KL of 4 and 6."""
+    runs = []
+    for seed, level, gold in ((1, 4.0, 0.6), (2, 6.0, 0.7)):
+        row = {"algorithm": "PPO", "labels": "128", "seed": seed, "proxy": np.zeros(40)}
+        kl = np.arange(40.0)
+        runs.append(row | {"kl_coef": 0.0, "kl": kl, "gold": kl / 10})
+        settled = {"kl": np.minimum(kl, level), "gold": np.minimum(kl / 10, gold)}
+        runs.append(row | {"kl_coef": 0.5} | settled)
+    lines = over.summarise(over.curves_of(runs, []), 0.0)
+    assert lines[0]["settled_gain"] is None
+    assert lines[1]["settled_gain"] == pytest.approx((0.2 + 0.1) / 2)
+    assert lines[1]["settled_interval"] == pytest.approx(12.706 * 0.05, abs=1e-4)
+
+
 def test_a_summary_names_the_top_and_the_end(over: ModuleType) -> None:
     falling = {
         "algorithm": "PPO",
