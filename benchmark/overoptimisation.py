@@ -245,8 +245,10 @@ def settled_gains(curves: list[dict], free: list[dict]) -> list[float]:
     of_seed = {curve["seed"]: curve["fine"] for curve in free}
     gains = []
     for curve in curves:
-        kl, gold = (float(curve["fine"][kind][-SETTLED:].mean()) for kind in ("kl", "gold"))
-        without = gold_at(of_seed[curve["seed"]], kl)
+        kl = float(curve["fine"]["kl"][-SETTLED:].mean())
+        gold = float(curve["fine"]["gold"][-SETTLED:].mean())
+        free_run = of_seed[curve["seed"]]
+        without = gold_at(free_run, kl)
         if without is not None:
             gains.append(gold - without)
     return gains
@@ -387,7 +389,9 @@ def main() -> None:
             ends = f"KL {row['kl'][-1]:.1f}, gold {row['gold'][-1]:.2f}"
             sys.stdout.write(f"{words}: {ends}\n")
             sys.stdout.flush()
-        asked = [(seed, args.labels, args.pool, folder) for seed in args.seeds if args.pool]
+        asked = []
+        if args.pool:
+            asked = [(seed, args.labels, args.pool, folder) for seed in args.seeds]
         best = [row for rows in pool.imap(best_of_n, asked, 1) for row in rows]
     start = float(np.mean([row["gold"][0] for row in best or runs]))  # the reference's
     groups = curves_of(runs, best)
