@@ -167,7 +167,7 @@ class Args:
     lr_warmup: NonNegativeInt = 0  # In this many (n) updates --lr rises, first to lr / (n + 1)
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
     adam: Literal["tf", "torch"] = "tf"
-    adam_eps: NonNegativeFloat = 1e-5  # Adam's epsilon
+    adam_eps: PositiveFloat = 1e-5  # Adam's epsilon
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # Decay rates of Adam's two averages
     weight_decay: NonNegativeFloat = 0.0  # Decoupled, as in AdamW; for matrices only
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
@@ -268,7 +268,8 @@ Sums = dict[str, Pair]  # (sum, count) of each metric; reduce_means divides them
 
 def main(preset: str, args: Args) -> None:
     """Set-up; a loop of rollout, score, reward, update, log; at the end evaluate and save."""
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), log_with="wandb")
+    on_cpu = not torch.accelerator.is_available()
+    accelerator = Accelerator(cpu=on_cpu, log_with="wandb", mixed_precision="no")  # see --dtype
     rank = accelerator.process_index
     args = resolve_args(preset, args)
     if args is None:  # the run is finished
@@ -377,12 +378,11 @@ def main(preset: str, args: Args) -> None:
             metrics["ppo/lr"] = optimizer.param_groups[0]["lr"]
             add_value_metrics(metrics, args)
             if args.eval_every and updates_made % args.eval_every == 0:
-                table = assess(unwrapped)
-                metrics |= table.mean(numeric_only=True).add_prefix("eval/")
+                metrics |= assess(unwrapped).mean(numeric_only=True).add_prefix("eval/")
             if rank == 0:
                 log = f"{args.output_dir}/metrics.jsonl"
                 with as_user_error("output_dir", args), open(log, "a") as file:
-                    file.write(json.dumps(metrics) + "\n")
+                    file.write(f"{json.dumps(metrics)}\n")
             accelerator.log(metrics, step=updates_made)
             kl = metrics["objective/kl"]
             bar.set_postfix(score=metrics["objective/scores"], kl=kl)
@@ -437,9 +437,9 @@ def penalize(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
     kept = scores if args.penalty_mode == "add" else scores * 0
     scores = torch.where(found_end, scores, kept + args.penalty_reward_value)
     if not scores.isfinite().all():
-        source = f"--reward_model {args.reward_model}, --reward_fn {args.reward_fn}"
         raise UserError(
-            f"{source}: NaN or infinite rewards, or --penalty_reward_value is too large"
+            f"--reward_model {args.reward_model}, --reward_fn {args.reward_fn}: NaN or infinite "
+            "rewards, or --penalty_reward_value is too large"
         )
     return scores
 
@@ -452,7 +452,7 @@ def normalize_scores(scores: Tensor, args: Args) -> Tensor:
         mean, variance = moments(scores, torch.ones_like(scores), sum_over_ranks)
         if args.score_norm == "whiten":
             scores = scores - mean
-        scores = scores * torch.rsqrt(variance + 1e-8)
+        scores = scores * torch.rsqrt(variance + (variance < 1e-8))  # equal ones stay as they are
     if args.score_clip is not None:
         scores = scores.clamp(-args.score_clip, args.score_clip)
     return scores
@@ -689,8 +689,8 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
     take their rows of one array, so responses do not depend on the number of processes."""
     generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; 2 and 3 are for data
-    u = torch.from_numpy(generator.random((batch, length), dtype=np.float32))
-    return u.to(PartialState().device)
+    u = generator.random((batch, length), dtype=np.float32)
+    return torch.tensor(u, device=PartialState().device)
 
 
 @torch.no_grad()
@@ -762,16 +762,14 @@ def rollout(
     with torch.autocast(u.device.type, enabled=False):
         responses = sample(policy, contexts, u, args.temperature, args.top_p, has_ended)
 
-    until_end, found_end = truncate(responses, truncate_id, args.truncate_after)
-    lengths = until_end.sum(1)
     # Every tensor begins as zeros (B, R): some are set below, the others after the rollout.
     zeros = {field.name: torch.zeros_like(u) for field in fields(Batch) if field.type is Tensor}
     batch = Batch(contexts=contexts, truncated=[], texts=[], **zeros)
-    for row, length in zip(responses.tolist(), lengths.tolist(), strict=True):
-        batch.truncated.append(row[:length])
     batch.responses = responses
-    batch.lengths = lengths
-    batch.found_end = found_end
+    until_end, batch.found_end = truncate(responses, truncate_id, args.truncate_after)
+    batch.lengths = until_end.sum(1)
+    for row, length in zip(responses.tolist(), batch.lengths.tolist(), strict=True):
+        batch.truncated.append(row[:length])
     batch.mask = until_end if args.mask_truncated else torch.ones_like(until_end)
     for minibatch in minibatches:
         for rows in micro_batches(minibatch, contexts, args.micro_batch_size):
@@ -829,8 +827,10 @@ def score_by_function(
                 token_scores[i, : len(response)] = reward.view(len(response))
             scores[i] = reward.sum()
     except (Exception, SystemExit) as error:  # no UserError: the traceback helps the author
-        wanted = f"{len(responses)} floats, or lists of a float per token"
-        raise RuntimeError(f"--reward_fn {args.reward_fn} failed to return {wanted}") from error
+        raise RuntimeError(
+            f"--reward_fn {args.reward_fn} failed to return {len(responses)} floats, "
+            "or lists of a float per token"
+        ) from error
     return scores, token_scores
 
 
@@ -850,15 +850,16 @@ def evaluate(
     batch = rollout(policy, ref, queries, u, minibatches, truncate_id, args)
     scores, _ = score(queries, batch.truncated)
     kls = (batch.logprobs - batch.ref_logprobs) * batch.mask
-    columns = {
-        "query": tokenizer.batch_decode([query.input_ids for query in queries]),
-        "response": tokenizer.batch_decode(batch.truncated),
-        "score": penalize(scores, batch.found_end, args).tolist(),
-        "kl": kls.sum(1).tolist(),
-        "found_end": batch.found_end.tolist(),
-        "length": batch.lengths.tolist(),
-    }
-    return pd.DataFrame(columns)
+    return pd.DataFrame(
+        {
+            "query": tokenizer.batch_decode([query.input_ids for query in queries]),
+            "response": tokenizer.batch_decode(batch.truncated),
+            "score": penalize(scores, batch.found_end, args).tolist(),
+            "kl": kls.sum(1).tolist(),
+            "found_end": batch.found_end.tolist(),
+            "length": batch.lengths.tolist(),
+        }
+    )
 
 
 # --- forward passes -------------------------------------------------------------------------------
@@ -1192,15 +1193,16 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
     text = getattr(args, flag)
     if text is None:
         return None
-    eos = [tokenizer.eos_token_id]
-    ids = eos if text == "eos" else tokenizer.encode(text, add_special_tokens=False)
+    known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
+    # Not encode alone: Llama 2's tokenizer puts a space before a text, and `.` gives another token.
+    ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1 or ids[0] is None:
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
     return ids[0]
 
 
 def cut_query(
-    tokens: list[int], length: int, start: int | None, end: int | None, long: str = "keep_start"
+    tokens: list[int], length: int, start: int | None, end: int | None, long: str
 ) -> tuple[list[int], str]:
     """The query in these tokens (lm_human_preferences/lm_tasks.py): what comes after the first
     `start`, unless that is the last token, truncated to `length` (or as `long` says), then cut back
@@ -1368,7 +1370,7 @@ def resolve_args(preset: str, args: Args) -> Args | None:
             if name not in CHANGEABLE.split():
                 raise ValueError(f"was started with --{name} {old}, not {new}")
             logger.warning(f"--resume: {name} {new} (was {old})")
-            is_finished = is_finished and name != "total_episodes"
+            is_finished &= name != "total_episodes" or new < old
     if is_finished:
         logger.warning(f"the run in {folder} is finished")
         return None
@@ -1378,8 +1380,10 @@ def resolve_args(preset: str, args: Args) -> Args | None:
 def check_settings(args: Args, divisor: int) -> None:
     """UserError for settings that do not go together."""
     if args.batch_size % divisor:
-        what = "(processes x minibatches x RLOO's responses per query)"
-        raise UserError(f"--batch_size {args.batch_size} must be a multiple of {divisor} {what}")
+        raise UserError(
+            f"--batch_size {args.batch_size} must be a multiple of {divisor} "
+            "(processes x minibatches x RLOO's responses per query)"
+        )
     if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(f"--truncate_after {args.truncate_after} is behind the response's end")
     if (args.ptx_coef > 0) != (args.ptx_dataset is not None):
@@ -1426,12 +1430,13 @@ def lock_and_signals(args: Args) -> Iterator[list]:
 
 def checkpoints(args: Args) -> list[Path]:
     """state.json of every complete checkpoint, checkpoints/<updates made>, the newest last."""
-    return sorted(Path(args.output_dir).glob("checkpoints/" + 7 * "[0-9]" + "/state.json"))
+    return sorted(Path(args.output_dir).glob(f"checkpoints/{7 * '[0-9]'}/state.json"))
 
 
 def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> None:
     """Writes args.json, starts the tracker, and removes samples.jsonl, the mark of a finished run.
     If there is a checkpoint, loads it and its `state`, and cuts the log back to that."""
+    resolve_args(preset, args)  # again: another run may have used the folder since
     folder = Path(args.output_dir)
     samples = folder / "samples.jsonl"
     log = folder / "metrics.jsonl"
@@ -1512,8 +1517,10 @@ def show_samples(
     table = Table(*names, show_lines=True)
     for texts in samples[names].drop_duplicates("query").head(3).itertuples(index=False):
         table.add_row(*map(Text, texts))
-    means = f"{before.score.mean():.2f} before, {after.score.mean():.2f} after"
-    rich.print(table, f"mean score {means}; see {path}")
+    rich.print(
+        table,
+        f"mean score {before.score.mean():.2f} before, {after.score.mean():.2f} after; see {path}",
+    )
 
 
 # --- entry point ----------------------------------------------------------------------------------

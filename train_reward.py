@@ -147,7 +147,7 @@ class Args:
     lr_warmup: NonNegativeInt = 0  # In this many (n) updates --lr rises, first to lr / (n + 1)
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
     adam: Literal["tf", "torch"] = "tf"
-    adam_eps: NonNegativeFloat = 1e-5  # Adam's epsilon
+    adam_eps: PositiveFloat = 1e-5  # Adam's epsilon
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # Decay rates of Adam's two averages
     weight_decay: NonNegativeFloat = 0.0  # Decoupled, as in AdamW; for matrices only
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
@@ -199,7 +199,8 @@ Sums = dict[str, Pair]  # (sum, count) of each metric; reduce_means divides them
 
 def main(preset: str, args: Args) -> None:
     """Set-up; normalize; a loop of train, log; at the end normalize again, evaluate and save."""
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), log_with="wandb")
+    on_cpu = not torch.accelerator.is_available()
+    accelerator = Accelerator(cpu=on_cpu, log_with="wandb", mixed_precision="no")  # see --dtype
     world = accelerator.num_processes
     rank = accelerator.process_index
     args = resolve_args(preset, args)
@@ -261,7 +262,7 @@ def main(preset: str, args: Args) -> None:
             if rank == 0:
                 log = f"{args.output_dir}/metrics.jsonl"
                 with as_user_error("output_dir", args), open(log, "a") as file:
-                    file.write(json.dumps(metrics) + "\n")
+                    file.write(f"{json.dumps(metrics)}\n")
             accelerator.log(metrics, step=update + 1)
             bar.set_postfix(loss=metrics["train/loss"], accuracy=metrics["train/accuracy"])
             state["update"] = update + 1
@@ -437,8 +438,8 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
     take their rows of one array, so responses do not depend on the number of processes."""
     generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; 2 and 3 are for data
-    u = torch.from_numpy(generator.random((batch, length), dtype=np.float32))
-    return u.to(PartialState().device)
+    u = generator.random((batch, length), dtype=np.float32)
+    return torch.tensor(u, device=PartialState().device)
 
 
 @torch.no_grad()
@@ -550,8 +551,8 @@ class RewardModel(Module):
         unused = hidden_states(self.lm, ids, mask, 1, cache).sum()
         cache.batch_repeat_interleave(repeats)
         size = responses.shape[1]
-        mask = pad(mask.repeat_interleave(repeats, 0), (0, size), value=True)
-        # The mask may cover padding on the right: causal attention never looks ahead at it.
+        is_real = torch.arange(size, device=ids.device) < lengths.unsqueeze(1)
+        mask = torch.cat([mask.repeat_interleave(repeats, 0), is_real], 1)
         # Where weights are in shards, every output needs a gradient: unused gets one of 0.
         states = hidden_states(self.lm, responses, mask, size, cache) + 0 * unused
         last = states[torch.arange(len(responses)), lengths - 1]
@@ -729,15 +730,16 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
     text = getattr(args, flag)
     if text is None:
         return None
-    eos = [tokenizer.eos_token_id]
-    ids = eos if text == "eos" else tokenizer.encode(text, add_special_tokens=False)
+    known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
+    # Not encode alone: Llama 2's tokenizer puts a space before a text, and `.` gives another token.
+    ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1 or ids[0] is None:
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
     return ids[0]
 
 
 def cut_query(
-    tokens: list[int], length: int, start: int | None, end: int | None, long: str = "keep_start"
+    tokens: list[int], length: int, start: int | None, end: int | None, long: str
 ) -> tuple[list[int], str]:
     """The query in these tokens (lm_human_preferences/lm_tasks.py): what comes after the first
     `start`, unless that is the last token, truncated to `length` (or as `long` says), then cut back
@@ -855,7 +857,7 @@ def load_queries(flag: str, tokenizer: Tokenizer, args: Args, need: int) -> list
 def preference_texts(row: dict, tokenizer: Tokenizer) -> tuple[str, str, str]:
     """Texts of prompt, chosen and rejected; chats are rendered by the tokenizer's template. Without
     a prompt column the prompt is the common beginning, up to the end of a word."""
-    prompt = row.get("prompt")
+    prompt = row.get("prompt", row.get("query"))
     answers = [row["chosen"], row["rejected"]]
     if isinstance(answers[0], list):
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -869,7 +871,7 @@ def preference_texts(row: dict, tokenizer: Tokenizer) -> tuple[str, str, str]:
         answers = [tokenizer.apply_chat_template(x, tokenize=False) for x in whole]
     elif prompt is None:
         # The common beginning may end within a word: that piece is left to the answers.
-        prompt = re.sub(r"\s?\S*\Z", "", os.path.commonprefix(answers))
+        prompt = re.sub(r"(\s|\A)\S*\Z", "", os.path.commonprefix(answers))
     else:
         answers = [prompt + answer for answer in answers]
     if not all(answer.startswith(prompt) for answer in answers):
@@ -926,7 +928,7 @@ def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> li
             if not query or not all(responses) or row["best"] not in range(len(names)):
                 raise ValueError("a query or sample is empty, or best is none of the samples")
             if any(response != responses[0] for response in responses):
-                labels.append(Label(bos(tokenizer) + query, responses, row["best"]))
+                labels.append(Label(bos(tokenizer) + query, responses, int(row["best"])))
     num_lost = len(table) - len(labels)
     if num_lost > 0:
         why = "a text empty, a prompt too long, or all responses the same"
@@ -1008,7 +1010,7 @@ def resolve_args(preset: str, args: Args) -> Args | None:
             if name not in CHANGEABLE.split():
                 raise ValueError(f"was started with --{name} {old}, not {new}")
             logger.warning(f"--resume: {name} {new} (was {old})")
-            is_finished = is_finished and name != "total_episodes"
+            is_finished &= name != "total_episodes" or new < old
     if is_finished:
         logger.warning(f"the run in {folder} is finished")
         return None
@@ -1043,12 +1045,13 @@ def lock_and_signals(args: Args) -> Iterator[list]:
 
 def checkpoints(args: Args) -> list[Path]:
     """state.json of every complete checkpoint, checkpoints/<updates made>, the newest last."""
-    return sorted(Path(args.output_dir).glob("checkpoints/" + 7 * "[0-9]" + "/state.json"))
+    return sorted(Path(args.output_dir).glob(f"checkpoints/{7 * '[0-9]'}/state.json"))
 
 
 def open_run(accelerator: Accelerator, preset: str, args: Args, state: dict) -> None:
     """Writes args.json, starts the tracker, and removes samples.jsonl, the mark of a finished run.
     If there is a checkpoint, loads it and its `state`, and cuts the log back to that."""
+    resolve_args(preset, args)  # again: another run may have used the folder since
     folder = Path(args.output_dir)
     samples = folder / "samples.jsonl"
     log = folder / "metrics.jsonl"

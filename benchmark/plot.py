@@ -38,6 +38,8 @@ def read_metrics(folder: Path) -> Metrics:
     """The finished lines of a run's metrics.jsonl: the last may be half written."""
     file = folder / "metrics.jsonl"
     if not file.is_file():
+        if (folder / "lock").exists():  # a run that was refused
+            return []
         raise SystemExit(f"plot.py: {folder} is not a run: it has no metrics.jsonl")
     metrics = []
     for number, line in enumerate(file.read_text().splitlines(keepends=True), 1):

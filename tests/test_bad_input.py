@@ -126,7 +126,7 @@ RANGES = {
     "num_epochs": "0",
     "lr": "nan -1 inf",
     "lr_warmup": "-1",
-    "adam_eps": "-1e-5",
+    "adam_eps": "0 -1e-5",
     "weight_decay": "-0.1",
     "max_grad_norm": "0 -1",
     "target_kl": "0",

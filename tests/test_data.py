@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from run_tools import to_lines
 from tiny_models import save_model
-from tokenizers import models, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import ppo_rlhf
@@ -325,6 +325,29 @@ def test_an_empty_prompt_needs_a_bos() -> None:
         refuse(read_labels, [row] * 2, "2 of 2 labels are of no use")
     assert read_labels([PAIR] * 27 + [empty]) == [([5], [6], [7])] * 27
     assert read_labels([empty] * 2, base_model="llama") == [([BOS], [6], [7])] * 2
+
+
+def test_a_prompt_may_be_called_query_and_best_may_be_a_float() -> None:
+    row = {"query": "w5", "chosen": "w6", "rejected": "w7"}
+    assert read_labels([row] * 2) == [([5], [6], [7])] * 2
+    label = LABEL | {"best": 1.0}
+    assert read_labels([label] * 2) == [([5], [7], [6])] * 2
+
+
+def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with() -> None:
+    """Llama 2's tokenizer puts a space before every text: `.` alone is another token than in a
+    sentence."""
+    vocabulary = {text: i for i, text in enumerate(("</s>", "▁", "a", ".", "▁a", "▁.", "<0x0A>"))}
+    merges = [("▁", "a"), ("▁", ".")]
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    assert tokenizer("a.").input_ids == [4, 3]
+    assert tokenizer(".").input_ids == [5]
+    for text, token in ((".", 3), ("<0x0A>", 6), ("eos", 0), ("</s>", 0), ("▁a", 4)):
+        for script in SCRIPTS:
+            args = script.Args(truncate_token=text)
+            assert script.token_id("truncate_token", tokenizer, args) == token
 
 
 def test_an_end_that_the_tokenizer_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import MODEL, PPO, REWARD, RLOO, SCRIPTS, WORDS, copy, kit, plain
+from fork_tools import MODEL, PPO, REWARD, RLOO, SCRIPTS, WORDS, copy, kit, plain, run
 from run_tools import LAUNCH, call, read_lines, start
 from safetensors.torch import load_file
 from tiny_models import save_classifier
@@ -134,6 +134,17 @@ def test_main_runs_twice_in_a_process_and_leaves_it_as_it_was(
     thread.join(60)
     assert failed == []
     assert (folder / "three/metrics.jsonl").read_bytes() == expected
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_precision_of_accelerates_config_changes_no_bit(script: str, tmp_path: Path) -> None:
+    """As its launcher hands it on: --dtype alone says what is in bf16."""
+    folder = copy(kit(), tmp_path)
+    code, _, errors = run(script, WORDS[script], folder, ACCELERATE_MIXED_PRECISION="bf16")
+    assert code == 0, errors
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        expected = (plain(script, 1) / "out" / name).read_bytes()
+        assert (folder / "out" / name).read_bytes() == expected
 
 
 def check_rewards(model: Any, tokenizer: Any, out: Path) -> None:

@@ -159,7 +159,7 @@ def test_query_cut_equals_the_original(golden_08: Path) -> None:
         kept = []
         rows = []
         for i, tokens in enumerate(record["tokens"]):
-            cut, _ = ppo_rlhf.cut_query(tokens, length, start, end)
+            cut, _ = ppo_rlhf.cut_query(tokens, length, start, end, "keep_start")
             if cut or takes_all:
                 kept.append(i)
                 rows.append(cut + [padding] * (length - len(cut)))

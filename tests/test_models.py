@@ -187,6 +187,20 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(
     assert_close(values, torch.stack([x[-LENGTH - 1 : -1] for x in plain_rewards(plain, texts)]))
 
 
+def test_labels_that_fit_the_window_fit_it_together(folder_of: Callable[[str], Path]) -> None:
+    """A long query's response is padded to the length of a short one's: padding has no position."""
+    model = load(folder_of("gpt2") / "judge", "reward_model")
+    window = model.config.max_position_embeddings
+    contexts = random_rows((window - 3, 4), seed=1)
+    responses = random_rows((2, 3, window - 5, window - 4), seed=2)
+    labels = [train_reward.Label(contexts[i], responses[2 * i : 2 * i + 2], 0) for i in range(2)]
+    with torch.no_grad():
+        trained = train_reward.RewardModel(model)
+        together, _ = train_reward.label_rewards(trained, labels)
+        alone = [train_reward.label_rewards(trained, [label])[0] for label in labels]
+    assert_close(together, torch.cat(alone))
+
+
 def words(queries: list[str], responses: list[str]) -> list[float]:
     """A --reward_fn."""
     return [0.3 * len(set(response.split())) for response in responses]

@@ -65,11 +65,15 @@ def test_a_picture_of_two_runs_of_one_name(
     begun = make_run(tmp_path / "c" / "run", [])
     assert plot.names_of([one, other]) == [str(one), str(other)]
     assert plot.names_of([one]) == ["run"]
-    main(monkeypatch, one, other, begun, "--out", tmp_path / "two.png")
+    refused = tmp_path / "d"
+    refused.mkdir()
+    (refused / "lock").touch()
+    main(monkeypatch, one, other, begun, refused, "--out", tmp_path / "two.png")
     assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'two.png'}\n"
-    assert printed.err == f"plot.py: {begun} has made no update yet\n"
+    lines = [f"plot.py: {folder} has made no update yet\n" for folder in (begun, refused)]
+    assert printed.err == "".join(lines)
 
 
 @pytest.mark.parametrize(

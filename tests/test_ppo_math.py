@@ -103,6 +103,7 @@ def test_scores_are_scaled_or_whitened_and_then_clipped() -> None:
     assert ppo_rlhf.normalize_scores(scores, args).tolist() == [0.0, 2.0, 4.0]
     args.score_norm = "scale"
     assert_close(ppo_rlhf.normalize_scores(scores, args), scaled)
+    assert ppo_rlhf.normalize_scores(torch.full((3,), -1.0), args).tolist() == [-1.0] * 3
     args.score_norm = "whiten"
     assert_close(ppo_rlhf.normalize_scores(scores, args), [-2 / deviation, 0, 2 / deviation])
     args.score_clip = 1.0

@@ -220,6 +220,38 @@ def test_a_finished_run_is_left_as_it_is(
     assert contents(folder) == without
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_folder_that_another_run_has_used_while_the_models_loaded_is_left_as_it_is(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look at the folder is before that: no checkpoint of the other run is adopted."""
+    folder = copy(kit(), tmp_path)
+    module = importlib.import_module(script[:-3])
+    found = {}
+
+    def set_seed(seed: int) -> None:
+        shutil.copytree(plain(script, 1) / "out", folder / "out")
+        found.update(contents(folder / "out"))
+
+    monkeypatch.setattr(module, "set_seed", set_seed)
+    with pytest.raises(module.UserError, match="^--output_dir .*has a run: --resume, or another"):
+        call(script, [*WORDS[script], "--lr", "0.5"], folder, monkeypatch)
+    now = contents(folder / "out")
+    for files in (found, now):
+        del files[str(folder / "out/lock")]
+    assert now == found
+
+
+def test_a_finished_run_is_left_as_it_is_with_fewer_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for script in (PPO, RLOO):
+        folder = copy(plain(script, 1), tmp_path / script)
+        before = contents(folder)
+        call(script, [*RESUME, "--total_episodes", "8"], folder, monkeypatch)
+        assert contents(folder) == before
+
+
 MODELS = "policy ema critic reward_model"
 OTHERS = "checkpoints metrics.jsonl samples.jsonl results.json"
 
@@ -442,7 +474,7 @@ def small(tmp_path: Path) -> Any:
     """Opens the run in tmp_path/out, of three updates on four weights with two checkpoints, or a
     copy of it."""
     accelerator = Accelerator(cpu=True)
-    args = ppo_rlhf.Args(adam_eps=1e-3)
+    args = ppo_rlhf.Args(adam_eps=1e-3, resume=True)
     net = torch.nn.Linear(3, 1)
     optimizer = make_optimizer([net], [], args)
     net, optimizer = accelerator.prepare(net, optimizer)
