@@ -19,7 +19,8 @@ A copy of the script that does each run has VADER read the responses of every up
 a curve of gold over KL, whose points are means of two updates (longer means would put a run that
 moves fast below its own curve). Two of them are compared at equal KL: at each of 2, 4 and 6 nats
 (1, 2 and 3 in shorter runs) that both reach, which are then averaged. Whether such a difference is
-0 is asked of all choices at once, by Holm's method (1979).
+0 is asked of all choices at once, by Holm's method (1979). With --beside TAG each run is compared
+with that of the same choice and seed in another record, too: say all runs with --lr 5e-5.
 
 Runs of the same scripts and flags are used again, from --folder or from the record. Writes
 results/ablations-<tag>.json and .png.
@@ -79,7 +80,7 @@ JUDGED = (
 )
 LEVELS = (2.0, 4.0, 6.0)  # nats at which gold scores are compared
 SHORT_LEVELS = (1.0, 2.0, 3.0)  # where runs have fewer episodes than the scripts' default
-EPISODES = 12_800
+EPISODES = 12_800  # the scripts' default
 INTERRUPTED = 130  # a script's exit status: by Ctrl-C or SIGTERM
 CURVES = {
     "gold": "gold",
@@ -368,41 +369,41 @@ def at_equal_kl(
 
 def add_equal_kl(
     table: list[dict[str, Any]],
-    of_run: dict[tuple, dict[str, Any]],
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]],
     levels: tuple[float, ...],
+    kind: str,
 ) -> None:
-    """Adds the differences at equal KL, their intervals, and whether Holm's method keeps them."""
+    """Adds differences at equal KL between the runs of each pair, of which the first is a line's;
+    their intervals, and whether Holm's method keeps them. `kind` begins the names of all these."""
     tested = []
     for line in table:
-        name = line["choice"]
         of_seeds = []
-        for (choice, seed), row in of_run.items():
-            base = of_run.get((base_of(name), seed), {})
-            if choice == name != base_of(name) and "fine_curve" in row and "fine_curve" in base:
-                of_seeds.append(at_equal_kl(row, base, levels))
+        for one, other in pairs:
+            if one["choice"] == line["choice"] and "fine_curve" in one and "fine_curve" in other:
+                of_seeds.append(at_equal_kl(one, other, levels))
         found = [mean(values) for values in of_seeds]
         found = [value for value in found if value is not None]
-        line["levels"] = levels
-        line["equal_kl_levels"] = [mean(list(values)) for values in zip(*of_seeds, strict=True)]
-        line["equal_kl"] = mean(found)
-        line["equal_kl_interval"] = interval(found)
-        line["equal_kl_seeds"] = len(found)
-        line["equal_kl_holds"] = False
+        line[f"{kind}_levels"] = [mean(list(values)) for values in zip(*of_seeds, strict=True)]
+        line[kind] = mean(found)
+        line[f"{kind}_interval"] = interval(found)
+        line[f"{kind}_seeds"] = len(found)
+        line[f"{kind}_holds"] = False
         if len(found) > 1:
             tested.append((float(stats.ttest_1samp(found, 0).pvalue), line))
     tested.sort(key=lambda item: item[0])
     for i, (p, line) in enumerate(tested):
         if not p <= 0.05 / (len(tested) - i):
             break
-        line["equal_kl_holds"] = True
+        line[f"{kind}_holds"] = True
 
 
 def summarise(
     rows: list[dict[str, Any]],
     levels: tuple[float, ...] = LEVELS,
+    beside: list[dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Means over seeds, and differences of gold score and KL to the default, within seeds, with
-    95 % intervals."""
+    95 % intervals. `beside` has rows of another record."""
     of_run = {(row["choice"], row["seed"]): row for row in rows}
     start = {row["seed"]: row["gold_reference"] for row in rows if "gold_reference" in row}
     table = []
@@ -412,6 +413,7 @@ def summarise(
         lost = [row for row in ended if row["gold"] < start.get(row["seed"], -1)]
         num_failed = len(mine) - len(ended) + len(lost)
         line = {"choice": name, "seeds": len(mine), "failed": num_failed / len(mine)}
+        line["levels"] = levels
         for kind in ("gold", "proxy", "kl", "distinct"):
             line[kind] = float(np.mean([row[kind] for row in ended] or [np.nan]))
         for kind in ("gold", "kl"):
@@ -423,7 +425,16 @@ def summarise(
             line[f"{kind}_difference"] = float(np.mean(differences)) if differences else None
             line[f"{kind}_interval"] = interval(differences) if name != base_of(name) else None
         table.append(line)
-    add_equal_kl(table, of_run, levels)
+    pairs = []
+    for (name, seed), row in of_run.items():
+        base = of_run.get((base_of(name), seed))
+        if base is not None and name != base_of(name):
+            pairs.append((row, base))
+    add_equal_kl(table, pairs, levels, "equal_kl")
+    if beside is not None:
+        theirs = {(row["choice"], row["seed"]): row for row in beside}
+        pairs = [(row, theirs[key]) for key, row in of_run.items() if key in theirs]
+        add_equal_kl(table, pairs, levels, "beside")
     return table
 
 
@@ -539,6 +550,8 @@ def main() -> None:
     add("--choices", nargs="+", choices=CHOICES, metavar="CHOICE", help=help_of_choices)
     add("--episodes", type=int, default=2_560, help="of each policy (the default's own: 12,800)")
     add("--batch_size", type=int, default=64, help="of an update (the default's own: 128)")
+    add("--lr", help="learning rate of all runs (default: the scripts')")
+    add("--beside", metavar="TAG", help="another record to compare with, choice by choice")
     add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
     add("--folder", default="runs/ablations", help="where the runs go")
     args = parser.parse_args()
@@ -551,6 +564,8 @@ def main() -> None:
         args.choices = list(dict.fromkeys((*BASES, *others)))
     folder = Path(args.folder) / common.commit()
     sizes = ["--total_episodes", str(args.episodes), "--batch_size", str(args.batch_size)]
+    if args.lr is not None:
+        sizes += ["--lr", args.lr]
     rows = recorded(args.tag, args.choices, args.seeds, folder, sizes)
     known = {(row["choice"], row["seed"]) for row in rows}
     tasks = []
@@ -562,7 +577,10 @@ def main() -> None:
         rows.append(row)
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
-    table = summarise(rows, LEVELS if is_long else SHORT_LEVELS)
+    beside = None
+    if args.beside is not None:
+        beside = json.loads((common.RESULTS / f"ablations-{args.beside}.json").read_text())["rows"]
+    table = summarise(rows, LEVELS if is_long else SHORT_LEVELS, beside)
     path = common.write("ablations", args.tag, args, rows, table=table)
     plot(rows, table, path.with_suffix(".png"))
     common.show_rows(table)

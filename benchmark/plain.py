@@ -18,6 +18,8 @@ from ours import END, Clock, responses_per_query
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import ppo_rlhf
+
 PAD = 0  # any token: the attention mask hides it
 
 
@@ -92,7 +94,7 @@ def whiten(x: Tensor, shift_mean: bool = True) -> Tensor:
 
 class Plain:
     """A policy and its optimizer; `update` does one update on given contexts. `fast`: with the
-    scripts' matrix product."""
+    scripts' set_up_backend, and eager attention on a CPU."""
 
     def __init__(
         self, algorithm: str, folder: str, device: torch.device, args: Any, fast: bool
@@ -101,7 +103,7 @@ class Plain:
         self.args = args
         self.device = device
         self.copies = responses_per_query(args)
-        self.precision = "medium" if fast else "highest"
+        self.fast = fast
         self.attention = {}
         if fast and device.type == "cpu":
             self.attention["attn_implementation"] = "eager"
@@ -219,7 +221,10 @@ class Plain:
         self, contexts: list[list[int]], frozen: PlainFrozen, responses: Tensor | None = None
     ) -> Clock:
         """One update; with `responses`, on these instead of samples."""
-        torch.set_float32_matmul_precision(self.precision)
+        if self.fast:
+            ppo_rlhf.set_up_backend(self.args.dtype)
+        else:
+            torch.set_float32_matmul_precision("highest")
         clock = Clock()
         with clock("total"):
             queries, mask = self.pad(contexts)

@@ -27,7 +27,11 @@ SPEED = [
     "throughput-tiny-tiny-fp32",
     "throughput-tiny-tiny-bf16",
     "throughput-gpt2-book-fp32",
+    "throughput-gpt2-book-fp32-rloo",
+    "throughput-gpt2-book-fp32-trl",
+    "throughput-gpt2-book-fp32-trl-rloo",
     "throughput-gpt2-book-bf16",
+    "throughput-gpt2-book-bf16-rloo",
     "throughput-gpt2-book-fp32-memory",
 ]
 RECORDS = {
@@ -51,6 +55,7 @@ RECORDS = {
         "whole_run-bars-gpt2-64",
     ],
     "equal_kl": ["ablations-full"],
+    "slow": ["ablations-slow"],
     "real_model": ["real_model-smollm2"],
     "real_duels": ["real_model-smollm2"],
     "real_samples": ["real_model-smollm2"],
@@ -137,13 +142,13 @@ def equal_kl_order(row: dict[str, Any]) -> tuple[bool, bool, float]:
     return choice.startswith(("RLOO", "GRPO")), choice != "RLOO, K 4", -effect
 
 
-def equal_kl_cells(row: dict[str, Any]) -> list[str]:
+def equal_kl_cells(row: dict[str, Any], kind: str = "equal_kl") -> list[str]:
     """The difference in gold at equal KL, with half of its interval's width; and at each level."""
-    cell = "-" if row["equal_kl"] is None else f"{row['equal_kl']:+.2f}"
-    if row["equal_kl_interval"] is not None:
-        cell += f" ± {row['equal_kl_interval']:.2f}"
-    levels = ["-" if value is None else f"{value:+.2f}" for value in row["equal_kl_levels"]]
-    return [f"**{cell}**" if row["equal_kl_holds"] else cell, ", ".join(levels) or "-"]
+    cell = "-" if row[kind] is None else f"{row[kind]:+.2f}"
+    if row[f"{kind}_interval"] is not None:
+        cell += f" ± {row[f'{kind}_interval']:.2f}"
+    levels = ["-" if value is None else f"{value:+.2f}" for value in row[f"{kind}_levels"]]
+    return [f"**{cell}**" if row[f"{kind}_holds"] else cell, ", ".join(levels) or "-"]
 
 
 def failed_cell(row: dict[str, Any]) -> str:
@@ -401,7 +406,7 @@ def compared(rows: dict[str, dict[str, Any]], algorithm: str) -> dict[str, float
 
 def bars_table() -> str:
     """The share of the floor, then ours against plain PyTorch, TRL and our PPO, and its memory.
-    Records of the same work share a row."""
+    Records of the same work share a row, with the lowest of their floors."""
     titles = {
         "floor": "share of the floor",
         "speed plain": "than plain",
@@ -417,8 +422,11 @@ def bars_table() -> str:
         of_contender = {row["contender"]: row for row in record["rows"]}
         for algorithm in ALGORITHMS:
             if f"ours-{algorithm}" in of_contender:
-                what = f"{work(record['args'])}, {algorithm.upper()}"
-                found.setdefault(what, {}).update(compared(of_contender, algorithm))
+                row = found.setdefault(f"{work(record['args'])}, {algorithm.upper()}", {})
+                values = compared(of_contender, algorithm)
+                if "floor" in row:
+                    values["floor"] = min(row["floor"], values.get("floor", 1.0))
+                row.update(values)
     shown = [name for name in titles if any(name in values for values in found.values())]
     rows = []
     for what, values in found.items():
@@ -468,6 +476,21 @@ def equal_kl_table() -> str:
     return table(columns, rows)
 
 
+def slow_table() -> str:
+    """Choices at a lower rate: compared with the base there, and with themselves at the default's
+    rate."""
+    found = records("slow")[0]["table"]
+    levels = level_names(found[0])
+    columns = ["choice", "gold at equal KL, less the base's at this rate", levels]
+    columns += ["less its own at the default's rate", levels, "gold", "KL", "failed"]
+    rows = []
+    for row in sorted(found, key=equal_kl_order):
+        compared = [*equal_kl_cells(row), *equal_kl_cells(row, "beside")]
+        ends = [f"{row['gold']:.2f}", f"{row['kl']:.1f}"]
+        rows.append([row["choice"], *compared, *ends, failed_cell(row)])
+    return table(columns, rows)
+
+
 def share(found: dict[str, float]) -> str:
     """A rate of wins in %, and its interval."""
     return f"{found['rate']:.0%} ({found['low']:.0%} to {found['high']:.0%})"
@@ -497,20 +520,21 @@ def real_model_table() -> str:
 
 def real_duels_table() -> str:
     """Wins of one algorithm's policy over another's, on the same openings."""
-    columns = ["", "over", "seed", "wins", "for equal length", "ties"]
+    columns = ["", "over", "rate", "seed", "wins", "for equal length", "ties"]
     rows = []
     for row in records("real_duels")[0]["duels"]:
-        cells = [row["arm"], row["other"], row["seed"]]
+        cells = [row["arm"], row["other"], row["lr"], row["seed"]]
         cells += [share(row["win_rate"]), share(row["controlled_rate"]), f"{row['ties']:.0%}"]
         rows.append(cells)
     return table(columns, rows)
 
 
 def real_samples_table() -> str:
-    """The first held-out openings, with what each algorithm's policy makes of them."""
+    """The first held-out openings, with what the policy of each algorithm's best run makes of
+    them."""
     of_arm = {}
-    for row in records("real_model")[0]["rows"]:
-        if row["arm"].endswith("reward model") and row["arm"] not in of_arm:
+    for row in sorted(records("real_model")[0]["rows"], key=lambda row: row["gold_after"]):
+        if row["arm"].endswith("reward model"):
             of_arm[row["arm"]] = {sample["query"]: sample for sample in row["samples"]}
     rows = []
     for query, sample in next(iter(of_arm.values())).items():
@@ -556,6 +580,7 @@ BLOCKS: dict[str, Blocks] = {
         "rewards": rewards_table,
         "versions": versions_table,
         "equal_kl": equal_kl_table,
+        "slow": slow_table,
         "real_model": real_model_table,
         "real_duels": real_duels_table,
         "real_samples": real_samples_table,

@@ -224,18 +224,19 @@ def judged(ours: win_rate.Texts, theirs: win_rate.Texts) -> dict[str, Any]:
 
 
 def duels(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """RLOO's responses against PPO's, of each seed that has both."""
+    """RLOO's responses against PPO's, where both have a run of the same rate, seed and length."""
     texts = {}
-    for row in rows:  # of the same arm and seed the first: the longest
-        if (row["arm"], row["seed"]) not in texts and (folder / row["folder"]).exists():
-            after = win_rate.read_samples(folder / row["folder"], "response_after")
-            texts[row["arm"], row["seed"]] = after
+    for row in rows:
+        if (folder / row["folder"]).exists():
+            key = (row["arm"], row["lr"], row["seed"], row["episodes"])
+            texts[key] = win_rate.read_samples(folder / row["folder"], "response_after")
     found = []
-    for arm, seed in texts:
-        if arm == "RLOO, VADER" and ("PPO, VADER", seed) in texts:
-            ours = texts[arm, seed]
-            theirs = texts["PPO, VADER", seed]
-            found.append({"arm": arm, "other": "PPO, VADER", "seed": seed} | judged(ours, theirs))
+    for (arm, lr, seed, episodes), ours in texts.items():
+        other = arm.replace("RLOO", "PPO")
+        theirs = texts.get((other, lr, seed, episodes))
+        if other != arm and theirs is not None:
+            names = {"arm": arm, "other": other, "lr": lr, "seed": seed}
+            found.append(names | judged(ours, theirs))
     return found
 
 
@@ -272,8 +273,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axes, (metric, title) in zip(panels, labels.items(), strict=True):
         for row in shown:
             style = {"color": COLOURS[names.index(row["arm"])], "label": row["arm"]}
-            if row is not next(x for x in shown if x["arm"] == row["arm"]):
-                style |= {"linestyle": "--", "label": None}  # a second seed
+            first = next(x for x in shown if x["arm"] == row["arm"])
+            if row is not first:  # a second seed, or another rate
+                line = "--" if row["lr"] == first["lr"] else ":"
+                style |= {"linestyle": line, "label": None}
             axes.plot(smooth(row["ppo/episode"]), smooth(row[metric]), **style)
         axes.set(xlabel="episodes", ylabel=title)
         axes.grid(alpha=0.3)

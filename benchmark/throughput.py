@@ -13,9 +13,9 @@ parameters.
     optimise   all optimizer steps
     other      the rest of `total`
 
-`plain-fast` is the plain version with the scripts' matrix product ("medium", and eager attention on
-a CPU): two lines, which gain much on one CPU and nothing on another, so that its ratio is the one
-to look at first.
+`plain-fast` is the plain version after the scripts' set_up_backend (matrix product, as far as it is
+exact on this machine, and allocator), with eager attention on a CPU. That gains much on one CPU and
+nothing on another, so that its ratio is the one to look at first.
 
 The floor is the arithmetic that no implementation of the update can leave out, at the speed of this
 machine's matrix product for these weights and numbers of rows, measured in the same run: each real

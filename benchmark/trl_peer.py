@@ -61,6 +61,8 @@ from transformers import (
     TrainerCallback,
 )
 
+import ppo_rlhf
+
 RELEASES = {"ppo": "1.12.0", "rloo": "1.16.0"}
 MODULES = {"ppo": "trl.experimental.ppo", "rloo": "trl.trainer.rloo_trainer"}
 FOLDER = common.ROOT / "benchmark" / ".trl"
@@ -388,7 +390,8 @@ def main() -> None:
     baseline = common.baseline(common.device())
     with common.private_stdout() as answers, tempfile.TemporaryDirectory() as output_dir:
         given = json.loads(sys.stdin.readline())
-        torch.set_float32_matmul_precision("medium" if given["fast"] else "highest")
+        if given["fast"]:
+            ppo_rlhf.set_up_backend(given["dtype"])
         turns = Turns(given, sys.stdin, answers, baseline)
         trainer = make(given, output_dir, turns)
         wanted = "no" if given["dtype"] == "fp32" else given["dtype"]
