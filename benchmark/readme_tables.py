@@ -137,8 +137,9 @@ def with_interval(row: dict[str, Any], kind: str, digits: int) -> str:
 def equal_kl_order(row: dict[str, Any]) -> tuple[bool, bool, float]:
     """PPO's choices by their effect, then RLOO's; last what never gets as far as it is compared."""
     choice = row["choice"]
-    is_base = choice in ("default", "RLOO, K 4")
-    effect = row["equal_kl"] if row["equal_kl"] is not None else 0.0 if is_base else -9.0
+    effect = row["equal_kl"]
+    if effect is None:
+        effect = 0.0 if choice in ("default", "RLOO, K 4") else -9.0
     return choice.startswith(("RLOO", "GRPO")), choice != "RLOO, K 4", -effect
 
 
