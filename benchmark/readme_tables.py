@@ -32,6 +32,8 @@ SPEED = [
     "throughput-gpt2-book-fp32-trl-rloo",
     "throughput-gpt2-book-bf16",
     "throughput-gpt2-book-bf16-rloo",
+    "throughput-gpt2-book-bf16-trl",
+    "throughput-gpt2-book-bf16-trl-rloo",
     "throughput-gpt2-book-fp32-memory",
 ]
 RECORDS = {
