@@ -268,7 +268,7 @@ Sums = dict[str, Pair]  # (sum, count) of each metric; reduce_means divides them
 
 def main(preset: str, args: Args) -> None:
     """Set-up; a loop of rollout, score, reward, update, log; at the end evaluate and save."""
-    on_cpu = not torch.accelerator.is_available()
+    on_cpu = not torch.accelerator.is_available() or torch.backends.mps.is_available()
     accelerator = Accelerator(cpu=on_cpu, log_with="wandb", mixed_precision="no")  # see --dtype
     rank = accelerator.process_index
     args = resolve_args(preset, args)
@@ -1023,8 +1023,8 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
 def load_model(
     auto_class: type, flag: str, args: Args, tokenizer: Tokenizer, longest: int, **config: object
 ) -> Model:
-    """The model that the flag names, in fp32, without dropout, as the original has none. `config`
-    replaces values of its config; if there is any, the head may be a new one."""
+    """The model that the flag names, in fp32, and in eval mode: without dropout, as the original.
+    `config` replaces values of its config; if there is any, the head may be a new one."""
     device = PartialState().device
     attention = "eager" if device.type == "cpu" else "sdpa"  # the faster ones
     how = {
@@ -1038,25 +1038,19 @@ def load_model(
         name = find(getattr(args, flag))
         if os.path.exists(f"{name}/adapter_config.json"):
             raise ValueError("is an adapter: merge it first (peft's merge_and_unload)")
-        # First on the meta device, which compares the weights' names and loads none of them.
-        _, info = auto_class.from_pretrained(name, device_map="meta", **how)
+        model, info = auto_class.from_pretrained(name, **how)
         # Unexpected weights of a layer (`h.3.`) are wrong; those of an unused head are not.
         wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}
         if not config:
             wrong |= info["missing_keys"]
         if wrong:
             raise ValueError(f"its config and its weights do not agree on {min(wrong)}")
-        model, _ = auto_class.from_pretrained(name, **how)
         for module in model.to(device).modules():
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None  # else a pad that is also the eos gets no gradient
             if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
                 module.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
         check_model(model, tokenizer, longest)
-    # In eval mode dropout is off. Its rates are 0 in the config too, for whoever loads the result.
-    settings = model.config.get_text_config()
-    dropouts = [name for name, x in vars(settings).items() if "drop" in name and type(x) is float]
-    settings.update(dict.fromkeys(dropouts, 0.0))
     # hidden_states reads this attribute of ours. It is for the trunk alone, because heads stay in
     # fp32: rounding to bf16 moves a logit of about 100 by up to 0.25.
     model.base_model.is_autocast = args.dtype == "bf16"
@@ -1064,8 +1058,8 @@ def load_model(
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """Raises ValueError for a model that is too small, or whose output for a padded text is not
-    what transformers gives for the text alone."""
+    """Raises ValueError for a model that is too small, or whose output for a padded text, read
+    through a cache as RLOO's Actor does, is not what transformers gives for the text alone."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -1074,18 +1068,22 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     if longest > window:
         raise ValueError(f"has a window of {window} for {longest} tokens")
 
-    DynamicCache(config=model.config).batch_repeat_interleave(1)  # fails for recurrent layers
     model.base_model.is_autocast = False
     text = [i % num_embeddings for i in range(longest)]
     alone = torch.tensor([text[1:]], device=model.device)
     plain = model.base_model(alone).last_hidden_state[:, -1:]
-    ours = hidden_states(model, *left_pad([text, text[1:]]), last=1)[1:]
+    # Ours: two rows beside two longer ones. All but the last token are read once for two rows.
+    ids, mask = left_pad(2 * [text] + 2 * [text[1:]])
+    cache = DynamicCache(config=model.config)
+    hidden_states(model, ids[::2, :-1], mask[::2, :-1], 1, cache)
+    cache.batch_repeat_interleave(2)  # fails for recurrent layers
+    ours = hidden_states(model, ids[:, -1:], mask, 1, cache)[-1:]
     if not hasattr(model, "score"):
         ours = logits_of(model, ours)
         plain = model(alone).logits[:, -1:]
     off = (ours - plain).abs().max() / plain.std()
     if not off < 1e-3:
-        raise ValueError(f"is off by {off:.2g} with padding: not supported")
+        raise ValueError(f"is off by {off:.2g} with padding and a cache: not supported")
 
 
 def scalar_head(model: Model) -> nn.Linear:
@@ -1210,9 +1208,7 @@ def cut_query(
     if start is not None:
         if start not in tokens:
             return [], "without --start_text"
-        begin = tokens.index(start) + 1
-        if begin < len(tokens):
-            tokens = tokens[begin:]
+        tokens = tokens[tokens.index(start) + 1 :] or tokens
     if len(tokens) > length:
         if long == "drop":
             return [], "longer than --query_length"
@@ -1290,9 +1286,7 @@ def load_queries(flag: str, tokenizer: Tokenizer, args: Args, need: int) -> list
     suffix = encode(args.query_suffix, tokenizer)
     start = token_id("start_text", tokenizer, args)
     end = token_id("end_text", tokenizer, args)
-    long = args.long_queries
-    if long is None:
-        long = "drop" if end is None else "keep_start"
+    long = args.long_queries or ("drop" if end is None else "keep_start")
     queries = []
     left_out = Counter()
     table = load_table(flag, args)["train"].shuffle(generator=np.random.default_rng([args.seed, 2]))

@@ -51,7 +51,7 @@ def copy_of_project(folder: Path) -> Path:
 
 def run_tests(nodes: list[str], folder: Path) -> tuple[int, str]:
     """pytest's status and output for these tests of a copy of the project."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *nodes]
+    command = [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider", *nodes]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     return done.returncode, done.stdout
 

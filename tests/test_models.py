@@ -335,12 +335,18 @@ def test_models_that_a_cache_cannot_hold_are_refused_in_a_line(name: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "change"), [("attention_mask", torch.ones_like), ("position_ids", lambda x: None)]
+    ("name", "change"),
+    [
+        ("attention_mask", torch.ones_like),
+        ("position_ids", lambda x: None),
+        ("position_ids", lambda x: x + 1 if x.shape[1] == 1 else x),
+    ],
 )
-def test_models_that_padding_confuses_are_refused(
+def test_models_that_padding_or_a_cache_confuses_are_refused(
     name: str, change: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They ignore the mask, or count positions from the first pad."""
+    """They ignore the mask, count positions from the first pad, or read a token that follows a
+    cache at another position: then only sampling would be wrong."""
     folder = tiny.save_model(tmp_path, "gpt2")
     load(folder)
     forward = GPT2Model.forward
@@ -351,7 +357,8 @@ def test_models_that_padding_confuses_are_refused(
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(GPT2Model, "forward", changed)
-    with pytest.raises(ppo_rlhf.UserError, match="is off by .* with padding: not supported"):
+    line = "is off by .* with padding and a cache: not supported"
+    with pytest.raises(ppo_rlhf.UserError, match=line):
         load(folder)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ppo_rlhf
 import rloo_rlhf
+import train_reward
 
 BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
 
@@ -358,6 +359,14 @@ def test_explained_variance_with_and_without_the_error_of_the_mean() -> None:
     assert metrics["ppo/val/var_explained_centred"] == pytest.approx(
         0.75
     )  # what is left varies by 1
+
+
+def test_rewards_that_tie_share_the_hit() -> None:
+    """So a model that gives all texts the same reward has the accuracy of chance."""
+    best = torch.tensor([0, 3, 1])
+    assert train_reward.hits(torch.full((3, 4), 0.3), best).tolist() == [0.25, 0.25, 0.25]
+    rewards = torch.tensor([[0.5, 0.1, 0.5, 0.2], [0.7, 0.1, 0.7 + 1e-6, 0.7], [0.1, 0.2, 0.3, 0]])
+    assert train_reward.hits(rewards, best).tolist() == pytest.approx([1 / 2, 1 / 3, 0])
 
 
 def test_a_metric_is_the_sum_over_the_count_of_all_records() -> None:

@@ -802,9 +802,10 @@ def read_labels(rows: list[Any], s: Any, tokenizer: Any) -> list[Any]:
     return labels
 
 
-def is_hit(rewards: list[float], best: int) -> bool:
-    """Whether no response has a higher reward than the best one; two of a label may be the same."""
-    return rewards[best] > max(rewards) - 1e-5
+def hit(rewards: list[float], best: int) -> float:
+    """1 if no response has a higher reward than the best one, or its part if some have the same."""
+    highest = [i for i, reward in enumerate(rewards) if max(rewards) - reward < 1e-5]
+    return (best in highest) / len(highest)
 
 
 def train_reward(
@@ -869,7 +870,7 @@ def train_reward(
             loss = rewards.logsumexp(0) - rewards[best]
             (loss / s.batch_size).backward()
             note(means, "train/loss", loss)
-            note(means, "train/accuracy", is_hit(rewards.tolist(), best))
+            note(means, "train/accuracy", hit(rewards.tolist(), best))
         note(means, "train/gradient_norm", adam.step(lr, 0.0))
         row = {name: mean_of(numbers) for name, numbers in means.items()}
         row["train/labels"] = first + s.batch_size
@@ -884,7 +885,7 @@ def train_reward(
     for query, responses, best in held_out:
         with torch.no_grad():
             rewards = rewards_of(query, responses).tolist()
-        hits.append(is_hit(rewards, best))
+        hits.append(hit(rewards, best))
         row = {"query": tokenizer.decode(query), "best": best, "rewards": rewards}
         row["responses"] = [tokenizer.decode(response) for response in responses]
         samples.append(row)
