@@ -199,8 +199,8 @@ Sums = dict[str, Pair]  # (sum, count) of each metric; reduce_means divides them
 
 def main(preset: str, args: Args) -> None:
     """Set-up; normalize; a loop of train, log; at the end normalize again, evaluate and save."""
-    on_cpu = not torch.accelerator.is_available() or torch.backends.mps.is_available()
-    accelerator = Accelerator(cpu=on_cpu, log_with="wandb", mixed_precision="no")  # see --dtype
+    cpu = not torch.accelerator.is_available() or torch.backends.mps.is_available()  # MPS: no fp64
+    accelerator = Accelerator(cpu=cpu, log_with="wandb", mixed_precision="no", dynamo_backend="no")
     world = accelerator.num_processes
     rank = accelerator.process_index
     args = resolve_args(preset, args)

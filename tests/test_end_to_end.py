@@ -138,12 +138,16 @@ def test_main_runs_twice_in_a_process_and_leaves_it_as_it_was(
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_precision_of_accelerates_config_changes_no_bit(script: str, tmp_path: Path) -> None:
-    """As its launcher hands it on: --dtype alone says what is in bf16."""
+def test_precision_and_compiler_of_accelerates_config_change_no_bit(
+    script: str, tmp_path: Path
+) -> None:
+    """As its launcher hands them on: --dtype alone says what is in bf16, and a compiled model would
+    be saved under other names."""
     folder = copy(kit(), tmp_path)
-    code, _, errors = run(script, WORDS[script], folder, ACCELERATE_MIXED_PRECISION="bf16")
+    chosen = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "EAGER"}
+    code, _, errors = run(script, WORDS[script], folder, **chosen)
     assert code == 0, errors
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", f"{MODEL[script]}/model.safetensors"):
         expected = (plain(script, 1) / "out" / name).read_bytes()
         assert (folder / "out" / name).read_bytes() == expected
 
