@@ -120,7 +120,7 @@ class Args:
     reward_model: Name | None = None
     # Instead of a reward model: `module:function` (queries, responses, ...), see score_by_function
     reward_fn: Name | None = None
-    # bf16: autocast; frozen layers are in bf16 (not if some are unfrozen), the rest is in fp32
+    # bf16: autocast; frozen linear layers in bf16 (not with --unfrozen_layers), the rest in fp32
     dtype: Literal["fp32", "bf16"] = "fp32"
     # Train LoRA adapters of this rank in place of the model's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
@@ -156,7 +156,7 @@ class Args:
     mask_truncated: bool = False
 
     # updates and optimizer
-    total_episodes: PositiveInt = 12_800  # Responses sampled in the whole run
+    total_episodes: PositiveInt = 12_800  # Responses sampled in the run, in whole batches
     batch_size: PositiveInt = 128  # Episodes per update, over all devices
     # Rows per forward pass on one device; gradients accumulate. Sampling takes all rows at once
     micro_batch_size: PositiveInt = 128
@@ -186,7 +186,7 @@ class Args:
     kl_coef: NonNegativeFloat = 0.15  # Coefficient of the KL penalty at the start
     # KL (k1, in nats per response) that the coefficient is adapted to reach (None: fixed)
     kl_target: PositiveFloat | None = 6.0
-    kl_horizon: PositiveFloat = 2_000.0  # Horizon of that adaptation, in episodes
+    kl_horizon: PositiveFloat = 2_000.0  # Horizon in episodes, to be well above --batch_size / 5
     # The run stops at a KL (nats per response) above this, or below -1/10 of it
     max_kl: PositiveFloat = 200.0
 
@@ -246,10 +246,10 @@ class Batch:
     """B responses of R tokens, and what follows from them."""
 
     contexts: TokenRows  # B lists of the tokens before each response
-    responses: Tensor  # (B, R), as sampled
+    responses: Tensor  # (B, R), as sampled; 0 where sampling had stopped
     truncated: TokenRows  # B lists: the responses up to their truncate token
     lengths: Tensor  # (B,), of truncated
-    found_end: Tensor  # (B,), whether they have a truncate token
+    found_end: Tensor  # (B,), whether they have a truncate token, at --truncate_after or later
     mask: Tensor  # (B, R), the tokens that count: all, or with --mask_truncated those of truncated
     logprobs: Tensor  # (B, R), of the policy that sampled them
     ref_logprobs: Tensor  # (B, R), of the reference
@@ -333,8 +333,8 @@ def main(preset: str, args: Args) -> None:
             batch_queries = [queries[i % len(queries)] for i in episodes]
             u = uniforms(args.seed, updates_made, args.batch_size, args.response_length)[my_rows]
             epochs = next(shuffles)  # row numbers (num_epochs, num_minibatches, n)
-            # Its forward passes use the first epoch's micro-batches. Padding and rounding are then
-            # the same in the first optimizer step, whose ratios are exactly 1.
+            # Log-probabilities come from the first epoch's micro-batches: padding and rounding are
+            # then those of the first optimizer step, whose ratios are exactly 1.
             batch = rollout(unwrapped, ref, batch_queries, u, epochs[0], truncate_id, args)
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
@@ -346,9 +346,9 @@ def main(preset: str, args: Args) -> None:
             ref_log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
             token_kl = kl_penalty(ref_log_ratio, args.kl_estimator, batch.full_kl) * batch.mask
             batch.value_mask = batch.mask
-            if args.value_after_end:  # a value there, but no token: 1 1 1 0 0 becomes 1 1 1 1 0
+            if args.value_after_end:  # one value more than tokens: 1 1 1 0 0 becomes 1 1 1 1 0
                 batch.value_mask = pad(batch.mask[:, :-1], (1, 0), value=True)
-            rest = final_scores - token_scores.sum(1)  # so that all add up to final_scores
+            rest = final_scores - token_scores.sum(1)  # the two add up to final_scores
             batch.rewards = token_rewards(rest, token_kl, batch.value_mask, kl_coef) + token_scores
 
             # 4. update: learning rates (tf_adam.py has the schedule), and the optimizer steps
@@ -418,8 +418,9 @@ def kl_penalty(log_ratio: Tensor, kind: str, full_kl: Tensor | None = None) -> T
     """Penalties (B, R), before kl_coef, from log pi - log ref of the sampled tokens: k1, k2, k3
     (Schulman 2020: joschu.net/blog/kl-approx.html), abs (TRL); or `full`, over the vocabulary.
 
-    Rewards pass no gradient on. As a reward only k1 gives, in expectation, that of KL(pi, ref). k3,
-    for example, gives grad KL(pi, ref) - grad KL(ref, pi): 0 to first order near the reference."""
+    No gradient flows through rewards. In expectation only k1, as a reward, gives the gradient of
+    KL(pi, ref). k3, for example, gives grad KL(pi, ref) - grad KL(ref, pi), 0 to first order near
+    the reference; `full` leaves out how a token's own distribution changes its KL."""
     estimates = {
         "k1": log_ratio,
         "k2": log_ratio**2 / 2,
@@ -445,14 +446,14 @@ def penalize(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
 
 
 def normalize_scores(scores: Tensor, args: Args) -> Tensor:
-    """Scores (B,), divided by their deviation over all processes (--score_norm), then clipped
-    (--score_clip). Scores of single tokens are not normalized: main pays the difference at the last
-    token."""
+    """Scores (B,), divided by their deviation over all processes (--score_norm; with `whiten` less
+    their mean), then clipped (--score_clip). Scores of single tokens are not normalized: main pays
+    the difference at the last token."""
     if args.score_norm is not None:
         mean, variance = moments(scores, torch.ones_like(scores), sum_over_ranks)
         if args.score_norm == "whiten":
             scores = scores - mean
-        scores = scores * torch.rsqrt(variance + (variance < 1e-8))  # equal ones stay as they are
+        scores = scores * torch.rsqrt(variance + (variance < 1e-8))  # equal ones are not scaled
     if args.score_clip is not None:
         scores = scores.clamp(-args.score_clip, args.score_clip)
     return scores
@@ -502,8 +503,8 @@ def gae(values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def set_advantages(batch: Batch, rows: Tensor, args: Args) -> None:
-    """Sets advantages and returns of these rows of the batch. Means and variances are over these
-    rows, and with --whiten global also over those of the other processes."""
+    """Sets advantages and returns of these rows of the batch. Means and variances are over the
+    tokens of these rows that count, with --whiten global also over those of other processes."""
     value_mask = batch.value_mask[rows]
     rewards = batch.rewards[rows]
     total = sum_over_ranks if args.whiten == "global" else torch.sum
@@ -589,7 +590,8 @@ def ppo_update(
         parts = len(groups) * accelerator.num_processes
         per_token = parts / sum_over_ranks(batch.mask[minibatch])
         per_value = parts / sum_over_ranks(batch.value_mask[minibatch])
-        num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)  # if any
+        # Tokens that the minibatch's pretraining texts predict; 0 without such texts.
+        num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)
         per_target = parts / sum_over_ranks(num_targets * one).clamp(min=1)
 
         first_record = len(records)
@@ -628,8 +630,8 @@ def ppo_update(
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """Higher where the KL is above --kl_target, lower where it is below: by the relative error,
-    clipped to 0.2 (Ziegler et al. 2019, section 2.2)."""
+    """Higher where the KL is above --kl_target, lower where it is below: times 1 + the relative
+    error, clipped to +-0.2, * batch_size / kl_horizon (Ziegler et al. 2019, section 2.2)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -687,7 +689,7 @@ def draw_epochs(args: Args, rank: int, share: int) -> Iterator[Tensor]:
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
-    take their rows of one array, so responses do not depend on the number of processes."""
+    take their rows of one array, so these numbers do not depend on how many processes there are."""
     generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; 2 and 3 are for data
     u = generator.random((batch, length), dtype=np.float32)
     return torch.tensor(u, device=PartialState().device)
@@ -703,8 +705,8 @@ def sample(
     has_ended: Callable | None = None,
 ) -> Tensor:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R).
-    has_ended says of responses so far which have ended, (B,): once all have, sampling stops, and
-    the tokens that are left stay 0."""
+    has_ended says of responses so far which have ended, (B,): once all of all processes have,
+    sampling stops, and the tokens that are left stay 0."""
     cache = DynamicCache(config=policy.lm.config)
     ids, mask = left_pad(contexts)
     responses = torch.zeros_like(u, dtype=torch.long)
@@ -716,9 +718,11 @@ def sample(
         ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1): the cache has the others
         mask = pad(mask, (0, 1), value=True)
         responses[:, t : t + 1] = ids
-        # Only every eighth time, because .all() waits for the GPU.
-        if has_ended is not None and t % 8 == 7 and has_ended(responses[:, : t + 1]).all():
-            break
+        # Only every eighth time, because this waits for the GPU. All processes stop together: with
+        # sharded weights a forward pass needs them all.
+        if has_ended is not None and t % 8 == 7:
+            if sum_over_ranks(~has_ended(responses[:, : t + 1])) == 0:
+                break
     return responses
 
 
@@ -807,7 +811,8 @@ def score_by_function(
 ) -> Pair:
     """Scores (B,) and scores of tokens (B, R) from a --reward_fn, which returns for each response a
     float, or one for each of its tokens. It gets the texts and, if it has parameters of these
-    names or **kwargs, response_ids and columns of the queries' table."""
+    names or **kwargs, response_ids and columns of the queries' table (with **kwargs no column may
+    have the name of its first two parameters)."""
     prompts = [query.input_ids for query in queries]
     texts = [tokenizer.batch_decode(x, skip_special_tokens=True) for x in (prompts, responses)]
     named = {"response_ids": responses}
@@ -843,8 +848,9 @@ def evaluate(
     args: Args,
     policy: Module,
 ) -> pd.DataFrame:
-    """A row for each of the queries, the same on every process. main binds all parameters but the
-    policy. All calls sample from the same uniforms. Scores have their penalty, as in training."""
+    """A row for each of the queries. main binds all parameters but the policy. Every process does
+    all of it, and gets the same if a --reward_fn gives the same. All calls sample from the same
+    uniforms. Scores have their penalty, as in training."""
     u = uniforms(args.seed, 0, len(queries), args.response_length)
     minibatches = torch.arange(len(queries)).view(1, -1)
     batch = rollout(policy, ref, queries, u, minibatches, truncate_id, args)
@@ -866,8 +872,9 @@ def evaluate(
 def left_pad(rows: TokenRows) -> Pair:
     """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
     tensors = [torch.tensor(row) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left")
-    ids = ids.to(PartialState().device)
+    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left").to(
+        PartialState().device
+    )
     return ids.clamp(min=0), ids >= 0
 
 
@@ -890,15 +897,14 @@ def hidden_states(
 
 
 def logits_of(lm: Model, states: Tensor) -> Tensor:
-    """Logits (..., V) of states (..., d). Some models scale or cap what their head gives."""
-    logits = lm.get_output_embeddings()(states)
+    """Logits (..., V) of states (..., d). Some models scale logits, here by scaling the states, as
+    their heads have no bias; or cap them."""
     config = lm.config.get_text_config()
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
     factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    logits = lm.get_output_embeddings()(states * factor)
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    if factor != 1:
-        logits = logits * factor
-    if cap is not None:
+    if cap:
         logits = cap * (logits / cap).tanh()
     return logits
 
@@ -909,15 +915,12 @@ class ActorCritic(Module):
     def __init__(self, lm: Model, critic: Model | None = None) -> None:
         super().__init__()
         self.lm = lm
+        self.tie_weights = lm.tie_weights  # accelerate calls it where it loads weights anew
         self.critic = None if critic is None else critic.base_model
         self.value_head = scalar_head(critic or lm)
 
     def forward(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        last: int = 1,
-        cache: DynamicCache | None = None,
+        self, ids: Tensor, mask: Tensor, last: int = 1, cache: DynamicCache | None = None
     ) -> Pair:
         """Logits (b, last, V) and values (b, last), in fp32, at the last tokens of ids (b, T): see
         hidden_states. With a cache, which is for sampling, there are no values."""
@@ -1488,6 +1491,8 @@ def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str
     folder = parent
     for part, module in policy.named_children():
         own = {name: weights[f"{part}.{name}"] for name, _ in module.named_parameters()}
+        # Some models have buffers that are saved: Gemma 4's scales, the router's bias in DeepSeek.
+        own |= {name: x for name, x in module.named_buffers() if f"{part}.{name}" in weights}
         if isinstance(module, Model):
             folder = f"{parent}/policy" if part == "lm" else f"{parent}/{part}"
             module.save_pretrained(folder, state_dict=own)

@@ -2,7 +2,7 @@
 stands between gradients and weights: parameter groups, learning rates, clipping.
 
 PyTorch implements Algorithm 1 of Kingma & Ba (2015, arXiv:1412.6980), TensorFlow the reordering in
-the paragraph before its section 2.1. With m, v the moving averages and t the step, both from 1:
+the paragraph before its section 2.1. With m, v the moving averages and t the step, counted from 1:
 
     PyTorch      p -= lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
     TensorFlow   p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)
@@ -124,8 +124,8 @@ def make_optimizer(
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, update: int, progress: float, args: Any
 ) -> None:
-    """Sets the rates for the optimizer steps of an update, counted from 0; `progress`, in [0, 1),
-    is the share of the run that is over.
+    """Sets the rates for all optimizer steps of this update (updates count from 0); `progress`, in
+    [0, 1), is the share of the run that is over.
 
     Warm-up (args.lr_warmup updates) and the linear decay to 0 multiply. Value head and critic have
     args.critic_lr, if it is given. In the first args.critic_warmup updates the policy's rate is 0:

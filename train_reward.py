@@ -107,7 +107,7 @@ class Args:
 
     # models
     base_model: Name = "tiny/model"  # Reward model and reference start from it: a folder or hub id
-    # bf16: autocast; frozen layers are in bf16 (not if some are unfrozen), the rest is in fp32
+    # bf16: autocast; frozen linear layers in bf16 (not with --unfrozen_layers), the rest in fp32
     dtype: Literal["fp32", "bf16"] = "fp32"
     # Train LoRA adapters of this rank in place of the model's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
@@ -248,7 +248,7 @@ def main(preset: str, args: Args) -> None:
         num_updates = len(labels) // args.batch_size
         bar = tqdm(range(done, num_updates), initial=done, total=num_updates, disable=rank > 0)
         for update in bar:
-            # 2. train: one epoch, on one process in the original's order. Processes get equally
+            # 2. train: one epoch; a single process has the original's order. Processes get equally
             # many labels of a batch; labels that do not fill a last batch are left out.
             start = update * args.batch_size
             set_learning_rates(optimizer, update, start / len(labels), args)  # see tf_adam.py
@@ -437,7 +437,7 @@ def evaluate_labels(reward: Module, labels: list[Label], tokenizer: Tokenizer) -
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
-    take their rows of one array, so responses do not depend on the number of processes."""
+    take their rows of one array, so these numbers do not depend on how many processes there are."""
     generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; 2 and 3 are for data
     u = generator.random((batch, length), dtype=np.float32)
     return torch.tensor(u, device=PartialState().device)
@@ -453,8 +453,8 @@ def sample(
     has_ended: Callable | None = None,
 ) -> Tensor:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R).
-    has_ended says of responses so far which have ended, (B,): once all have, sampling stops, and
-    the tokens that are left stay 0."""
+    has_ended says of responses so far which have ended, (B,): once all of all processes have,
+    sampling stops, and the tokens that are left stay 0."""
     cache = DynamicCache(config=policy.lm.config)
     ids, mask = left_pad(contexts)
     responses = torch.zeros_like(u, dtype=torch.long)
@@ -466,9 +466,11 @@ def sample(
         ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1): the cache has the others
         mask = pad(mask, (0, 1), value=True)
         responses[:, t : t + 1] = ids
-        # Only every eighth time, because .all() waits for the GPU.
-        if has_ended is not None and t % 8 == 7 and has_ended(responses[:, : t + 1]).all():
-            break
+        # Only every eighth time, because this waits for the GPU. All processes stop together: with
+        # sharded weights a forward pass needs them all.
+        if has_ended is not None and t % 8 == 7:
+            if sum_over_ranks(~has_ended(responses[:, : t + 1])) == 0:
+                break
     return responses
 
 
@@ -483,8 +485,9 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 def left_pad(rows: TokenRows) -> Pair:
     """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
     tensors = [torch.tensor(row) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left")
-    ids = ids.to(PartialState().device)
+    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left").to(
+        PartialState().device
+    )
     return ids.clamp(min=0), ids >= 0
 
 
@@ -507,15 +510,14 @@ def hidden_states(
 
 
 def logits_of(lm: Model, states: Tensor) -> Tensor:
-    """Logits (..., V) of states (..., d). Some models scale or cap what their head gives."""
-    logits = lm.get_output_embeddings()(states)
+    """Logits (..., V) of states (..., d). Some models scale logits, here by scaling the states, as
+    their heads have no bias; or cap them."""
     config = lm.config.get_text_config()
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
     factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    logits = lm.get_output_embeddings()(states * factor)
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    if factor != 1:
-        logits = logits * factor
-    if cap is not None:
+    if cap:
         logits = cap * (logits / cap).tanh()
     return logits
 
@@ -853,7 +855,7 @@ def preference_texts(row: dict, tokenizer: Tokenizer) -> tuple[str, str, str]:
     """Texts of prompt, chosen and rejected; chats are rendered by the tokenizer's template. Without
     a prompt column the prompt is the common beginning, up to the end of a word."""
     prompt = row.get("prompt", row.get("query"))
-    answers = [row["chosen"], row["rejected"]]
+    answers = [row["chosen"] or "", row["rejected"] or ""]  # an empty cell is null
     if isinstance(answers[0], list):
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if asked:
@@ -1107,6 +1109,7 @@ def save_reward_model(
     for name, _ in model.named_parameters():  # tied ones once
         if "lora_" not in name:  # merged
             own[name.replace(".base_layer", "")] = weights[f"lm.{name}"]
+    own |= {name: x for name, x in model.named_buffers() if f"lm.{name}" in weights}
     model.config.reward_gain = statistics["gain"]
     model.config.reward_bias = statistics["bias"]
     model.save_pretrained(folder, state_dict=own)
