@@ -302,6 +302,8 @@ def test_useless_pairs_are_counted_and_left_out_and_too_many_stop_the_run(
     assert found == [([5], [6], [7])] * 27
     assert "left out 3 of 30 labels: a text empty, a prompt too long, " in caplog.text
     assert "cut to --response_length 3: 1 pairs" in caplog.text
+    null = PAIR | {"chosen": None}  # as pandas writes an empty cell
+    assert read_labels([PAIR] * 27 + [null]) == [([5], [6], [7])] * 27
     refuse(read_labels, [PAIR] * 26 + [same] * 4, "4 of 30 labels are of no use", response_length=3)
     # there would be no update
     refuse(read_labels, [PAIR] * 19 + [useless[1]], "for --batch_size 20", batch_size=20)

@@ -11,7 +11,7 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from conftest import ROOT
-from fork_tools import SCRIPTS, WORDS, copy, kit, plain, run_on
+from fork_tools import PPO, RLOO, SCRIPTS, WORDS, copy, kit, plain, run_on
 from run_tools import read_lines
 from safetensors.torch import load_file
 
@@ -33,13 +33,20 @@ def environment(engine: str) -> dict[str, str]:
 
 
 def sharded(
-    script: str, folder: Path, *changes: Any, status: int = 0, more: tuple[str, ...] = ()
+    script: str,
+    folder: Path,
+    *changes: Any,
+    status: int = 0,
+    more: tuple[str, ...] = (),
+    **settings: str,
 ) -> Path:
-    """The folder, in which the script has run under FSDP2 on two processes."""
+    """The folder, in which the script has run under FSDP2, with these settings changed, on two
+    processes."""
     shares = folder.with_name("shares")
     changes = (fork_tools.log_shares, str(shares)), *changes
     words = [*WORDS[script], *more]
-    code, _, errors = run_on(2, script, words, folder, *changes, **environment("fsdp2"))
+    env = environment("fsdp2") | settings
+    code, _, errors = run_on(2, script, words, folder, *changes, **env)
     assert code == status, errors
     share = float(shares.read_text())
     assert share == pytest.approx(0.5, abs=0.06), "the part of the weights on one process"
@@ -49,6 +56,12 @@ def sharded(
 def names_in(out: Path) -> set[str]:
     """The files that a run has left in policy/, critic/ or reward_model/."""
     return {str(file.relative_to(out)) for file in out.glob("[pcr]*/*.*")}
+
+
+def assert_same_metrics(one: Path, other: Path) -> None:
+    logs = [read_lines(out / "metrics.jsonl") for out in (one, other)]
+    for mine, theirs in zip(*logs, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -66,9 +79,7 @@ def test_fsdp2_gives_what_ddp_gives_and_goes_on(script: str, tmp_path: Path) -> 
     assert not log.exists(), log.read_text()
     one = plain(script, 2) / "out"
     other = folder / "out"
-    logs = [read_lines(out / "metrics.jsonl") for out in (one, other)]
-    for mine, theirs in zip(*logs, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+    assert_same_metrics(one, other)
     files = names_in(one)
     assert files == names_in(other)
     assert len(files) > 3
@@ -79,6 +90,15 @@ def test_fsdp2_gives_what_ddp_gives_and_goes_on(script: str, tmp_path: Path) -> 
         for key, x in mine.items():
             off = x - theirs[key]
             assert off.abs().max() < 1e-4, key
+
+
+@pytest.mark.parametrize("script", [PPO, RLOO])
+def test_embeddings_stay_tied_where_the_first_process_loads_all(
+    script: str, tmp_path: Path
+) -> None:
+    folder = copy(kit(), tmp_path)
+    sharded(script, folder, FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    assert_same_metrics(plain(script, 2) / "out", folder / "out")
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])

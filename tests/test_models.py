@@ -212,6 +212,12 @@ FLAGS += " --eval_queries 2 --batch_size 6 --micro_batch_size 4 --total_episodes
 FLAGS += " --num_epochs 2 --lr 1e-3 --checkpoint_every 0 --output_dir out"
 
 
+def assert_same_buffers(one: nn.Module, other: nn.Module) -> None:
+    buffers = dict(other.named_buffers())
+    for key, buffer in one.named_buffers():
+        assert torch.equal(buffer, buffers[key]), key
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_tensor_is_trained_and_plain_transformers_loads_it(
     name: str,
@@ -232,9 +238,41 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(
         # A bias of OPT's keys adds the same to all scores.
         if name != "opt" or not key.endswith("k_proj.bias"):
             assert not torch.equal(old, new), key
+    assert_same_buffers(start, trained)
     # A pad that is also the eos is trained too.
     embeddings = [model.get_input_embeddings().weight[EOS] for model in (start, trained)]
     assert not torch.equal(*embeddings)
+
+
+def test_a_reward_model_and_a_critic_keep_their_buffers(
+    folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("deepseek_v3")
+    rows = random_rows((6,) * 8, seed=1)
+    (tmp_path / "queries.jsonl").write_text(to_lines(*({"query": row} for row in rows)))
+    labels = [
+        {"query": row[:2], "sample0": row[2:4], "sample1": row[4:], "best": 1} for row in rows
+    ]
+    (tmp_path / "labels.jsonl").write_text(to_lines(*labels))
+    start = AutoModelForCausalLM.from_pretrained(folder)
+    common = (
+        f"--base_model {folder} --query_dataset queries.jsonl --start_text none --end_text none"
+    )
+    common += " --query_length 6 --response_length 2 --checkpoint_every 0"
+    flags = f"{common} --label_dataset labels.jsonl --num_labels 4 --normalization_samples 4"
+    flags += " --batch_size 2 --output_dir reward"
+    call("train_reward.py", flags.split(), tmp_path, monkeypatch)
+    auto_class = AutoModelForSequenceClassification
+    judge, info = auto_class.from_pretrained("reward/reward_model", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert_same_buffers(start.base_model, judge.base_model)
+    flags = f"{FLAGS} {common} --reward_model reward/reward_model --critic reward"
+    flags = flags.replace("--reward_fn test_models:words ", "")
+    call("ppo_rlhf.py", flags.split(), tmp_path, monkeypatch)
+    weights = load_file("out/critic/model.safetensors")
+    name = next(name for name in weights if "e_score_correction_bias" in name)
+    assert weights[name].abs().max() > 0.05
+    assert torch.equal(weights[name], start.state_dict()[f"model.{name.removeprefix('model.')}"])
 
 
 def dtypes_of(model: nn.Module) -> dict[str, set[torch.dtype]]:

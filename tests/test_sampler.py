@@ -248,6 +248,18 @@ def test_sampling_stops_when_all_masked_responses_have_ended(counted: Any) -> No
     assert counted.steps == LENGTH
 
 
+def test_sampling_goes_on_while_another_process_has_rows_that_go_on(
+    counted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sharded weights a forward pass needs all processes."""
+    monkeypatch.setattr(ppo_rlhf, "sum_over_ranks", lambda x: x.sum() + 1)
+    u = ppo_rlhf.uniforms(2, 1, 3, LENGTH)
+    contexts = random_rows((3, 1, 5), seed=4, vocabulary=7)
+    all_have = lambda x: torch.ones(len(x), dtype=torch.bool)  # noqa: E731
+    ppo_rlhf.sample(counted, contexts, u, TEMPERATURE, has_ended=all_have)
+    assert counted.steps == LENGTH
+
+
 def test_rloo_runs_with_responses_of_one_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,20 @@ GRANITE = LLAMA | {
     "logits_scaling": 2.0,
 }
 CAPS = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0}
+DEEPSEEK = LLAMA | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 2,  # all of them, so that all are trained
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 SHORT = 8  # tokens of a sliding window that is shorter than the texts
 MAMBA = COMMON | {"state_size": 4}
 JAMBA = LLAMA | {
@@ -79,6 +93,7 @@ CONFIGS = {
     "gemma2": (transformers.Gemma2Config, GEMMA | CAPS | {"sliding_window": 32}),
     "cohere": (transformers.CohereConfig, LLAMA | {"logit_scale": 0.5}),
     "granite": (transformers.GraniteConfig, GRANITE),
+    "deepseek_v3": (transformers.DeepseekV3Config, DEEPSEEK),
     "mistral_short": (transformers.MistralConfig, LLAMA | {"sliding_window": SHORT}),
     "gemma3_short": (transformers.Gemma3TextConfig, GEMMA | {"sliding_window": SHORT}),
 }
@@ -98,10 +113,11 @@ def make_config(name: str, **changes: Any) -> Any:
 
 
 def randomize(model: nn.Module) -> None:
-    """Biases and norms start at 0 and 1, where mistakes in them would not show."""
-    for parameter in model.parameters():
-        if parameter.dim() < 2:
-            parameter.data += 0.2 * torch.randn_like(parameter)
+    """Biases and norms start at 0 and 1, where mistakes in them would not show; so do some buffers
+    that are saved."""
+    for x in model.state_dict().values():
+        if x.dim() < 2:
+            x += 0.2 * torch.randn_like(x)
 
 
 def save_tokenizer(folder: Path) -> Any:
