@@ -485,9 +485,8 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 def left_pad(rows: TokenRows) -> Pair:
     """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
     tensors = [torch.tensor(row) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left").to(
-        PartialState().device
-    )
+    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side="left")
+    ids = ids.to(PartialState().device)
     return ids.clamp(min=0), ids >= 0
 
 
@@ -665,10 +664,10 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
 
     model.base_model.is_autocast = False
     text = [i % num_embeddings for i in range(longest)]
-    alone = torch.tensor([text[1:]], device=model.device)
-    plain = model.base_model(alone).last_hidden_state[:, -1:]
-    # Ours: two rows beside two longer ones. All but the last token are read once for two rows.
+    # Two rows beside two longer ones. All but the last token are read once for two rows.
     ids, mask = left_pad(2 * [text] + 2 * [text[1:]])
+    alone = ids[-1:, 1:]  # without its padding
+    plain = model.base_model(alone).last_hidden_state[:, -1:]
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[::2, :-1], mask[::2, :-1], 1, cache)
     cache.batch_repeat_interleave(2)  # fails for recurrent layers

@@ -7,6 +7,7 @@ The table of details and its links are made by tests/details.py.
 """
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -58,6 +59,7 @@ RECORDS = {
     ],
     "equal_kl": ["ablations-full"],
     "slow": ["ablations-slow"],
+    "long": ["ablations-long"],
     "real_model": ["real_model-smollm2"],
     "real_duels": ["real_model-smollm2"],
     "real_samples": ["real_model-smollm2"],
@@ -479,10 +481,10 @@ def equal_kl_table() -> str:
     return table(columns, rows)
 
 
-def slow_table() -> str:
+def slow_table(name: str) -> str:
     """Choices at a lower rate: compared with the base there, and with themselves at the default's
     rate."""
-    found = records("slow")[0]["table"]
+    found = records(name)[0]["table"]
     levels = level_names(found[0])
     columns = ["choice", "gold at equal KL, less the base's at this rate", levels]
     columns += ["less its own at the default's rate", levels, "gold", "KL", "failed"]
@@ -583,7 +585,8 @@ BLOCKS: dict[str, Blocks] = {
         "rewards": rewards_table,
         "versions": versions_table,
         "equal_kl": equal_kl_table,
-        "slow": slow_table,
+        "slow": functools.partial(slow_table, "slow"),
+        "long": functools.partial(slow_table, "long"),
         "real_model": real_model_table,
         "real_duels": real_duels_table,
         "real_samples": real_samples_table,

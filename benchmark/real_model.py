@@ -223,8 +223,11 @@ def judged(ours: win_rate.Texts, theirs: win_rate.Texts) -> dict[str, Any]:
     return win_rate.results(win_rate.compare(ours, theirs, sentiment))
 
 
-def duels(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """RLOO's responses against PPO's, where both have a run of the same rate, seed and length."""
+def duels(
+    rows: list[dict[str, Any]], folder: Path, old: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """RLOO's responses against PPO's, where both have a run of the same rate, seed and length; old
+    ones where a run's folder is gone."""
     texts = {}
     for row in rows:
         if (folder / row["folder"]).exists():
@@ -237,7 +240,11 @@ def duels(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
         if other != arm and theirs is not None:
             names = {"arm": arm, "other": other, "lr": lr, "seed": seed}
             found.append(names | judged(ours, theirs))
-    return found
+    known = {}
+    for duel in old + found:
+        key = (duel["arm"], duel["lr"], duel["seed"])
+        known[key] = duel
+    return list(known.values())
 
 
 def key_of(row: dict[str, Any]) -> tuple[int, int, str, int]:
@@ -245,11 +252,11 @@ def key_of(row: dict[str, Any]) -> tuple[int, int, str, int]:
     return list(ARMS).index(row["arm"]), -row["episodes"], row["lr"], row["seed"]
 
 
-def recorded(tag: str) -> list[dict[str, Any]]:
-    """Rows of the record that these scripts have made."""
+def recorded(tag: str, part: str) -> list[dict[str, Any]]:
+    """`rows` or `duels` of the record, if these scripts have made it."""
     path = common.RESULTS / f"real_model-{tag}.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    return [row for row in rows if row.get("commit") == common.commit() and "lr" in row]
+    record = json.loads(path.read_text()) if path.exists() else {"commit": ""}
+    return record[part] if record["commit"].startswith(common.commit()) else []
 
 
 def smooth(values: list[float], width: int = 4) -> np.ndarray:
@@ -300,13 +307,14 @@ def main() -> None:
     os.chdir(common.ROOT)
     folder = Path(args.folder).absolute()
     base_model = args.base_model or str(fetch(folder))
-    known = {key_of(row): row for row in recorded(args.tag)}
+    known = {key_of(row): row for row in recorded(args.tag, "rows")}
+    old = recorded(args.tag, "duels")
     for seed in args.seeds:
         for name in args.arms:
             row = measure(name, seed, base_model, args, folder)
             known[key_of(row)] = row
             rows = [known[key] for key in sorted(known)]
-            path = common.write("real_model", args.tag, args, rows, duels=duels(rows, folder))
+            path = common.write("real_model", args.tag, args, rows, duels=duels(rows, folder, old))
             plot(rows, path.with_suffix(".png"))
     columns = "arm seed episodes gold_before gold_after score_after kl_after distinct_after seconds"
     common.show_rows([{name: row[name] for name in columns.split()} for row in rows])

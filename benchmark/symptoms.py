@@ -147,9 +147,9 @@ SYMPTOMS = [
     Symptom(
         "the score rises, and what is wanted does not",
         "gold",
-        "a reward model of 128 labels, no KL penalty",
+        "a reward model of 128 labels, no KL penalty, a constant --lr 1e-3",
         Run(f"{NO_KL} --lr 1e-3", reward=FEW_LABELS),
-        "more labels, and the KL penalty",
+        "more labels, the KL penalty, a lower --lr",
     ),
 ]
 

@@ -471,7 +471,8 @@ OPTIONS = [
         TWIN_CRITIC,
     ),
     Detail(
-        "`--critic policy`, `--critic_lr`: a trunk of its own (DeepSpeed-Chat, Qwen)",
+        "`--critic policy`, `--critic_lr`: a trunk of its own, all of which is trained, also with "
+        "`--lora_rank` (DeepSpeed-Chat, Qwen)",
         ADAM,
         "factor * args.critic_lr",
         "factor * args.lr",
@@ -486,7 +487,8 @@ OPTIONS = [
         TWIN_CRITIC,
     ),
     Detail(
-        "`--critic_warmup`: the policy stands still, to the bit (Qwen)",
+        "`--critic_warmup`: the policy stands still, to the bit; the KL is 0 meanwhile, so with "
+        "a `--kl_target` the coefficient falls (Qwen)",
         ADAM,
         'update < getattr(args, "critic_warmup", 0)',
         "False",
