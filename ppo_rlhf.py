@@ -120,7 +120,7 @@ class Args:
     reward_model: Name | None = None
     # Instead of a reward model: `module:function` (queries, responses, ...), see score_by_function
     reward_fn: Name | None = None
-    # bf16: autocast; frozen linear layers in bf16 (not with --unfrozen_layers), the rest in fp32
+    # bf16: autocast; frozen linear layers in bf16 (not if some are unfrozen), the rest in fp32
     dtype: Literal["fp32", "bf16"] = "fp32"
     # Train LoRA adapters of this rank in place of the model's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0

@@ -107,7 +107,7 @@ class Args:
 
     # models
     base_model: Name = "tiny/model"  # Reward model and reference start from it: a folder or hub id
-    # bf16: autocast; frozen linear layers in bf16 (not with --unfrozen_layers), the rest in fp32
+    # bf16: autocast; frozen linear layers in bf16 (not if some are unfrozen), the rest in fp32
     dtype: Literal["fp32", "bf16"] = "fp32"
     # Train LoRA adapters of this rank in place of the model's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
