@@ -1060,8 +1060,9 @@ def load_model(
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """Raises ValueError for a model that is too small, or whose output for a padded text, read
-    through a cache as RLOO's Actor does, is not what transformers gives for the text alone."""
+    """Raises ValueError for a model that is too small, a classifier with several labels, or a model
+    whose output for a padded text, read through a cache as RLOO's Actor does, is not what
+    transformers gives for the text alone."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -1083,6 +1084,8 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     if not hasattr(model, "score"):
         ours = logits_of(model, ours)
         plain = model(alone).logits[:, -1:]
+    elif model.config.num_labels > 1:
+        raise ValueError("has several labels: use a --reward_fn")
     off = (ours - plain).abs().max() / plain.std()
     if not off < 1e-3:
         raise ValueError(f"is off by {off:.2g} with padding and a cache: not supported")
@@ -1113,8 +1116,7 @@ def load_policy_and_reference(
     shared = {id(p): p for p in lm.parameters() if not p.requires_grad}
     # `shared` is deepcopy's memo: it takes the weights in it as they are, and copies all others.
     # The copied LoRA adapters are new, and add 0.
-    ref_lm = copy.deepcopy(lm, shared)
-    ref_lm.requires_grad_(False)
+    ref_lm = copy.deepcopy(lm, shared).requires_grad_(False)
     if args.unfrozen_layers == 0:  # else it shares layers with the policy, which is saved in fp32
         hold_in_bf16(ref_lm, args)
     return lm, ref_lm
@@ -1175,12 +1177,12 @@ def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> 
             raise UserError(f"--reward_model None: `python train_reward.py {preset}` makes one")
         args.reward_model = str(newest)  # args.json will name it
         logger.warning(f"--reward_model {newest}, the newest")
-    model = load_model(AutoClassifier, "reward_model", args, tokenizer, longest)
-    hold_in_bf16(model.requires_grad_(False), args)
     vocabulary = load_tokenizer("reward_model", args).get_vocab()
     with as_user_error("reward_model", args):
-        if model.config.num_labels != 1 or vocabulary != tokenizer.get_vocab():
-            raise ValueError("has several labels or another tokenizer: use a --reward_fn")
+        if vocabulary != tokenizer.get_vocab():  # an encoder, for example: DeBERTa
+            raise ValueError("has another tokenizer than --base_model: use a --reward_fn")
+    model = load_model(AutoClassifier, "reward_model", args, tokenizer, longest)
+    hold_in_bf16(model.requires_grad_(False), args)
     return functools.partial(score_by_model, model, args)
 
 
@@ -1252,8 +1254,7 @@ def encode(
         )
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
-    begin = bos(tokenizer)
-    return tokens[1:] if tokens[:1] == begin else tokens
+    return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
 
 
 def load_ids_tokenizer(tokenizer: Tokenizer, args: Args) -> Tokenizer | None:

