@@ -89,7 +89,7 @@ FILE = Path(__file__).resolve()
 Name = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 TokenRows = list[list[int]]
-Pair = tuple[Tensor, Tensor]  # of (logits, values) the second may be None
+Pair = tuple[Tensor, Tensor]  # docstrings say of what; of (logits, values) values may be None
 logger = get_logger(__name__)  # prints on the first process only
 
 
@@ -123,7 +123,7 @@ class Args:
     reward_model: Name | None = None
     # Instead of a reward model: `module:function` (queries, responses, ...), see score_by_function
     reward_fn: Name | None = None
-    # bf16: autocast; frozen linear layers in bf16 (not if some are unfrozen), the rest in fp32
+    # bf16: autocast; most frozen linear layers in bf16 (see hold_in_bf16), the rest in fp32
     dtype: Literal["fp32", "bf16"] = "fp32"
     # Train LoRA adapters of this rank in place of the model's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
@@ -147,7 +147,7 @@ class Args:
     end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: off)
     response_length: PositiveInt = 24  # Tokens sampled per response
     temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
-    # Nucleus sampling, from the likeliest tokens of this total probability; only sampling uses it
+    # Nucleus sampling, from the likeliest tokens of this total probability; the KL is then biased
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     # The token that ends a response (`eos`: the tokenizer's; None: every response is complete)
     truncate_token: Name | None = "."
@@ -202,8 +202,8 @@ class Args:
     normalize_advantages: bool = False  # To mean 0, variance 1 over the batch (TRL)
 
 
-# A preset is a string of flags with the values of OpenAI's launch.py. If a flag comes twice, the
-# later one counts. The queries in the label files are cut already: no --start_text, no --end_text.
+# A preset is a string of flags with the values of OpenAI's launch.py, or of what it starts. Later
+# flags win. The queries in the label files are cut already: no --start_text, no --end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = "--base_model gpt2 --token_ids_of gpt2 --start_text None --end_text None"
 OPENAI += " --total_episodes 1000000"
@@ -398,7 +398,7 @@ def kl_penalty(log_ratio: Tensor, kind: str, full_kl: Tensor | None = None) -> T
 
     No gradient flows through rewards. In expectation only k1, as a reward, gives the gradient of
     KL(pi, ref). k3, for example, gives grad KL(pi, ref) - grad KL(ref, pi), 0 to first order near
-    the reference; `full` leaves out how a token's own distribution changes its KL."""
+    the reference; `full` leaves out the gradient of each token's own KL. All this for --top_p 1."""
     estimates = {
         "k1": log_ratio,
         "k2": log_ratio**2 / 2,
@@ -431,7 +431,7 @@ def normalize_scores(scores: Tensor, args: Args) -> Tensor:
         mean, variance = moments(scores, torch.ones_like(scores), sum_over_ranks)
         if args.score_norm == "whiten":
             scores = scores - mean
-        scores = scores * torch.rsqrt(variance + (variance < 1e-8))  # equal ones are not scaled
+        scores = scores * torch.rsqrt(variance + (variance < 1e-8))  # nearly equal ones stay
     if args.score_clip is not None:
         scores = scores.clamp(-args.score_clip, args.score_clip)
     return scores
@@ -518,7 +518,7 @@ def rloo_update(
         accelerator.step = 0  # accumulate() counts in it, and steps at the last micro-batch
         parts = len(groups) * accelerator.num_processes
         per_response = len(groups) / len(minibatch)  # parts / the responses of all processes
-        # Tokens that the minibatch's pretraining texts predict; 0 without such texts.
+        # Tokens to predict in the minibatch's pretraining texts; 0 without such texts.
         num_targets = sum(len(batch.texts[i]) - 1 for i in minibatch if batch.texts)
         per_target = parts / sum_over_ranks(num_targets * one).clamp(min=1)
 
@@ -539,7 +539,7 @@ def rloo_update(
                 if accelerator.sync_gradients:
                     norm = clip_gradients(policy, args.max_grad_norm)
                     if not norm.isfinite():  # the same on all processes, so all of them stop
-                        raise UserError("the gradient is not finite")
+                        raise UserError("the gradient is not finite: a smaller --lr may help")
                     sums["ppo/policy/gradient_norm"] = (norm, one)
                 optimizer.step()  # accelerate skips both until the last micro-batch
                 optimizer.zero_grad()
@@ -559,7 +559,7 @@ def rloo_update(
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     """Higher where the KL is above --kl_target, lower where it is below: times 1 + the relative
-    error, clipped to +-0.2, * batch_size / kl_horizon (Ziegler et al. 2019, section 2.2)."""
+    error, clipped to +-0.2, * batch_size / kl_horizon (0.1 in Ziegler et al. 2019, section 2.2)."""
     if args.kl_target is None:
         return kl_coef
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
@@ -567,9 +567,9 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 def check_policy(update: int, ratio_error: float, kl: float, args: Args) -> None:
-    """Raises UserError unless the ratios of the update's first step were 1, the KL of the first
-    update was 0, and this KL is in [-max_kl / 10, max_kl]. ratio_error is the largest error of each
-    micro-batch, averaged. The conditions are written with `not`, so that NaN fails them."""
+    """Raises UserError unless, within a tolerance, the ratios of the update's first step were 1 and
+    the KL of the first update was 0; and unless this KL is in [-max_kl / 10, max_kl]. ratio_error
+    is the largest error of each micro-batch, averaged. By `not`, NaN fails the conditions, too."""
     tolerance = {"fp32": 1e-3, "bf16": 0.02}[args.dtype]
     first_kl = kl if update == 0 else 0.0
     if not max(ratio_error, abs(first_kl)) <= tolerance:
@@ -621,8 +621,8 @@ def sample(
     has_ended: Callable | None = None,
 ) -> Tensor:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R).
-    has_ended says of responses so far which have ended, (B,): once all of all processes have,
-    sampling stops, and the tokens that are left stay 0."""
+    has_ended makes of the responses so far a mask (B,) of those that have ended. When all have, on
+    all processes, sampling stops, and the tokens that are left stay 0."""
     cache = DynamicCache(config=policy.lm.config)
     ids, mask = left_pad(contexts)
     responses = torch.zeros_like(u, dtype=torch.long)
@@ -631,7 +631,7 @@ def sample(
         logits = logits[:, -1] / temperature
         if top_p < 1:
             logits = TopPLogitsWarper(top_p)(None, logits)
-        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1): the cache has the others
+        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1); the cache has the others
         mask = pad(mask, (0, 1), value=True)
         responses[:, t : t + 1] = ids
         # Only every eighth time, because this waits for the GPU. All processes stop together: with
@@ -645,8 +645,7 @@ def sample(
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1)."""
     cdf = probs.cumsum(-1)
-    tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
-    return tokens.clamp(max=probs.shape[1] - 1)
+    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
 
 
 def truncate(responses: Tensor, token: int | None, after: int) -> Pair:
@@ -677,8 +676,8 @@ def rollout(
     has_ended = None
     if args.mask_truncated and truncate_id is not None:
         has_ended = lambda x: truncate(x, truncate_id, args.truncate_after)[1]  # noqa: E731
-    # autocast keeps its bf16 copies of the weights until the outermost autocast block ends. This
-    # block turns nothing on; it is the outermost one, so weights are cast once, not at every token.
+    # autocast keeps its bf16 copies of trained weights until the outermost autocast block ends.
+    # This block turns nothing on; it is the outermost, so they are cast once, not at every token.
     with torch.autocast(u.device.type, enabled=False):
         responses = sample(policy, contexts, u, args.temperature, args.top_p, has_ended)
 
@@ -726,14 +725,13 @@ def score_by_function(
     responses: TokenRows,
 ) -> Pair:
     """Scores (B,) and scores of tokens (B, R) from a --reward_fn, which returns for each response a
-    float, or one for each of its tokens. It gets the texts and, if it has parameters of these
-    names or **kwargs, response_ids and columns of the queries' table (with **kwargs no column may
+    float, or one for each of its tokens. It gets two lists of texts. Its parameters of these names
+    get response_ids and columns of the queries' table; **kwargs gets them all (then no column may
     have the name of its first two parameters)."""
     prompts = [query.input_ids for query in queries]
     texts = [tokenizer.batch_decode(x, skip_special_tokens=True) for x in (prompts, responses)]
     named = {"response_ids": responses}
-    for name in queries[0].columns:
-        named[name] = [query.columns[name] for query in queries]
+    named |= {name: [query.columns[name] for query in queries] for name in queries[0].columns}
     parameters = inspect.signature(function).parameters
     if not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
         named = {name: named[name] for name in list(parameters)[2:] if name in named}
@@ -817,6 +815,8 @@ def logits_of(lm: Model, states: Tensor) -> Tensor:
     config = lm.config.get_text_config()
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
     factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    # The product is a contiguous copy of states. If they are not contiguous and the head is frozen,
+    # torch copies the head's weights for each row of states, and takes 2 to 50 times as long.
     logits = lm.get_output_embeddings()(states * factor)
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     if cap:
@@ -893,7 +893,7 @@ def set_up_backend(dtype: str) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # make glibc keep freed memory: saves 10 % of the time
         libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
     if PartialState().device.type == "cpu":
         torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16
         x = torch.randn(256, 256)
@@ -909,11 +909,9 @@ def find(name: str) -> str:
     for hf://datasets/owner/name/file. Any other name is a hub id, and is returned as it is."""
     if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
         return hf_hub_download(*match.groups(), repo_type="dataset")
-    path = Path(name).expanduser()
-    if not path.exists():
-        path = FILE.parent / name
-    if path.exists():
-        return str(path.absolute())
+    for path in (Path(name).expanduser(), FILE.parent / name):
+        if path.exists():
+            return str(path.absolute())
     if re.search(r"(?i)^([./~]|tiny/)|\.(jsonl?|csv|parquet|txt|gz)$", name):
         raise FileNotFoundError(f"there is no such file or folder, here or in {FILE.parent}")
     return name
@@ -925,7 +923,8 @@ def as_user_error(flag: str, args: Args) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        cause = error if isinstance(error, ValueError) else error.__cause__ or error  # says more
+        # The cause of a library's error often says more than the error.
+        cause = error if isinstance(error, ValueError) else error.__cause__ or error
         reason = " ".join(str(cause).split())[:300] or repr(cause)
         raise UserError(f"--{flag} {getattr(args, flag)}: {reason}") from error
 
@@ -933,7 +932,9 @@ def as_user_error(flag: str, args: Args) -> Iterator[None]:
 def load_tokenizer(flag: str, args: Args) -> Tokenizer:
     """The tokenizer of the model that the flag names."""
     with as_user_error(flag, args):
-        tokenizer = AutoTokenizer.from_pretrained(find(getattr(args, flag)))
+        tokenizer = AutoTokenizer.from_pretrained(
+            find(getattr(args, flag)), trust_remote_code=False
+        )
         if len(tokenizer) < 2:  # if there is none, transformers makes up an empty one
             raise ValueError("has no tokenizer")
         return tokenizer
@@ -951,6 +952,7 @@ def load_model(
         "dtype": torch.float32,
         "attn_implementation": attention,
         "use_safetensors": True,
+        "trust_remote_code": False,  # None would ask
         "output_loading_info": True,
     } | config
     set_verbosity_error()  # what it warns of is checked here
@@ -991,7 +993,8 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
 
     model.base_model.is_autocast = False
     text = [i % num_embeddings for i in range(longest)]
-    # Two rows beside two longer ones. All but the last token are read once for two rows.
+    # Rows 3 and 4 are shorter, so padded. All but the last token are read once for two rows, as for
+    # two responses to a query; the result of row 4 should be that of its text alone.
     ids, mask = left_pad(2 * [text] + 2 * [text[1:]])
     alone = ids[-1:, 1:]  # without its padding
     plain = model.base_model(alone).last_hidden_state[:, -1:]
@@ -1046,21 +1049,23 @@ def add_adapters(model: Model, args: Args) -> None:
     if args.lora_rank > 0:
         with as_user_error("lora_rank", args):
             from peft import LoraConfig
-        adapter = LoraConfig(
-            r=args.lora_rank,
-            lora_alpha=args.lora_alpha,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
+        model.add_adapter(
+            LoraConfig(
+                r=args.lora_rank,
+                lora_alpha=args.lora_alpha,
+                target_modules="all-linear",
+                task_type="CAUSAL_LM",
+            )
         )
-        model.add_adapter(adapter)
         hold_in_bf16(model, args)
 
 
 def freeze_lower_layers(model: Model, args: Args) -> None:
-    """With --unfrozen_layers only these and what follows them are trained, as in trlX's hydra. A
-    head that is tied to the embeddings, as GPT-2's is, stays frozen with them."""
+    """With --unfrozen_layers only these and what is defined after them are trained, as in trlX's
+    hydra. A head that is tied to the embeddings, as GPT-2's is, stays frozen with them."""
     if args.unfrozen_layers > 0:
-        layers = next(x for x in model.modules() if isinstance(x, nn.ModuleList))
+        trunk = model.get_decoder()  # without the images' part of a model that has one
+        layers = next(x for x in trunk.modules() if isinstance(x, nn.ModuleList))
         with as_user_error("unfrozen_layers", args):
             first_trained = next(layers[-args.unfrozen_layers].parameters())
         for p in model.parameters():
@@ -1079,8 +1084,8 @@ def hold_in_bf16(model: Model, args: Args) -> None:
 
 
 def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
-    """What scores (queries, responses), as score_by_model does: --reward_fn, --reward_model, or the
-    newest reward model that train_reward.py made for the preset."""
+    """A function of (queries, responses) that scores them, as score_by_model does: by --reward_fn,
+    --reward_model, or the newest reward model that train_reward.py made for the preset."""
     if args.reward_fn is not None:
         sys.path.insert(0, os.getcwd())
         with as_user_error("reward_fn", args):
@@ -1089,7 +1094,7 @@ def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> 
         return functools.partial(score_by_function, function, tokenizer, args)
 
     if args.reward_model is None:
-        found = Path("runs").glob(f"train_reward-{preset}-*/reward_model")
+        found = Path.cwd().glob(f"runs/train_reward-{preset}-*/reward_model")
         newest = max(found, key=os.path.getmtime, default=None)
         if newest is None:
             raise UserError(f"--reward_model None: `python train_reward.py {preset}` makes one")
@@ -1116,7 +1121,8 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
     known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
     # Not encode alone: Llama 2's tokenizer puts a space before a text, and `.` gives another token.
     ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1 or ids[0] is None:
+    # GPT-2's vocabulary has é as the name of a byte, half of an é: decoded it is no character.
+    if len(ids) != 1 or None in ids or "\ufffd" in tokenizer.decode(ids):
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
     return ids[0]
 
@@ -1124,9 +1130,9 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
 def cut_query(
     tokens: list[int], length: int, start: int | None, end: int | None, long: str
 ) -> tuple[list[int], str]:
-    """The query in these tokens (lm_human_preferences/lm_tasks.py): what comes after the first
-    `start`, unless that is the last token, truncated to `length` (or as `long` says), then cut back
-    to the last `end`, which stays. Returns the query and, in case it is [], the reason."""
+    """The query in these tokens (lm_human_preferences/language/datasets.py): what comes after the
+    first `start` (all, if that is the last token), truncated to `length` (or as `long` says), then
+    cut back to the last `end`, which stays. Returns the query and, in case it is [], the reason."""
     if start is not None:
         if start not in tokens:
             return [], "without --start_text"
@@ -1212,7 +1218,7 @@ def load_queries(flag: str, tokenizer: Tokenizer, args: Args, need: int) -> list
     left_out = Counter()
     table = load_table(flag, args)["train"].shuffle(generator=np.random.default_rng([args.seed, 2]))
     with as_user_error(flag, args):
-        names = "text query prompt messages article content".split()
+        names = "query prompt messages text article content".split()
         found = [name for name in names if name in table.column_names]
         if not found:
             raise ValueError(f"none of its columns {table.column_names} is one of {names}")
@@ -1229,6 +1235,7 @@ def load_queries(flag: str, tokenizer: Tokenizer, args: Args, need: int) -> list
             raise ValueError(f"has 0 queries; left out: {dict(left_out)}")
     if left_out:
         logger.warning(f"--{flag} {getattr(args, flag)}: left out {dict(left_out)}")
+    logger.warning(f"--{flag}: {len(queries)}, first {tokenizer.decode(queries[0].context)!r}")
     return queries
 
 
@@ -1285,7 +1292,7 @@ def resolve_args(preset: str, args: Args) -> Args | None:
             if name not in CHANGEABLE.split():
                 raise ValueError(f"was started with --{name} {old}, not {new}")
             logger.warning(f"--resume: {name} {new} (was {old})")
-            is_finished &= name != "total_episodes" or new < old
+            is_finished &= name != "total_episodes" or new < old  # with more it goes on
     if is_finished:
         logger.warning(f"the run in {folder} is finished")
         return None
@@ -1301,7 +1308,7 @@ def check_settings(args: Args, divisor: int) -> None:
         )
     if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(f"--truncate_after {args.truncate_after} is behind the response's end")
-    if (args.ptx_coef > 0) != (args.ptx_dataset is not None):
+    if bool(args.ptx_coef) != bool(args.ptx_dataset):
         raise UserError("--ptx_coef and --ptx_dataset need each other")
     if args.reward_fn and args.reward_model:
         raise UserError("--reward_fn goes without --reward_model")
@@ -1404,7 +1411,6 @@ def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str
         if isinstance(module, Model):
             folder = f"{parent}/policy" if part == "lm" else f"{parent}/{part}"
             module.save_pretrained(folder, state_dict=own)
-            module.config.save_pretrained(folder)  # an adapter is saved without it
             tokenizer.save_pretrained(folder)
         else:
             save_file(own, f"{folder}/{part}.safetensors")

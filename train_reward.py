@@ -79,7 +79,7 @@ FILE = Path(__file__).resolve()
 Name = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 TokenRows = list[list[int]]
-Pair = tuple[Tensor, Tensor]  # of (logits, values) the second may be None
+Pair = tuple[Tensor, Tensor]  # docstrings say of what; of (logits, values) values may be None
 logger = get_logger(__name__)  # prints on the first process only
 
 
@@ -107,7 +107,7 @@ class Args:
 
     # models
     base_model: Name = "tiny/model"  # Reward model and reference start from it: a folder or hub id
-    # bf16: autocast; frozen linear layers in bf16 (not if some are unfrozen), the rest in fp32
+    # bf16: autocast; most frozen linear layers in bf16 (see hold_in_bf16), the rest in fp32
     dtype: Literal["fp32", "bf16"] = "fp32"
     # Train LoRA adapters of this rank in place of the model's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
@@ -153,8 +153,8 @@ class Args:
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
 
 
-# A preset is a string of flags with the values of OpenAI's launch.py. If a flag comes twice, the
-# later one counts. The queries in the label files are cut already: no --start_text, no --end_text.
+# A preset is a string of flags with the values of OpenAI's launch.py, or of what it starts. Later
+# flags win. The queries in the label files are cut already: no --start_text, no --end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = "--base_model gpt2 --token_ids_of gpt2 --start_text None --end_text None"
 BOOKS = f"{OPENAI} --query_length 64 --num_labels 4992 --batch_size 32 --micro_batch_size 64"
@@ -312,7 +312,7 @@ def label_rewards(reward: Module, labels: list[Label]) -> Pair:
 def hits(rewards: Tensor, best: Tensor) -> Tensor:
     """1 for each label whose best of N (b,) has the highest of the rewards (b, N), or 1 / M if M of
     them tie, else 0. The same text may come twice, with rewards that differ by rounding."""
-    is_top = rewards > rewards.amax(1, keepdim=True) - 1e-5
+    is_top = rewards >= rewards.amax(1, keepdim=True) - 1e-5
     return is_top.gather(1, best.unsqueeze(1)).squeeze(1) / is_top.sum(1)
 
 
@@ -340,7 +340,7 @@ def reward_update(
             if accelerator.sync_gradients:
                 norm = clip_gradients(model, args.max_grad_norm)
                 if not norm.isfinite():  # the same on all processes: none goes on alone
-                    raise UserError("the gradient is not finite")
+                    raise UserError("the gradient is not finite: a smaller --lr may help")
                 records.append({"train/gradient_norm": (norm, torch.ones_like(norm))})
             optimizer.step()
             optimizer.zero_grad()
@@ -453,8 +453,8 @@ def sample(
     has_ended: Callable | None = None,
 ) -> Tensor:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R).
-    has_ended says of responses so far which have ended, (B,): once all of all processes have,
-    sampling stops, and the tokens that are left stay 0."""
+    has_ended makes of the responses so far a mask (B,) of those that have ended. When all have, on
+    all processes, sampling stops, and the tokens that are left stay 0."""
     cache = DynamicCache(config=policy.lm.config)
     ids, mask = left_pad(contexts)
     responses = torch.zeros_like(u, dtype=torch.long)
@@ -463,7 +463,7 @@ def sample(
         logits = logits[:, -1] / temperature
         if top_p < 1:
             logits = TopPLogitsWarper(top_p)(None, logits)
-        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1): the cache has the others
+        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1); the cache has the others
         mask = pad(mask, (0, 1), value=True)
         responses[:, t : t + 1] = ids
         # Only every eighth time, because this waits for the GPU. All processes stop together: with
@@ -477,8 +477,7 @@ def sample(
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1)."""
     cdf = probs.cumsum(-1)
-    tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
-    return tokens.clamp(max=probs.shape[1] - 1)
+    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
 
 
 # --- forward passes -------------------------------------------------------------------------------
@@ -514,6 +513,8 @@ def logits_of(lm: Model, states: Tensor) -> Tensor:
     config = lm.config.get_text_config()
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
     factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    # The product is a contiguous copy of states. If they are not contiguous and the head is frozen,
+    # torch copies the head's weights for each row of states, and takes 2 to 50 times as long.
     logits = lm.get_output_embeddings()(states * factor)
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     if cap:
@@ -567,7 +568,7 @@ def set_up_backend(dtype: str) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # make glibc keep freed memory: saves 10 % of the time
         libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
     if PartialState().device.type == "cpu":
         torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16
         x = torch.randn(256, 256)
@@ -583,11 +584,9 @@ def find(name: str) -> str:
     for hf://datasets/owner/name/file. Any other name is a hub id, and is returned as it is."""
     if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
         return hf_hub_download(*match.groups(), repo_type="dataset")
-    path = Path(name).expanduser()
-    if not path.exists():
-        path = FILE.parent / name
-    if path.exists():
-        return str(path.absolute())
+    for path in (Path(name).expanduser(), FILE.parent / name):
+        if path.exists():
+            return str(path.absolute())
     if re.search(r"(?i)^([./~]|tiny/)|\.(jsonl?|csv|parquet|txt|gz)$", name):
         raise FileNotFoundError(f"there is no such file or folder, here or in {FILE.parent}")
     return name
@@ -599,7 +598,8 @@ def as_user_error(flag: str, args: Args) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        cause = error if isinstance(error, ValueError) else error.__cause__ or error  # says more
+        # The cause of a library's error often says more than the error.
+        cause = error if isinstance(error, ValueError) else error.__cause__ or error
         reason = " ".join(str(cause).split())[:300] or repr(cause)
         raise UserError(f"--{flag} {getattr(args, flag)}: {reason}") from error
 
@@ -607,7 +607,9 @@ def as_user_error(flag: str, args: Args) -> Iterator[None]:
 def load_tokenizer(flag: str, args: Args) -> Tokenizer:
     """The tokenizer of the model that the flag names."""
     with as_user_error(flag, args):
-        tokenizer = AutoTokenizer.from_pretrained(find(getattr(args, flag)))
+        tokenizer = AutoTokenizer.from_pretrained(
+            find(getattr(args, flag)), trust_remote_code=False
+        )
         if len(tokenizer) < 2:  # if there is none, transformers makes up an empty one
             raise ValueError("has no tokenizer")
         return tokenizer
@@ -625,6 +627,7 @@ def load_model(
         "dtype": torch.float32,
         "attn_implementation": attention,
         "use_safetensors": True,
+        "trust_remote_code": False,  # None would ask
         "output_loading_info": True,
     } | config
     set_verbosity_error()  # what it warns of is checked here
@@ -665,7 +668,8 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
 
     model.base_model.is_autocast = False
     text = [i % num_embeddings for i in range(longest)]
-    # Two rows beside two longer ones. All but the last token are read once for two rows.
+    # Rows 3 and 4 are shorter, so padded. All but the last token are read once for two rows, as for
+    # two responses to a query; the result of row 4 should be that of its text alone.
     ids, mask = left_pad(2 * [text] + 2 * [text[1:]])
     alone = ids[-1:, 1:]  # without its padding
     plain = model.base_model(alone).last_hidden_state[:, -1:]
@@ -689,13 +693,14 @@ def add_adapters(model: Model, args: Args) -> None:
     if args.lora_rank > 0:
         with as_user_error("lora_rank", args):
             from peft import LoraConfig
-        adapter = LoraConfig(
-            r=args.lora_rank,
-            lora_alpha=args.lora_alpha,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
+        model.add_adapter(
+            LoraConfig(
+                r=args.lora_rank,
+                lora_alpha=args.lora_alpha,
+                target_modules="all-linear",
+                task_type="CAUSAL_LM",
+            )
         )
-        model.add_adapter(adapter)
         hold_in_bf16(model, args)
 
 
@@ -736,7 +741,8 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
     known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
     # Not encode alone: Llama 2's tokenizer puts a space before a text, and `.` gives another token.
     ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1 or ids[0] is None:
+    # GPT-2's vocabulary has é as the name of a byte, half of an é: decoded it is no character.
+    if len(ids) != 1 or None in ids or "\ufffd" in tokenizer.decode(ids):
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
     return ids[0]
 
@@ -744,9 +750,9 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
 def cut_query(
     tokens: list[int], length: int, start: int | None, end: int | None, long: str
 ) -> tuple[list[int], str]:
-    """The query in these tokens (lm_human_preferences/lm_tasks.py): what comes after the first
-    `start`, unless that is the last token, truncated to `length` (or as `long` says), then cut back
-    to the last `end`, which stays. Returns the query and, in case it is [], the reason."""
+    """The query in these tokens (lm_human_preferences/language/datasets.py): what comes after the
+    first `start` (all, if that is the last token), truncated to `length` (or as `long` says), then
+    cut back to the last `end`, which stays. Returns the query and, in case it is [], the reason."""
     if start is not None:
         if start not in tokens:
             return [], "without --start_text"
@@ -832,7 +838,7 @@ def load_queries(flag: str, tokenizer: Tokenizer, args: Args, need: int) -> list
     left_out = Counter()
     table = load_table(flag, args)["train"].shuffle(generator=np.random.default_rng([args.seed, 2]))
     with as_user_error(flag, args):
-        names = "text query prompt messages article content".split()
+        names = "query prompt messages text article content".split()
         found = [name for name in names if name in table.column_names]
         if not found:
             raise ValueError(f"none of its columns {table.column_names} is one of {names}")
@@ -849,6 +855,7 @@ def load_queries(flag: str, tokenizer: Tokenizer, args: Args, need: int) -> list
             raise ValueError(f"has 0 queries; left out: {dict(left_out)}")
     if left_out:
         logger.warning(f"--{flag} {getattr(args, flag)}: left out {dict(left_out)}")
+    logger.warning(f"--{flag}: {len(queries)}, first {tokenizer.decode(queries[0].context)!r}")
     return queries
 
 
@@ -870,10 +877,10 @@ def preference_texts(row: dict, tokenizer: Tokenizer) -> tuple[str, str, str]:
     elif prompt is None:
         # The common beginning may end within a word: that piece is left to the answers.
         prompt = re.sub(r"(\s|\A)\S*\Z", "", os.path.commonprefix(answers))
-    else:
+    elif not all(answer.startswith(prompt) for answer in answers):  # else both repeat it
         answers = [prompt + answer for answer in answers]
     if not all(answer.startswith(prompt) for answer in answers):
-        raise ValueError("an answer does not go on from the prompt")
+        raise ValueError(f"an answer does not go on from the prompt: {row}")
     chosen, rejected = (answer[len(prompt) :] for answer in answers)
     return prompt, chosen, rejected
 
@@ -924,12 +931,12 @@ def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> li
         for row in table:
             query, *responses = [encode(row[name], tokenizer, ids_tokenizer) for name in columns]
             if not query or not all(responses) or row["best"] not in range(len(names)):
-                raise ValueError("a query or sample is empty, or best is none of the samples")
+                raise ValueError(f"a text is empty, or best is none of the samples: {row}")
             if any(response != responses[0] for response in responses):
                 labels.append(Label(bos(tokenizer) + query, responses, int(row["best"])))
     num_lost = len(table) - len(labels)
     if num_lost > 0:
-        why = "a text empty, a prompt too long, or all responses the same"
+        why = "a text empty, a prompt above --query_length, or all responses the same"
         logger.warning(f"left out {num_lost} of {len(table)} labels: {why}")
     if num_lost > 0.1 * len(table):
         raise ValueError(f"{num_lost} of {len(table)} labels are of no use")
@@ -952,6 +959,9 @@ def load_labels(tokenizer: Tokenizer, args: Args) -> tuple[list[Label], list[Lab
         labels = read_labels(table.select(range(count)), tokenizer, args)
         if len(labels) < args.batch_size:
             raise ValueError(f"has {len(labels)} labels for --batch_size {args.batch_size}")
+        first = labels[0]
+        texts = tokenizer.batch_decode([first.query, *first.responses])
+        logger.warning(f"--label_dataset: {len(labels)}, first {texts}, best is {first.best}")
         return labels, read_labels(held_out, tokenizer, args)
 
 
@@ -1008,7 +1018,7 @@ def resolve_args(preset: str, args: Args) -> Args | None:
             if name not in CHANGEABLE.split():
                 raise ValueError(f"was started with --{name} {old}, not {new}")
             logger.warning(f"--resume: {name} {new} (was {old})")
-            is_finished &= name != "total_episodes" or new < old
+            is_finished &= name != "total_episodes" or new < old  # with more it goes on
     if is_finished:
         logger.warning(f"the run in {folder} is finished")
         return None

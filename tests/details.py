@@ -191,7 +191,8 @@ ORIGINAL = [
         "models::under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16",
     ),
     Detail(
-        "old log-probabilities come from the very passes of the update: the first ratio is 1",
+        "old log-probabilities come from the very passes of the update (the original's from its "
+        "sampler): the first ratio is 1",
         PPO,
         "micro_batches(minibatch, contexts, args.micro_batch_size)",
         "micro_batches(minibatch, contexts, 1)",
@@ -317,7 +318,7 @@ ORIGINAL = [
         TWIN,
     ),
     Detail(
-        "reward head ~ N(0, 1 / sqrt(d + 1))",
+        "reward head: normal, of deviation 1 / sqrt(d + 1)",
         REWARD,
         "1 / math.sqrt(model.score.in_features + 1)",
         "0.02",
@@ -401,7 +402,7 @@ OPTIONS = [
         TWIN_CRITIC,
     ),
     Detail(
-        "`--score_norm`, over the global batch (trlX)",
+        "`--score_norm`, over the global batch (trlX: running)",
         RLOO,
         'args.score_norm == "whiten"',
         'args.score_norm != ""',
@@ -472,7 +473,7 @@ OPTIONS = [
     ),
     Detail(
         "`--critic policy`, `--critic_lr`: a trunk of its own, all of which is trained, also with "
-        "`--lora_rank` (DeepSpeed-Chat, Qwen)",
+        "`--lora_rank` (two rates: DeepSpeed-Chat, Qwen)",
         ADAM,
         "factor * args.critic_lr",
         "factor * args.lr",
@@ -546,8 +547,8 @@ OPTIONS = [
         "options::rewards_of_tokens_stay_in_place_or_are_summed",
     ),
     Detail(
-        "an answer that is only EOS: `--truncate_after 1` pays it the penalty (DeepSpeed-Chat "
-        "leaves them out)",
+        "an answer that is only EOS: `--truncate_after 1` pays it the penalty, unless another EOS "
+        "follows (DeepSpeed-Chat leaves them out)",
         PPO,
         "ends_before == 0",
         "is_end.cumsum(1) == 0",

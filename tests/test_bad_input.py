@@ -319,6 +319,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     script: str, words: Any, says: str, faults: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the run's folder is made, nor what a pickle or a model's code would make."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers may ask to run code
     before = sorted(faults.rglob("*"))
     words = words.split() if isinstance(words, str) else words
     says = says.replace("@", f"{' '.join(words[-2:])}:? ", 1)

@@ -224,11 +224,34 @@ def test_chats_go_through_the_template(column: str) -> None:
     refuse(read_queries, rows, "roles alternate", chat="{{ raise_exception('roles alternate') }}")
 
 
+def test_the_first_query_and_label_are_shown_as_they_are_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A template that is cut, or a column that is ignored, can be seen."""
+    given = {"query_dataset": [{"text": "w5 w6"}], "query_suffix": "w9", "base_model": "llama"}
+    tokenizer, args = start(ppo_rlhf, **given)
+    ppo_rlhf.load_queries("query_dataset", tokenizer, args, 1)
+    assert "--query_dataset: 1, first 'w1 w5 w6 w9'" in caplog.text
+    rows = [{"question": "w5", "chosen": "w6", "rejected": "w7"}] * 4
+    given = start(train_reward, label_dataset=rows, base_model="llama")
+    labels, _ = train_reward.load_labels(*given)
+    texts = ["w1", *[words(*row) for row in labels[0].responses]]
+    assert f"--label_dataset: 4, first {texts}, best is {labels[0].best}" in caplog.text
+
+
+def test_the_name_of_a_byte_is_no_text() -> None:
+    """GPT-2's vocabulary has an é, which is one of the two bytes of an é."""
+    tokenizer, args = start(ppo_rlhf, base_model="tiny/model", truncate_token="é")
+    assert "é" in tokenizer.get_vocab()
+    with pytest.raises(ppo_rlhf.UserError, match="--truncate_token 'é' must be one token"):
+        ppo_rlhf.token_id("truncate_token", tokenizer, args)
+
+
 BAD_QUERIES = [
     ({"prompt": ["w5", "w6"]}, "has 0 queries; left out: {'without text': 3}"),
     ({"text": None}, "has 0 queries; left out: {'without text': 3}"),
     ({"text": ""}, "has 0 queries; left out: {'without text': 3}"),
-    ({"words": "w5"}, "none of its columns ['words'] is one of ['text', "),
+    ({"words": "w5"}, "none of its columns ['words'] is one of ['query', "),
     ({"query": [5, 50]}, "--token_ids_of"),
     ({"query": [5, -1]}, "--token_ids_of"),
     ({"query": [5, None]}, "--token_ids_of"),
@@ -276,13 +299,19 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(
     begin: str, chosen: str, rejected: str
 ) -> None:
     """The raw form of Anthropic's HH: the dialogues stand whole in both columns. A prompt that is
-    given stays whole."""
+    given stays whole; if both answers repeat it, it is read once."""
     answers = (begin + chosen, begin + rejected)
     for row in ({}, {"prompt": None}):
         row |= dict(zip(("chosen", "rejected"), answers, strict=True))
         assert train_reward.preference_texts(row, None) == (begin, chosen, rejected)
         row["prompt"] = begin[:2]
-        assert train_reward.preference_texts(row, None) == (begin[:2], *answers)
+        rest = [answer[len(begin[:2]) :] for answer in answers]
+        assert train_reward.preference_texts(row, None) == (begin[:2], *rest)
+        row["prompt"] = "How? "
+        assert train_reward.preference_texts(row, None) == ("How? ", *answers)
+        row["chosen"] = "How? " + chosen
+        expected = ("How? ", row["chosen"], answers[1])
+        assert train_reward.preference_texts(row, None) == expected
 
 
 def test_useless_pairs_are_counted_and_left_out_and_too_many_stop_the_run(
@@ -300,7 +329,7 @@ def test_useless_pairs_are_counted_and_left_out_and_too_many_stop_the_run(
     ]
     found = read_labels([PAIR] * 27 + useless, response_length=3)
     assert found == [([5], [6], [7])] * 27
-    assert "left out 3 of 30 labels: a text empty, a prompt too long, " in caplog.text
+    assert "left out 3 of 30 labels: a text empty, a prompt above --query_length, " in caplog.text
     assert "cut to --response_length 3: 1 pairs" in caplog.text
     null = PAIR | {"chosen": None}  # as pandas writes an empty cell
     assert read_labels([PAIR] * 27 + [null]) == [([5], [6], [7])] * 27
@@ -434,7 +463,7 @@ BAD_LABELS = [
 
 def test_labels_with_gaps_are_refused_in_a_line() -> None:
     for change in BAD_LABELS:
-        refuse(read_labels, [LABEL, LABEL, LABEL | change], "a query or sample is empty, or best")
+        refuse(read_labels, [LABEL, LABEL, LABEL | change], "a text is empty, or best")
     refuse(read_labels, [LABEL | {"sample3": [9]}] * 2, "sample3")
     for bad in ([5, 50], [5, -1], [5, None]):
         refuse(read_labels, [LABEL, LABEL | {"sample1": bad}], "--token_ids_of")

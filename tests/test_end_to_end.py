@@ -265,6 +265,8 @@ def test_the_newest_reward_model_of_the_preset_is_taken(
         score = ppo_rlhf.load_reward(args, preset, tokenizer, 24)
         assert score.args[0].config.reward_bias == bias
         path = f"runs/train_reward-{taken}/reward_model"
+        if given is None:  # whole, so that a run may be resumed from another folder
+            path = f"{tmp_path}/{path}"
         assert args.reward_model == path
         assert (f"{path}, the newest" in caplog.text) == (given is None)
         caplog.clear()

@@ -364,6 +364,18 @@ def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast
     assert 1e-4 < (scores - expected).abs().mean() < 0.1 * scores.std()
 
 
+def test_a_head_gets_states_without_gaps() -> None:
+    """Else torch copies a frozen head's weights for each row."""
+    lm = tiny.make_lm("gpt2")
+    given = []
+    lm.lm_head.register_forward_hook(lambda _, inputs, __: given.append(inputs[0]))
+    states = torch.randn(3, 5, 32)[:, -2:]
+    logits = ppo_rlhf.logits_of(lm, states)
+    assert not states.is_contiguous()
+    assert given[0].is_contiguous()
+    assert torch.equal(logits, lm.lm_head(states))
+
+
 @pytest.mark.parametrize("name", RECURRENT)
 def test_models_that_a_cache_cannot_hold_are_refused_in_a_line(name: str, tmp_path: Path) -> None:
     """Sampling would give other tokens than the log-probabilities are of, and no error."""

@@ -18,7 +18,12 @@ from run_tools import call, read_lines
 from safetensors.torch import load_file
 from tiny_models import full_logits, make_actor, random_rows
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+)
 
 import ppo_rlhf
 import rloo_rlhf
@@ -178,7 +183,7 @@ def test_lora_starts_at_the_reference_and_trains_adapters_alone(dtype: str, trai
 
 
 def test_the_folder_of_a_lora_run_is_the_trained_policy(train: Any) -> None:
-    """For peft; and merged, as --base_model of a run that trains all weights."""
+    """For transformers, for peft; and merged, as --base_model of a run that trains all weights."""
     peft = pytest.importorskip("peft")
     made = train(PPO, "--lora_rank 4 --lora_alpha 6 --ema 0.5 --lr 2e-2")
     config = json.loads((made.out / "policy/adapter_config.json").read_text())
@@ -187,9 +192,11 @@ def test_the_folder_of_a_lora_run_is_the_trained_policy(train: Any) -> None:
     policy, ref = made.models[-1]
     rows = random_rows((9, 4), seed=3)
     merged = peft.AutoPeftModelForCausalLM.from_pretrained(made.out / "policy").merge_and_unload()
-    passes = [full_logits(model, rows) for model in (policy.lm, merged, ref.lm)]
-    for ours, theirs, first in zip(*passes, strict=True):
+    loaded = AutoModelForCausalLM.from_pretrained(made.out / "policy")
+    passes = [full_logits(model, rows) for model in (policy.lm, merged, loaded, ref.lm)]
+    for ours, theirs, plain, first in zip(*passes, strict=True):
         assert (ours - theirs).abs().max() < 1e-4
+        assert (ours - plain).abs().max() < 1e-4
         assert (ours - first).abs().max() > 1e-2
     with pytest.raises(ppo_rlhf.UserError, match="policy: is an adapter: merge it first"):
         train(PPO, f"--base_model {made.out}/policy", "refused")
@@ -202,6 +209,22 @@ def test_the_folder_of_a_lora_run_is_the_trained_policy(train: Any) -> None:
     for name, p in again.models[-1][1].lm.named_parameters():
         assert (p - start[name]).abs().max() < 1e-6, name
         assert (p - moved[name]).abs().max() > 1e-6, name
+
+
+def test_of_a_model_with_images_the_top_layers_of_text_are_trained() -> None:
+    """Gemma 3 from 4B on: its first list of layers is the one of the images."""
+    text = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    images = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 3}
+    images |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=images, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config)
+    ppo_rlhf.freeze_lower_layers(model, ppo_rlhf.Args(unfrozen_layers=1))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) > 10
+    for name in trained:
+        assert name.startswith("model.language_model.layers.1.") or name.endswith(
+            "model.norm.weight"
+        )
 
 
 def test_a_reward_model_of_lora_gives_runs_the_scores_of_its_results(train: Any) -> None:

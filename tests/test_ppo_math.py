@@ -367,6 +367,10 @@ def test_rewards_that_tie_share_the_hit() -> None:
     assert train_reward.hits(torch.full((3, 4), 0.3), best).tolist() == [0.25, 0.25, 0.25]
     rewards = torch.tensor([[0.5, 0.1, 0.5, 0.2], [0.7, 0.1, 0.7 + 1e-6, 0.7], [0.1, 0.2, 0.3, 0]])
     assert train_reward.hits(rewards, best).tolist() == pytest.approx([1 / 2, 1 / 3, 0])
+    # so large that fp32 does not see the tolerance
+    large = 100_000 * rewards[:1]
+    half = train_reward.hits(large, best[:1])
+    assert half == 0.5
 
 
 def test_a_metric_is_the_sum_over_the_count_of_all_records() -> None:

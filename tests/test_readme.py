@@ -11,6 +11,7 @@ from pathlib import Path
 import fork_tools
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO, SCRIPTS, WORDS
 from run_tools import read_lines
@@ -64,6 +65,7 @@ def test_a_table_that_is_not_that_of_its_records_is_an_error(tmp_path: Path) -> 
 
 def test_the_first_command_finds_its_labels() -> None:
     """All of tiny/labels, and those that are held out."""
+    Accelerator(cpu=True)  # the scripts' logger asks for it
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
     labels, held_out = train_reward.load_labels(tokenizer, train_reward.Args())
     assert len(labels) == 4000

@@ -23,7 +23,7 @@ def test_a_gradient_that_is_no_number_stops_before_it_reaches_a_file(
 ) -> None:
     folder = copy(kit(), tmp_path)
     code, _, errors = run_on(world, script, WORDS[script], folder, (fork_tools.give_nan, call))
-    assert errors.endswith(f"\n{script}: the gradient is not finite\n")
+    assert errors.endswith(f"\n{script}: the gradient is not finite: a smaller --lr may help\n")
     assert (code, "Traceback" in errors) == (2, False)
     assert len(read_lines(folder / "out/metrics.jsonl")) == updates
     assert len([*folder.glob("out/checkpoints/*")]) == updates
