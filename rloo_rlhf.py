@@ -3,7 +3,7 @@
 A policy continues queries, a reward model (train_reward.py) scores the continuations, and the
 policy moves towards higher scores, while a penalty on the KL divergence holds it near the
 reference, the model that it started from. "The original" is OpenAI's lm-human-preferences (Ziegler
-et al. 2019, arXiv:1909.08593); the tests replay arrays that were recorded from it.
+et al. 2019, arXiv:1909.08593); the tests replay arrays recorded from it and from TRL.
 
 RLOO (REINFORCE leave-one-out, Ahmadian et al. 2024, arXiv:2402.14740) has no value function: from
 the reward of each of K responses to a query it subtracts the mean reward of the other K - 1.
@@ -153,7 +153,7 @@ class Args:
     truncate_token: Name | None = "."
     truncate_after: NonNegativeInt = 16  # The token ends a response only at this index or later
     penalty_reward_value: float = -1.0  # For a response without a truncate token
-    # That penalty replaces the score (original) or is added to it
+    # --penalty_reward_value replaces the score (original) or is added to it
     penalty_mode: Literal["replace", "add"] = "replace"
     # Tokens after the truncate token are left out of KL and loss (original: they count)
     mask_truncated: bool = False
@@ -189,7 +189,7 @@ class Args:
     kl_coef: NonNegativeFloat = 0.15  # Coefficient of the KL penalty at the start
     # KL (k1, in nats per response) that the coefficient is adapted to reach (None: fixed)
     kl_target: PositiveFloat | None = 6.0
-    kl_horizon: PositiveFloat = 2_000.0  # Horizon in episodes, to be well above --batch_size / 5
+    kl_horizon: PositiveFloat = 2_000.0  # Episodes, well above --batch_size / 5; larger: slower
     # The run stops at a KL (nats per response) above this, or below -1/10 of it
     max_kl: PositiveFloat = 200.0
 
@@ -202,8 +202,8 @@ class Args:
     normalize_advantages: bool = False  # To mean 0, variance 1 over the batch (TRL)
 
 
-# A preset is a string of flags with the values of OpenAI's launch.py, or of what it starts. Later
-# flags win. The queries in the label files are cut already: no --start_text, no --end_text.
+# A preset is a string of flags with the values of OpenAI's launch.py, or of the scripts it starts.
+# Later flags win. Queries in the label files are cut already: no --start_text, no --end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = "--base_model gpt2 --token_ids_of gpt2 --start_text None --end_text None"
 OPENAI += " --total_episodes 1000000"
@@ -228,7 +228,7 @@ class Query:
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
-    columns: dict  # its row in the table, for a --reward_fn
+    columns: dict  # its row in the table, for PPO's and RLOO's --reward_fn
 
 
 @dataclass
@@ -238,12 +238,12 @@ class Batch:
     contexts: TokenRows  # B lists of the tokens before each response
     responses: Tensor  # (B, R), as sampled; 0 where sampling had stopped
     truncated: TokenRows  # B lists: the responses up to their truncate token
-    lengths: Tensor  # (B,), of truncated
+    lengths: Tensor  # (B,), of the rows of truncated
     found_end: Tensor  # (B,), whether they have a truncate token, at --truncate_after or later
     mask: Tensor  # (B, R), the tokens that count: all, or with --mask_truncated those of truncated
     logprobs: Tensor  # (B, R), of the policy that sampled them
     ref_logprobs: Tensor  # (B, R), of the reference
-    full_kl: Tensor  # (B, R), over the whole vocabulary; 0 unless --kl_estimator full
+    full_kl: Tensor  # (B, R), KL(policy, reference) at each token; 0 unless --kl_estimator full
     # what follows is set after the rollout
     texts: TokenRows  # B pretraining texts, or none
     advantages: Tensor  # (B, R), or (B, 1) in RLOO
@@ -262,24 +262,24 @@ def main(preset: str, args: Args) -> None:
         return
     k = args.rloo_k
     check_settings(args, accelerator.num_processes * args.num_minibatches * k)
-    args.micro_batch_size = max(k, args.micro_batch_size // k * k)  # Actor reads k rows at once
+    args.micro_batch_size = max(k, args.micro_batch_size // k * k)  # groups of k: see Actor
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
     my_rows = slice(rank * share, (rank + 1) * share)
 
-    # data and models; what cannot run fails in the first evaluation, before anything is written
+    # data and models; most errors show in the first evaluation, before anything is written
     set_up_backend(args.dtype)
     set_seed(args.seed)
     tokenizer = load_tokenizer("base_model", args)
     truncate_id = token_id("truncate_token", tokenizer, args)
     num_queries = args.eval_queries + num_updates * args.batch_size
     queries = load_queries("query_dataset", tokenizer, args, num_queries)
-    held_out = [query for query in queries[: args.eval_queries] for _ in range(k)]  # for Actor
+    held_out = [query for query in queries[: args.eval_queries] for _ in range(k)]  # k rows each
     queries = queries[args.eval_queries :]
     if not queries:
         raise UserError(f"--eval_queries {args.eval_queries}: none is left to train on")
     ptx_texts = []
-    if args.ptx_dataset is not None:
+    if args.ptx_dataset:
         ptx_args = replace(args, start_text=None, end_text=None, long_queries="keep_start")
         ptx_texts = load_queries("ptx_dataset", tokenizer, ptx_args, num_queries)
     longest = max(len(x.context) for x in held_out + queries + ptx_texts) + args.response_length
@@ -292,7 +292,7 @@ def main(preset: str, args: Args) -> None:
     unwrapped = accelerator.unwrap_model(policy)  # the same module, without DDP around it
     trained = {name: p for name, p in unwrapped.named_parameters() if p.requires_grad}
     ema_weights = nn.ParameterList()  # moving averages of these; none without --ema
-    if args.ema > 0:
+    if args.ema:
         ema_weights.extend(p.detach().clone() for p in trained.values())
         ema_weights.requires_grad_(False)
         accelerator.prepare_model(ema_weights, evaluation_mode=True)  # now checkpoints include it
@@ -314,9 +314,9 @@ def main(preset: str, args: Args) -> None:
             episodes = range(update * args.batch_size, updates_made * args.batch_size)[my_rows]
             batch_queries = [queries[i // k % len(queries)] for i in episodes]
             u = uniforms(args.seed, updates_made, args.batch_size, args.response_length)[my_rows]
-            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # their rows
+            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # queries' rows
             # Log-probabilities come from the first epoch's micro-batches: padding and rounding are
-            # then those of the first optimizer step, whose ratios are exactly 1.
+            # then those of the first optimizer step, whose ratios are then 1: see check_policy.
             batch = rollout(unwrapped, ref, batch_queries, u, epochs[0], truncate_id, args)
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
@@ -339,18 +339,18 @@ def main(preset: str, args: Args) -> None:
                 average.lerp_(p.detach(), 1 - args.ema)
 
             # 5. log; these are summed over tokens, and averaged over responses
-            per_response = {
+            summed = {
                 "objective/scores": scores,
                 "objective/scores_scaled": final_scores,
                 "objective/score_total": rewards,
                 "objective/found_end": batch.found_end,
                 "objective/length": batch.lengths,
                 "objective/kl": ref_log_ratio,
-                "objective/entropy": -batch.logprobs * batch.mask,  # from sampled tokens only
+                "objective/entropy": -batch.logprobs * batch.mask,  # from the sampled tokens alone
                 "objective/non_score_reward": -kl_coef * token_kl,
             }
             count = scores.new_tensor(len(scores))
-            records.append({name: (x.sum(), count) for name, x in per_response.items()})
+            records.append({name: (x.sum(), count) for name, x in summed.items()})
             metrics = reduce_means(records)
             metrics["objective/kl_coef"] = kl_coef
             metrics["ppo/episode"] = updates_made * args.batch_size
@@ -383,7 +383,7 @@ def main(preset: str, args: Args) -> None:
         if rank == 0:
             with as_user_error("output_dir", args):
                 save_policy(unwrapped, weights, tokenizer, args.output_dir)
-                if args.ema > 0:
+                if args.ema:
                     ema = weights | dict(zip(trained, averages, strict=True))
                     save_policy(unwrapped, ema, tokenizer, f"{args.output_dir}/ema")
             show_samples(accelerator, before, after, args)
@@ -425,14 +425,14 @@ def penalize(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
 
 def normalize_scores(scores: Tensor, args: Args) -> Tensor:
     """Scores (B,), divided by their deviation over all processes (--score_norm; with `whiten` less
-    their mean), then clipped (--score_clip). Scores of single tokens are not normalized: main pays
-    the difference at the last token."""
-    if args.score_norm is not None:
+    their mean), then clipped (--score_clip). Scores of single tokens are not normalized:
+    ppo_rlhf.py pays the difference at the last token."""
+    if args.score_norm:
         mean, variance = moments(scores, torch.ones_like(scores), sum_over_ranks)
         if args.score_norm == "whiten":
             scores = scores - mean
         scores = scores * torch.rsqrt(variance + (variance < 1e-8))  # nearly equal ones stay
-    if args.score_clip is not None:
+    if args.score_clip:
         scores = scores.clamp(-args.score_clip, args.score_clip)
     return scores
 
@@ -469,9 +469,9 @@ def rloo_advantages(rewards: Tensor, args: Args) -> Tensor:
 
 
 def rloo_loss(logprobs: Tensor, batch: Batch, rows: Tensor, args: Args) -> tuple[Tensor, Sums]:
-    """Clipped loss of the policy, SUMMED over responses (with --token_level over their tokens), so
-    that micro-batches add up, from new logprobs (b, R) of rows of the batch; and metrics, averaged
-    over the same (the logged loss, too). At a ratio of 1 the gradient is that of REINFORCE."""
+    """Clipped policy loss, for new logprobs (b, R) of rows of the batch, SUMMED over responses
+    (with --token_level over their tokens), so that micro-batches add up. What is logged, the loss
+    too, are means over these. At a ratio of 1 the gradient is that of REINFORCE."""
     advantages = batch.advantages[rows]
     mask = batch.mask[rows]
     log_ratio = (logprobs - batch.logprobs[rows]) * mask
@@ -550,7 +550,7 @@ def rloo_update(
                 error = ((logprobs.detach() - batch.logprobs[rows]).exp() - 1).abs().max()
                 records.append({"first_ratio_error": (error, one)})
 
-        if args.target_kl is not None:  # over all processes, so that all stop at the same step
+        if args.target_kl:  # over all processes, so that all stop at the same step
             approxkl = reduce_means(records[first_record:])["rloo/approxkl"]
             if approxkl > args.target_kl:
                 break
@@ -569,7 +569,7 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 def check_policy(update: int, ratio_error: float, kl: float, args: Args) -> None:
     """Raises UserError unless, within a tolerance, the ratios of the update's first step were 1 and
     the KL of the first update was 0; and unless this KL is in [-max_kl / 10, max_kl]. ratio_error
-    is the largest error of each micro-batch, averaged. By `not`, NaN fails the conditions, too."""
+    is the largest error of each micro-batch, averaged. `not` makes NaN raise, too."""
     tolerance = {"fp32": 1e-3, "bf16": 0.02}[args.dtype]
     first_kl = kl if update == 0 else 0.0
     if not max(ratio_error, abs(first_kl)) <= tolerance:
@@ -593,12 +593,12 @@ def reduce_means(records: list[Sums]) -> dict:
 
 
 # --- rollout and scoring --------------------------------------------------------------------------
-def draw_epochs(args: Args, rank: int, share: int) -> Iterator[Tensor]:
+def draw_epochs(args: Args, rank: int, size: int) -> Iterator[Tensor]:
     """For each update its minibatches' rows (RLOO: queries), numbers (num_epochs, num_minibatches,
-    n): for each epoch a permutation of range(share)."""
+    n): for each epoch a permutation of range(size)."""
     random = np.random.RandomState(args.seed + 100_003 * rank)
     while True:
-        shuffles = [random.permutation(share) for _ in range(args.num_epochs)]
+        shuffles = [random.permutation(size) for _ in range(args.num_epochs)]
         yield torch.from_numpy(np.stack(shuffles)).view(args.num_epochs, args.num_minibatches, -1)
 
 
@@ -671,7 +671,7 @@ def rollout(
     args: Args,
 ) -> Batch:
     """Responses to the queries, from uniforms u (B, R); log-probabilities of their tokens, and
-    values. Rows go through the models in the micro-batches of these minibatches."""
+    values. Rows go through the models in the micro-batches of minibatches (num_minibatches, n)."""
     contexts = [query.context for query in queries]
     has_ended = None
     if args.mask_truncated and truncate_id is not None:
@@ -825,7 +825,7 @@ def logits_of(lm: Model, states: Tensor) -> Tensor:
 
 
 class Actor(Module):
-    """A policy that reads a context once for its k responses, in adjacent rows."""
+    """A policy. The k responses to a query are adjacent rows everywhere: they read it once."""
 
     def __init__(self, lm: Model, k: int) -> None:
         super().__init__()
@@ -837,8 +837,8 @@ class Actor(Module):
         self, ids: Tensor, mask: Tensor, last: int = 1, cache: DynamicCache | None = None
     ) -> Pair:
         """Logits (b, last, V), in fp32, at the last tokens of ids (b, T); no values. The tokens
-        before these must be the same in each group of k adjacent rows: they are read once."""
-        n = ids.shape[1] - last
+        before these are the same in each group of k rows: they are read once."""
+        n = ids.shape[1] - last  # the tokens before
         unused = 0.0
         if n > 0:
             if cache is None:
@@ -980,9 +980,9 @@ def load_model(
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """Raises ValueError for a model that is too small, a classifier with several labels, or a model
-    whose output for a padded text, read through a cache as RLOO's Actor does, is not what
-    transformers gives for the text alone."""
+    """Raises ValueError for a model with too few embeddings or too short a window, for a classifier
+    with several labels, or a model whose output for a padded text, read through a cache as RLOO's
+    Actor does, is not what transformers gives for the text alone."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -1036,7 +1036,7 @@ def load_policy_and_reference(
     freeze_lower_layers(lm, args)
     shared = {id(p): p for p in lm.parameters() if not p.requires_grad}
     # `shared` is deepcopy's memo: it takes the weights in it as they are, and copies all others.
-    # The copied LoRA adapters are new, and add 0.
+    # So are LoRA's adapters, and at the start they add 0.
     ref_lm = copy.deepcopy(lm, shared).requires_grad_(False)
     if args.unfrozen_layers == 0:  # else it shares layers with the policy, which is saved in fp32
         hold_in_bf16(ref_lm, args)
@@ -1044,9 +1044,9 @@ def load_policy_and_reference(
 
 
 def add_adapters(model: Model, args: Args) -> None:
-    """With --lora_rank the model is frozen, and LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on
-    all its linear layers but the head are trained in its place."""
-    if args.lora_rank > 0:
+    """With --lora_rank the weights are frozen, and LoRA adapters (Hu et al. 2021, arXiv:2106.09685)
+    on all linear layers but the head are trained; in train_reward.py the head, too."""
+    if args.lora_rank:
         with as_user_error("lora_rank", args):
             from peft import LoraConfig
         model.add_adapter(
@@ -1061,9 +1061,10 @@ def add_adapters(model: Model, args: Args) -> None:
 
 
 def freeze_lower_layers(model: Model, args: Args) -> None:
-    """With --unfrozen_layers only these and what is defined after them are trained, as in trlX's
-    hydra. A head that is tied to the embeddings, as GPT-2's is, stays frozen with them."""
-    if args.unfrozen_layers > 0:
+    """With --unfrozen_layers only these layers and the modules after them (the last norm, an untied
+    head) are trained, as in trlX's hydra. A head that is tied to the embeddings, as GPT-2's is,
+    stays frozen with them."""
+    if args.unfrozen_layers:
         trunk = model.get_decoder()  # without the images' part of a model that has one
         layers = next(x for x in trunk.modules() if isinstance(x, nn.ModuleList))
         with as_user_error("unfrozen_layers", args):
@@ -1076,7 +1077,7 @@ def freeze_lower_layers(model: Model, args: Args) -> None:
 
 def hold_in_bf16(model: Model, args: Args) -> None:
     """With --dtype bf16 frozen linear layers take half the memory. autocast would round them to
-    bf16 anyway. What it leaves alone (embeddings, norms) and the head stay in fp32."""
+    bf16 anyway. Biases, the head, and what it leaves alone (embeddings, norms) stay in fp32."""
     for module in model.base_model.modules():
         is_frozen = isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad
         if is_frozen and args.dtype == "bf16":
@@ -1084,9 +1085,9 @@ def hold_in_bf16(model: Model, args: Args) -> None:
 
 
 def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
-    """A function of (queries, responses) that scores them, as score_by_model does: by --reward_fn,
+    """A function from (queries, responses) to what score_by_model returns, made of --reward_fn,
     --reward_model, or the newest reward model that train_reward.py made for the preset."""
-    if args.reward_fn is not None:
+    if args.reward_fn:
         sys.path.insert(0, os.getcwd())
         with as_user_error("reward_fn", args):
             function = pkgutil.resolve_name(args.reward_fn)
@@ -1287,7 +1288,7 @@ def resolve_args(preset: str, args: Args) -> Args | None:
             raise ValueError("has a run: --resume, or another folder")
         for name, old in vars(old_args).items():
             new = getattr(args, name)
-            if new == old:
+            if new == old or name == "resume":
                 continue
             if name not in CHANGEABLE.split():
                 raise ValueError(f"was started with --{name} {old}, not {new}")
@@ -1467,7 +1468,10 @@ def one_line(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     if re.search("out of memory|can't allocate memory", str(error)):
-        return "out of memory: try a smaller --micro_batch_size or, if it is sampling, --batch_size"
+        return (
+            "out of memory: try a smaller --micro_batch_size; "
+            "in PPO and RLOO --batch_size and --eval_queries, too"
+        )
     if re.search("(closed|reset) by peer", str(error)):
         return "another process has ended"
     return ""

@@ -29,7 +29,7 @@ class AdamTF(torch.optim.Adam):
     """TensorFlow-style Adam with the kernels, state and options of `torch.optim.Adam`.
 
     Args:
-        params: parameters or parameter groups; a group may set its own lr, betas and eps.
+        params: parameters, named ones, or groups; a group may set its own lr, betas and eps.
         lr: learning rate, >= 0.
         betas: decay rates of the two moving averages, each in [0, 1).
         eps: TensorFlow's "epsilon hat", added to sqrt(v) before any bias correction.
@@ -49,9 +49,6 @@ class AdamTF(torch.optim.Adam):
         weight_decay: float = 0.0,
         fused: bool | None = None,
     ) -> None:
-        params = list(params)
-        if fused is None:
-            fused = all(can_be_fused(p) for p in tensors_of(params))
         super().__init__(
             params,
             lr=lr,
@@ -61,14 +58,19 @@ class AdamTF(torch.optim.Adam):
             decoupled_weight_decay=True,
             fused=fused,
         )
+        tensors = [p for group in self.param_groups for p in group["params"]]
+        if fused is None and all(can_be_fused(p) for p in tensors):
+            for options in (self.defaults, *self.param_groups):
+                options["fused"] = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update. It replaces each group's epsilon only while it runs, so state_dict holds the
         given eps.
 
-        Each group has one step count, a plain int, as TensorFlow has one beta power for all
-        variables. So it need not be read from the GPU.
+        Epsilon has one step count per group, a plain int, which need not be read from the GPU.
+        PyTorch's bias corrections count the steps of each parameter. With a gradient for every
+        parameter at every step that is TensorFlow's one beta power for all variables.
         """
         epsilons = [group["eps"] for group in self.param_groups]
         for group in self.param_groups:
@@ -80,15 +82,6 @@ class AdamTF(torch.optim.Adam):
         finally:
             for group, eps in zip(self.param_groups, epsilons, strict=True):
                 group["eps"] = eps
-
-
-def tensors_of(params: list[Any]) -> Iterable[Tensor]:
-    """The tensors in parameters or parameter groups."""
-    for item in params:
-        if isinstance(item, dict):
-            yield from item["params"]
-        else:
-            yield item
 
 
 def can_be_fused(p: Tensor) -> bool:
@@ -103,7 +96,8 @@ def make_optimizer(
 
     Up to four parameter groups: the policy's matrices and its other weights, then the same of value
     head and critic (`is_critic`). Only matrices have args.weight_decay. set_learning_rates sets the
-    learning rate of each group.
+    learning rate of each group. In train_reward.py `policy` is the reward model, and nothing is
+    `critic`.
     """
     groups = []
     for is_critic, modules in ((False, policy), (True, critic)):

@@ -134,7 +134,7 @@ class Args:
     end_text: Name | None = "."  # One token: a query is cut back to its last occurrence (None: off)
     response_length: PositiveInt = 24  # Tokens sampled per response
     temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
-    # `eos`: chosen and rejected responses end at their first one. Other tokens change nothing here
+    # `eos`: chosen and rejected responses end at their first eos. Other tokens change nothing here
     truncate_token: Name | None = "."
     # Samples that set gain and bias, before and after the training (0: the gain is only trained)
     normalization_samples: NonNegativeInt = 512
@@ -153,8 +153,8 @@ class Args:
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
 
 
-# A preset is a string of flags with the values of OpenAI's launch.py, or of what it starts. Later
-# flags win. The queries in the label files are cut already: no --start_text, no --end_text.
+# A preset is a string of flags with the values of OpenAI's launch.py, or of the scripts it starts.
+# Later flags win. Queries in the label files are cut already: no --start_text, no --end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = "--base_model gpt2 --token_ids_of gpt2 --start_text None --end_text None"
 BOOKS = f"{OPENAI} --query_length 64 --num_labels 4992 --batch_size 32 --micro_batch_size 64"
@@ -182,7 +182,7 @@ class Query:
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
-    columns: dict  # its row in the table, for a --reward_fn
+    columns: dict  # its row in the table, for PPO's and RLOO's --reward_fn
 
 
 @dataclass
@@ -283,7 +283,7 @@ def main(preset: str, args: Args) -> None:
         statistics |= {"gain": reward.gain.item(), "bias": reward.bias.item()}
         samples = evaluate_labels(reward, held_out, tokenizer)
         if held_out:
-            # The baseline, test/constant, always chooses the index that is best most often.
+            # The baseline, test/constant, always chooses the index that is best most often here.
             statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
             statistics["test/constant"] = samples["best"].value_counts(normalize=True).max().item()
         merge_adapters(model)
@@ -299,7 +299,7 @@ def main(preset: str, args: Args) -> None:
 # --- the algorithm --------------------------------------------------------------------------------
 def label_rewards(reward: Module, labels: list[Label]) -> Pair:
     """Rewards (b, N) of the N responses to each query, and the index of the best one, (b,).
-    Unlike in ppo_rlhf.py responses are not truncated: read_preferences has cut pairs."""
+    Responses count up to their last token, not to a truncate token as in ppo_rlhf.py."""
     ids, mask = left_pad([label.query for label in labels])
     rows = [torch.tensor(row) for label in labels for row in label.responses]
     lengths = torch.tensor([len(row) for row in rows], device=ids.device)
@@ -344,7 +344,7 @@ def reward_update(
                 records.append({"train/gradient_norm": (norm, torch.ones_like(norm))})
             optimizer.step()
             optimizer.zero_grad()
-        count = torch.ones_like(best).sum()
+        count = best.new_tensor(len(best))
         accuracy = (hits(rewards, best).sum(), count)
         records.append({"train/loss": (loss.detach(), count), "train/accuracy": accuracy})
     return records
@@ -655,9 +655,9 @@ def load_model(
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """Raises ValueError for a model that is too small, a classifier with several labels, or a model
-    whose output for a padded text, read through a cache as RLOO's Actor does, is not what
-    transformers gives for the text alone."""
+    """Raises ValueError for a model with too few embeddings or too short a window, for a classifier
+    with several labels, or a model whose output for a padded text, read through a cache as RLOO's
+    Actor does, is not what transformers gives for the text alone."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -688,9 +688,9 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
 
 
 def add_adapters(model: Model, args: Args) -> None:
-    """With --lora_rank the model is frozen, and LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on
-    all its linear layers but the head are trained in its place."""
-    if args.lora_rank > 0:
+    """With --lora_rank the weights are frozen, and LoRA adapters (Hu et al. 2021, arXiv:2106.09685)
+    on all linear layers but the head are trained; in train_reward.py the head, too."""
+    if args.lora_rank:
         with as_user_error("lora_rank", args):
             from peft import LoraConfig
         model.add_adapter(
@@ -706,7 +706,7 @@ def add_adapters(model: Model, args: Args) -> None:
 
 def hold_in_bf16(model: Model, args: Args) -> None:
     """With --dtype bf16 frozen linear layers take half the memory. autocast would round them to
-    bf16 anyway. What it leaves alone (embeddings, norms) and the head stay in fp32."""
+    bf16 anyway. Biases, the head, and what it leaves alone (embeddings, norms) stay in fp32."""
     for module in model.base_model.modules():
         is_frozen = isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad
         if is_frozen and args.dtype == "bf16":
@@ -859,9 +859,23 @@ def load_queries(flag: str, tokenizer: Tokenizer, args: Args, need: int) -> list
     return queries
 
 
-def preference_texts(row: dict, tokenizer: Tokenizer) -> tuple[str, str, str]:
-    """Texts of prompt, chosen and rejected; chats are rendered by the tokenizer's template. Without
-    a prompt column the prompt is the common beginning, up to the end of a word."""
+def begins_with_prompt(row: dict) -> bool:
+    """Whether there is a prompt, and both answers begin with it; for texts."""
+    prompt = row.get("prompt", row.get("query"))
+    answers = (row["chosen"], row["rejected"])
+    return isinstance(prompt, str) and all(str(x).startswith(prompt) for x in answers)
+
+
+def preference_texts(row: dict, tokenizer: Tokenizer, is_repeated: bool) -> tuple[str, str, str]:
+    """Texts of prompt, chosen and rejected; chats are rendered by the tokenizer's template.
+    is_repeated: answers of this table repeat their prompt; it is then read once. Without a prompt
+    column the prompt is the common beginning, up to the end of a word. Examples:
+
+        prompt    chosen         rejected      is_repeated    read as
+        Hello     Hello, you.    Hello there   False          Hello | Hello, you. | Hello there
+        Why?      Why? Because   Why? So       True           Why? | _Because | _So  (_: a space)
+        None      Why? Because   Why? So                      Why? | _Because | _So
+    """
     prompt = row.get("prompt", row.get("query"))
     answers = [row["chosen"] or "", row["rejected"] or ""]  # an empty cell is null
     if isinstance(answers[0], list):
@@ -877,7 +891,7 @@ def preference_texts(row: dict, tokenizer: Tokenizer) -> tuple[str, str, str]:
     elif prompt is None:
         # The common beginning may end within a word: that piece is left to the answers.
         prompt = re.sub(r"(\s|\A)\S*\Z", "", os.path.commonprefix(answers))
-    elif not all(answer.startswith(prompt) for answer in answers):  # else both repeat it
+    elif not is_repeated or not begins_with_prompt(row):
         answers = [prompt + answer for answer in answers]
     if not all(answer.startswith(prompt) for answer in answers):
         raise ValueError(f"an answer does not go on from the prompt: {row}")
@@ -895,10 +909,12 @@ def read_preferences(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) 
     if args.truncate_token == "eos":
         end = token_id("truncate_token", tokenizer, args)
     long = args.long_queries or "drop"
+    # An answer to a short prompt may begin like it by chance: most rows decide.
+    is_repeated = sum(map(begins_with_prompt, table)) > len(table) / 2
     labels = []
     num_cut = 0
     for row, coin in zip(table, coins, strict=True):
-        texts = preference_texts(row, tokenizer)
+        texts = preference_texts(row, tokenizer, is_repeated)
         query, *responses = [encode(text, tokenizer) for text in texts]
         if end is not None:
             # [*x, end].index(end) is the place of the first eos, or the length if there is none.
@@ -936,7 +952,7 @@ def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> li
                 labels.append(Label(bos(tokenizer) + query, responses, int(row["best"])))
     num_lost = len(table) - len(labels)
     if num_lost > 0:
-        why = "a text empty, a prompt above --query_length, or all responses the same"
+        why = "a text empty, a prompt above --query_length, responses equal up to --response_length"
         logger.warning(f"left out {num_lost} of {len(table)} labels: {why}")
     if num_lost > 0.1 * len(table):
         raise ValueError(f"{num_lost} of {len(table)} labels are of no use")
@@ -1013,7 +1029,7 @@ def resolve_args(preset: str, args: Args) -> Args | None:
             raise ValueError("has a run: --resume, or another folder")
         for name, old in vars(old_args).items():
             new = getattr(args, name)
-            if new == old:
+            if new == old or name == "resume":
                 continue
             if name not in CHANGEABLE.split():
                 raise ValueError(f"was started with --{name} {old}, not {new}")
@@ -1170,7 +1186,10 @@ def one_line(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     if re.search("out of memory|can't allocate memory", str(error)):
-        return "out of memory: try a smaller --micro_batch_size or, if it is sampling, --batch_size"
+        return (
+            "out of memory: try a smaller --micro_batch_size; "
+            "in PPO and RLOO --batch_size and --eval_queries, too"
+        )
     if re.search("(closed|reset) by peer", str(error)):
         return "another process has ended"
     return ""

@@ -84,7 +84,7 @@ def embedded(adam: str, lr: float, seeds: list[int]) -> dict[str, Any]:
     for seed in seeds:
         args = ppo_rlhf.Args(seed=seed, adam=adam, lr=lr)
         num_queries = args.eval_queries + args.batch_size
-        queries = ppo_rlhf.load_queries("query_dataset", tokenizer, args, num_queries)
+        queries = ours.load_queries(tokenizer, args, num_queries)
         queries = queries[args.eval_queries :]
         score = functools.partial(ppo_rlhf.score_by_function, happy, tokenizer, args)
         policy = ppo_rlhf.ActorCritic(ours.load_lm("tiny/model", args))

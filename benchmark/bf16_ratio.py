@@ -245,7 +245,7 @@ def main() -> None:
         queries = None
         if model == "tiny":
             args.base_model = "tiny/model"
-            queries = rloo_rlhf.load_queries("query_dataset", tokenizer, args, options.episodes)
+            queries = ours.load_queries(tokenizer, args, options.episodes)
         for algorithm in options.algorithms:
             for length in options.lengths:
                 rows += measure(model, lm, algorithm, length, queries, options)

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import common
+import ours
 import torch
-from ours import load_lm
 from torch import Tensor
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
@@ -26,7 +26,7 @@ class Judge:
             reward_model=str(reward_model),
         )
         longest = args.query_length + args.response_length
-        self.queries = rloo_rlhf.load_queries("query_dataset", tokenizer, args, num_queries)
+        self.queries = ours.load_queries(tokenizer, args, num_queries)
         self.end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
         self.reward = rloo_rlhf.load_reward(args, "tiny", tokenizer, longest)
         self.tokenizer = tokenizer
@@ -40,7 +40,7 @@ class Judge:
 
     def actor(self, folder: Path | str) -> Any:
         """The policy in `folder`, or the reference; one response per query."""
-        return rloo_rlhf.Actor(load_lm(str(folder), self.args), k=1)
+        return rloo_rlhf.Actor(ours.load_lm(str(folder), self.args), k=1)
 
     def responses(self, policy: Any, draw: int) -> list[list[int]]:
         """A truncated response to each query."""

@@ -270,7 +270,7 @@ def estimated(options: argparse.Namespace) -> None:
     longest = args.query_length + args.response_length
     rloo_rlhf.set_up_backend(args.dtype)
     end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
-    queries = rloo_rlhf.load_queries("query_dataset", tokenizer, args, options.queries)
+    queries = ours.load_queries(tokenizer, args, options.queries)
     score = rloo_rlhf.load_reward(args, "tiny", tokenizer, longest)
     ref = rloo_rlhf.Actor(ours.load_lm(args.base_model, args), k=1)
     rewards, _ = draw(ref, ref, score, queries, end, options.samples, args)

@@ -9,6 +9,7 @@ from typing import Any
 
 import common
 import torch
+from accelerate import PartialState
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -41,6 +42,12 @@ class Clock:
 def responses_per_query(args: Any) -> int:
     """RLOO's K; 1 for PPO."""
     return getattr(args, "rloo_k", 1)
+
+
+def load_queries(tokenizer: Any, args: Any, count: int) -> list[Any]:
+    """Up to `count` of --query_dataset, in the order of args.seed."""
+    PartialState()  # the scripts' logger asks for it
+    return ppo_rlhf.load_queries("query_dataset", tokenizer, args, count)
 
 
 def load(auto_class: type, folder: str, args: Any, **config: Any) -> Any:

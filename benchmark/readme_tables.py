@@ -60,9 +60,9 @@ RECORDS = {
     "equal_kl": ["ablations-full"],
     "slow": ["ablations-slow"],
     "long": ["ablations-long"],
-    "real_model": ["real_model-smollm2"],
-    "real_duels": ["real_model-smollm2"],
-    "real_samples": ["real_model-smollm2"],
+    "real_model": ["real_model-smollm2", "real_model-smollm2-held"],
+    "real_duels": ["real_model-smollm2", "real_model-smollm2-held"],
+    "real_samples": ["real_model-smollm2-held"],
     "scaling": ["scaling-cpu-fp32"],
 }
 
@@ -70,6 +70,11 @@ RECORDS = {
 def records(name: str) -> list[dict[str, Any]]:
     """The records of a table."""
     return [json.loads((RESULTS / f"{record}.json").read_text()) for record in RECORDS[name]]
+
+
+def rows_of(name: str, part: str) -> list[dict[str, Any]]:
+    """The rows of all records of a table."""
+    return [row for record in records(name) for row in record[part]]
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -506,8 +511,10 @@ def real_model_table() -> str:
     columns = ["", "right", "rate", "seed", "episodes", "gold", "score"]
     columns += ["wins", "for equal length", "ties", "KL"]
     rows = []
-    for row in records("real_model")[0]["rows"]:
+    for row in rows_of("real_model", "rows"):
         arm = "PPO, VADER" if row["arm"].startswith("rate") else row["arm"]
+        if "--dtype fp32" in row["flags"]:
+            arm += ", fp32"
         right = f"{row['reward_accuracy']:.0%}" if "reward_accuracy" in row else "-"
         cells = [arm, right, row["lr"], row["seed"], row["episodes"]]
         for kind in ("gold", "score"):
@@ -527,7 +534,7 @@ def real_duels_table() -> str:
     """Wins of one algorithm's policy over another's, on the same openings."""
     columns = ["", "over", "rate", "seed", "wins", "for equal length", "ties"]
     rows = []
-    for row in records("real_duels")[0]["duels"]:
+    for row in rows_of("real_duels", "duels"):
         cells = [row["arm"], row["other"], row["lr"], row["seed"]]
         cells += [share(row["win_rate"]), share(row["controlled_rate"]), f"{row['ties']:.0%}"]
         rows.append(cells)
@@ -538,7 +545,7 @@ def real_samples_table() -> str:
     """The first held-out openings, with what the policy of each algorithm's best run makes of
     them."""
     of_arm = {}
-    for row in sorted(records("real_model")[0]["rows"], key=lambda row: row["gold_after"]):
+    for row in sorted(records("real_samples")[0]["rows"], key=lambda row: row["gold_after"]):
         if row["arm"].endswith("reward model"):
             of_arm[row["arm"]] = {sample["query"]: sample for sample in row["samples"]}
     rows = []

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import common
 import numpy as np
+import ours
 import torch
 import win_rate
 from matplotlib.figure import Figure
@@ -108,8 +109,9 @@ def chats(folder: Path) -> Path:
 
 
 @torch.no_grad()
-def label(base_model: str, path: Path, seed: int, num_labels: int) -> None:
-    """Labels for train_reward.py: of four samples of the model the one that VADER likes best."""
+def label(base_model: str, path: Path, seed: int, num_labels: int, dtype: str) -> None:
+    """Labels for train_reward.py: of four samples of the model the one that VADER likes best. The
+    openings on which a run with this seed is evaluated have none."""
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     args = rloo_rlhf.Args(
         seed=seed,
@@ -120,9 +122,10 @@ def label(base_model: str, path: Path, seed: int, num_labels: int) -> None:
         query_length=24,
         response_length=16,
         truncate_after=6,
-        dtype="bf16",
+        dtype=dtype,
     )
-    queries = rloo_rlhf.load_queries("query_dataset", tokenizer, args, num_labels)
+    queries = ours.load_queries(tokenizer, args, num_labels)
+    queries = queries[args.eval_queries :]
     lm, _ = rloo_rlhf.load_policy_and_reference(args, tokenizer, 64)
     policy = rloo_rlhf.Actor(lm, k=1)
     end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
@@ -143,19 +146,26 @@ def label(base_model: str, path: Path, seed: int, num_labels: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def reward_model(base_model: str, seed: int, folder: Path, num_labels: int) -> Path:
+def reward_model(base_model: str, seed: int, args: Any, folder: Path) -> Path:
     """A reward model, trained by train_reward.py on such labels."""
-    out = folder / f"reward-{seed}"
-    labels = folder / f"labels-{seed}.jsonl"
+    labels = folder / f"{common.commit()}-labels-{args.labels}-{args.dtype}-{seed}.jsonl"
     if not labels.exists():
-        label(base_model, labels, seed, num_labels)
+        label(base_model, labels, seed, args.labels, args.dtype)
     flags = f"--base_model {base_model} --query_dataset {OPENINGS} --label_dataset {labels}"
-    flags += " --start_text none --end_text none --dtype bf16 --lr 5e-5 --batch_size 32"
-    run("train_reward.py", f"{flags} --seed {seed}", out)
+    flags += " --start_text none --end_text none --batch_size 32"
+    flags += f" --dtype {args.dtype} --lr {args.reward_lr} --seed {seed}"
+    out = folder_of("train_reward.py", flags, folder)
+    run("train_reward.py", flags, out)
     return out / "reward_model"
 
 
 # --- runs -----------------------------------------------------------------------------------------
+def folder_of(script: str, flags: str, folder: Path) -> Path:
+    """Where a run of these scripts with these flags goes."""
+    digest = hashlib.sha256(flags.encode()).hexdigest()[:6]
+    return folder / f"{common.commit()}-{Path(script).stem}-{digest}"
+
+
 def run(script: str, flags: str, out: Path) -> None:
     """A script as a user would run it, unless that run is finished."""
     if (out / "samples.jsonl").exists():
@@ -165,9 +175,11 @@ def run(script: str, flags: str, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.with_suffix(".log").open("w") as log:
         start = time.perf_counter()
-        subprocess.run(command, check=True, stdout=log, stderr=log)
-    seconds = time.perf_counter() - start
-    out.with_suffix(".json").write_text(json.dumps({"seconds": seconds}))
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, f"see {log.name}"
+    spent = {"seconds": time.perf_counter() - start, "memory": usage.ru_maxrss * 1024}
+    out.with_suffix(".json").write_text(json.dumps(spent))
     shutil.rmtree(out / "checkpoints")  # gigabytes
 
 
@@ -180,11 +192,10 @@ def measure(name: str, seed: int, base_model: str, args: Any, folder: Path) -> d
     flags = f"--base_model {base_model} {task} --dtype {args.dtype}"
     flags += f" --total_episodes {args.episodes} --lr {args.lr}"
     if arm.has_reward_model:
-        path = reward_model(base_model, seed, folder, args.labels)
+        path = reward_model(base_model, seed, args, folder)
         flags += f" --reward_model {path}"
     flags += f" {arm.flags} --seed {seed}"  # the last of a kind counts
-    digest = hashlib.sha256(flags.encode()).hexdigest()[:6]
-    out = folder / f"{common.commit()}-{Path(arm.script).stem}-{digest}"
+    out = folder_of(arm.script, flags, folder)
     run(arm.script, flags, out)
     assert json.loads((out / "args.json").read_text())["script"] == Path(arm.script).stem
 
@@ -208,9 +219,8 @@ def measure(name: str, seed: int, base_model: str, args: Any, folder: Path) -> d
     curves = ("objective/scores", "objective/kl", "objective/entropy", "objective/length")
     for metric in ("ppo/episode", *curves):
         row[metric] = [line[metric] for line in metrics]
-    if arm.has_reward_model:  # each label is seen once, so that this is as good as held out
-        lines = common.read_lines(path.parent / "metrics.jsonl")
-        row["reward_accuracy"] = float(np.mean([line["train/accuracy"] for line in lines[-16:]]))
+    if arm.has_reward_model:
+        row["reward_accuracy"] = accuracy(path.parent)
     shown = {}
     for sample in samples:
         shown.setdefault(sample["query"], sample)
@@ -219,9 +229,9 @@ def measure(name: str, seed: int, base_model: str, args: Any, folder: Path) -> d
 
 
 # --- results --------------------------------------------------------------------------------------
-def judged(ours: win_rate.Texts, theirs: win_rate.Texts) -> dict[str, Any]:
-    """How often VADER prefers ours, and what win_rate.py says beside that."""
-    return win_rate.results(win_rate.compare(ours, theirs, sentiment))
+def judged(mine: win_rate.Texts, theirs: win_rate.Texts) -> dict[str, Any]:
+    """How often VADER prefers `mine`, and what win_rate.py says beside that."""
+    return win_rate.results(win_rate.compare(mine, theirs, sentiment))
 
 
 def duels(
@@ -235,17 +245,34 @@ def duels(
             key = (row["arm"], row["lr"], row["seed"], row["episodes"])
             texts[key] = win_rate.read_samples(folder / row["folder"], "response_after")
     found = []
-    for (arm, lr, seed, episodes), ours in texts.items():
+    for (arm, lr, seed, episodes), mine in texts.items():
         other = arm.replace("RLOO", "PPO")
         theirs = texts.get((other, lr, seed, episodes))
         if other != arm and theirs is not None:
             names = {"arm": arm, "other": other, "lr": lr, "seed": seed}
-            found.append(names | judged(ours, theirs))
+            found.append(names | judged(mine, theirs))
     known = {}
     for duel in old + found:
         key = (duel["arm"], duel["lr"], duel["seed"])
         known[key] = duel
     return list(known.values())
+
+
+def accuracy(run: Path) -> float:
+    """Of a reward model, in the last 512 labels. Each label is seen once, so that this is as good
+    as held out."""
+    lines = common.read_lines(run / "metrics.jsonl")
+    return float(np.mean([line["train/accuracy"] for line in lines[-16:]]))
+
+
+def reward_models(folder: Path) -> list[dict[str, Any]]:
+    """All reward models that these scripts have made here."""
+    found = []
+    for run in folder.glob(f"{common.commit()}-train_reward-*/"):
+        made_with = json.loads((run / "args.json").read_text())["args"]
+        flags = {name: made_with[name] for name in ("seed", "lr", "dtype")}
+        found.append(flags | {"accuracy": accuracy(run)})
+    return found
 
 
 def key_of(row: dict[str, Any]) -> tuple[int, int, str, int]:
@@ -267,7 +294,7 @@ def smooth(values: list[float], width: int = 4) -> np.ndarray:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Score, KL and length over the episodes, a line per run; those of the sweep are left out."""
+    """Score, KL and length over the episodes, a line per run; shorter runs are left out."""
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     panels = figure.subplots(1, 3)
     labels = {
@@ -276,7 +303,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         "objective/length": "tokens up to the end",
     }
     most = max(row["episodes"] for row in rows)
-    shown = [row for row in rows if row["episodes"] == most or "LoRA" in row["arm"]]
+    shown = [row for row in rows if row["episodes"] == most]
     names = list(dict.fromkeys(row["arm"] for row in shown))
     for axes, (metric, title) in zip(panels, labels.items(), strict=True):
         for row in shown:
@@ -302,7 +329,8 @@ def main() -> None:
     add("--base_model", default=None, help="a folder or hub id (None: the package on PyPI)")
     add("--episodes", type=int, default=2_560, help="of each policy, 64 in an update")
     add("--lr", default="1e-4", help="learning rate, by the sweep")
-    add("--dtype", default="bf16", choices=("bf16", "fp32"), help="of the policies' runs")
+    add("--dtype", default="bf16", choices=("bf16", "fp32"), help="of every run")
+    add("--reward_lr", default="5e-5", help="learning rate of the reward models")
     add("--labels", type=int, default=2_048, help="queries that are labelled for a reward model")
     add("--folder", default="runs/real_model", help="where model and runs go")
     args = parser.parse_args()
@@ -316,7 +344,8 @@ def main() -> None:
             row = measure(name, seed, base_model, args, folder)
             known[key_of(row)] = row
             rows = [known[key] for key in sorted(known)]
-            path = common.write("real_model", args.tag, args, rows, duels=duels(rows, folder, old))
+            found = {"duels": duels(rows, folder, old), "reward_models": reward_models(folder)}
+            path = common.write("real_model", args.tag, args, rows, **found)
             plot(rows, path.with_suffix(".png"))
     columns = "arm seed episodes gold_before gold_after score_after kl_after distinct_after seconds"
     common.show_rows([{name: row[name] for name in columns.split()} for row in rows])

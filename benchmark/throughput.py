@@ -80,7 +80,7 @@ class Setting:
         longest = options.query_length
         if options.queries == "tiny":
             args = ppo_rlhf.Args()
-            queries = ppo_rlhf.load_queries("query_dataset", common.tokenizer(), args, count)
+            queries = ours.load_queries(common.tokenizer(), args, count)
             self.lengths = np.array([len(query.context) for query in queries])
         elif options.queries == "book":
             self.lengths = rng.geometric(1 / 16, count).clip(1, longest)

@@ -303,15 +303,25 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(
     answers = (begin + chosen, begin + rejected)
     for row in ({}, {"prompt": None}):
         row |= dict(zip(("chosen", "rejected"), answers, strict=True))
-        assert train_reward.preference_texts(row, None) == (begin, chosen, rejected)
+        assert train_reward.preference_texts(row, None, True) == (begin, chosen, rejected)
         row["prompt"] = begin[:2]
         rest = [answer[len(begin[:2]) :] for answer in answers]
-        assert train_reward.preference_texts(row, None) == (begin[:2], *rest)
+        assert train_reward.preference_texts(row, None, True) == (begin[:2], *rest)
         row["prompt"] = "How? "
-        assert train_reward.preference_texts(row, None) == ("How? ", *answers)
+        assert train_reward.preference_texts(row, None, True) == ("How? ", *answers)
         row["chosen"] = "How? " + chosen
         expected = ("How? ", row["chosen"], answers[1])
-        assert train_reward.preference_texts(row, None) == expected
+        assert train_reward.preference_texts(row, None, True) == expected
+
+
+def test_an_answer_that_begins_like_its_prompt_by_chance_keeps_its_beginning() -> None:
+    """Most rows of a table say whether answers repeat their prompt."""
+    chance = {"prompt": "w5", "chosen": "w5 w6", "rejected": "w5 w7"}
+    repeated = PAIR | {"chosen": f"{PAIR['prompt']} w6", "rejected": f"{PAIR['prompt']} w7"}
+    whole = [([5], [5, 6], [5, 7])]
+    assert sorted(read_labels([chance] + [PAIR] * 2)) == sorted(whole + [([5], [6], [7])] * 2)
+    assert read_labels([repeated] * 2) == [([5], [6], [7])] * 2
+    assert read_labels([repeated] * 2 + [PAIR]) == [([5], [6], [7])] * 3
 
 
 def test_useless_pairs_are_counted_and_left_out_and_too_many_stop_the_run(

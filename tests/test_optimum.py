@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from accelerate import PartialState
 from conftest import ROOT
 
 ALGORITHMS = ("ppo", "rloo")
@@ -54,3 +55,13 @@ def test_training_comes_within_two_percent_of_the_exact_optimum(
     assert start < best
     assert max(j for _, j in row["curve"]) < best + 1e-6  # nothing beats the optimum
     assert (best - row["j"]) / (best - start) < 0.02
+
+
+def test_benchmarks_read_queries_before_an_accelerator_is_made(
+    optimum: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scripts' logger asks for accelerate's state, which they have by then."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    args = optimum.rloo_rlhf.Args()
+    assert len(optimum.ours.load_queries(optimum.common.tokenizer(), args, 4)) == 4

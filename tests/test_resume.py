@@ -450,7 +450,7 @@ def test_settings_come_from_the_run_and_flags_given_beside_it_are_named(
         assert (preset, vars(args)) == ("tiny", old | {"output_dir": args.output_dir} | changes)
     call(PPO, [*RESUME, "--lr", "0.5"], folder, monkeypatch)
     named = re.findall("--resume: (.*)", caplog.text)
-    assert named == ["resume True (was False)", "lr 0.5 (was 0.01)"]
+    assert named == ["lr 0.5 (was 0.01)"]
 
 
 def test_a_run_of_another_preset_is_refused(

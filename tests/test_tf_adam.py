@@ -96,6 +96,24 @@ def test_groups_keep_their_own_settings_and_step_count_and_the_eps_that_was_give
         assert [group["eps"] for group in groups] == [1e-5, 1e-2]
 
 
+@pytest.mark.parametrize("form", ["weights", "named", "group of a generator", "group of one"])
+def test_weights_may_be_given_in_all_forms_that_torch_takes(form: str) -> None:
+    """A generator is read once: after the search for a fused kernel it was empty."""
+    model = nn.Linear(2, 2)
+    forms = {
+        "weights": model.parameters(),
+        "named": model.named_parameters(),
+        "group of a generator": [{"params": model.parameters()}],
+        "group of one": [{"params": model.weight}],
+    }
+    optimizer = AdamTF(forms[form], lr=0.1)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(before - model.weight, torch.full((2, 2), 0.1))
+    assert optimizer.param_groups[0]["fused"]
+
+
 def test_a_step_returns_what_its_closure_gives() -> None:
     """With the gradients that the closure makes."""
     (p,) = zeros(1)
