@@ -62,6 +62,7 @@ RECORDS = {
     "long": ["ablations-long"],
     "real_model": ["real_model-smollm2", "real_model-smollm2-held"],
     "real_duels": ["real_model-smollm2", "real_model-smollm2-held"],
+    "real_memory": ["real_model-smollm2-memory"],
     "real_samples": ["real_model-smollm2-held"],
     "scaling": ["scaling-cpu-fp32"],
 }
@@ -541,6 +542,14 @@ def real_duels_table() -> str:
     return table(columns, rows)
 
 
+def real_memory_table() -> str:
+    """The most that a run's process had in memory."""
+    rows = []
+    for row in records("real_memory")[0]["rows"]:
+        rows.append([row["arm"], row["episodes"], f"{row['memory'] / 2**30:.1f} GiB"])
+    return table(["", "episodes", "peak memory"], rows)
+
+
 def real_samples_table() -> str:
     """The first held-out openings, with what the policy of each algorithm's best run makes of
     them."""
@@ -596,6 +605,7 @@ BLOCKS: dict[str, Blocks] = {
         "long": functools.partial(slow_table, "long"),
         "real_model": real_model_table,
         "real_duels": real_duels_table,
+        "real_memory": real_memory_table,
         "real_samples": real_samples_table,
         "ratio": ratio_table,
         "optimum": optimum_table,
