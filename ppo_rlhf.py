@@ -333,8 +333,8 @@ def main(preset: str, args: Args) -> None:
             batch_queries = [queries[i % len(queries)] for i in episodes]
             u = uniforms(args.seed, updates_made, args.batch_size, args.response_length)[my_rows]
             epochs = next(shuffles)  # row numbers (num_epochs, num_minibatches, n)
-            # Log-probabilities come from the first epoch's micro-batches: padding and rounding are
-            # then those of the first optimizer step, whose ratios are then 1: see check_policy.
+            # Log-probabilities come from the first epoch's micro-batches, with padding and
+            # rounding of the first optimizer step, whose ratios are therefore 1: see check_policy.
             batch = rollout(unwrapped, ref, batch_queries, u, epochs[0], truncate_id, args)
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
