@@ -22,7 +22,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 GOLDEN = ROOT / "tests" / "golden"
 SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
 # What holds for any copy: not what an algorithm computes, and not the documents.
@@ -36,6 +36,7 @@ TESTS_OF_COPIES = (
     "test_models.py",
     "test_data.py",
     "test_engines.py",
+    "test_simulated_device.py",
 )
 
 

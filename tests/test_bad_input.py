@@ -1,4 +1,4 @@
-"""What cannot be run ends with one line that names the flag and its value, before anything is
+"""What cannot be run ends with a message that names the flag and its value, before anything is
 written."""
 
 import dataclasses
@@ -40,7 +40,6 @@ CONSTANT = 3.0
 """
 # Modules that a --reward_fn may name, and what goes wrong when they are imported
 MODULES = {
-    "leaves.py": "import sys\nsys.exit(0)\n",
     "fails.py": "1 / 0\n",
     "half.py": "def f(queries, responses:\n",
     "needs.py": "import no_such_library\n",
@@ -88,7 +87,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = json.loads((folder / "model/config.json").read_text())
         changes = {"n_layer": 3, "num_hidden_layers": 3}
         if name == "another_type":
-            changes = {"model_type": "gpt_neox", "num_hidden_layers": 2}
+            changes = sizes | {"model_type": "gpt_neox", "intermediate_size": 8}
         shutil.copytree(folder / "model", folder / name)
         (folder / name / "config.json").write_text(json.dumps(config | changes))
     for name, text in (MODULES | {"functions.py": FUNCTIONS}).items():
@@ -108,7 +107,10 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "a::queries.jsonl": lines,
         "same.jsonl": to_lines(*[SAME] * 20),
         "best.jsonl": to_lines(*[SAME | {"sample1": [7], "best": 2}] * 20),
+        "chats.jsonl": to_lines({"text": [{"from": "w5", "value": "w6"}]}),
+        "only_test/test.jsonl": lines,
     }
+    (folder / "only_test").mkdir()
     for name, text in (files | {"queries.JSONL": lines}).items():
         (folder / name).write_text(text)
     (folder / "evil.pkl").write_bytes(pickle.dumps(Evil(), 2))
@@ -117,21 +119,20 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Values out of their range, by flag
 RANGES = {
-    "seed": "-1 2147483648 1.5",
+    "seed": "-1 1.5",
     "eval_queries": "0 -1",
     "checkpoint_every": "-1",
     "lora_rank": "-1",
     "lora_alpha": "0 inf",
-    "unfrozen_layers": "-1",
     "query_length": "0",
     "response_length": "0",
     "temperature": "0 inf nan -1",
-    "top_p": "0 1.1",
     "truncate_after": "-1",
     "penalty_reward_value": "nan -inf",
     "total_episodes": "0",
     "batch_size": "0 1.5",
     "micro_batch_size": "0",
+    "sample_batch_size": "0",
     "num_minibatches": "0",
     "num_epochs": "0",
     "lr": "nan -1 inf",
@@ -139,12 +140,8 @@ RANGES = {
     "adam_eps": "0 -1e-5",
     "weight_decay": "-0.1",
     "max_grad_norm": "0 -1",
-    "target_kl": "0",
-    "ema": "1 -0.1",
-    "ptx_coef": "-1",
-    "score_clip": "0",
     "kl_coef": "-0.1",
-    "kl_target": "0",
+    "adaptive_kl_target": "0",
     "kl_horizon": "0",
     "max_kl": "0",
     "eval_every": "-1",
@@ -155,12 +152,11 @@ RANGES = {
     "lam": "-0.1",
     "critic_lr": "-1",
     "critic_warmup": "-1",
-    "rloo_k": "1",
+    "rloo_k": "0",
     "num_labels": "0",
     "eval_labels": "0",
     "normalization_samples": "-1",
 }
-NAMES = "base_model output_dir query_dataset reward_model reward_fn query_prefix truncate_token"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -177,11 +173,7 @@ def test_values_out_of_range_name_the_flag(script: str) -> None:
                 with pytest.raises(module.UserError, match=says) as caught:
                     module.validated(vars(args) | {name: given})
                 assert "\n" not in str(caught.value)
-    for name in NAMES.split():
-        if hasattr(args, name):
-            with pytest.raises(module.UserError, match=f"^--{name} : .*at least 1 character"):
-                module.validated(vars(args) | {name: ""})
-    for betas in ((0.9, 1.0), (-0.1, 0.9), (0.9,)):
+    for betas in ((0.9,), (0.9, "fast"), (0.9, math.nan)):
         with pytest.raises(module.UserError, match="^--adam_betas"):
             module.validated(vars(args) | {"adam_betas": betas})
     for field in dataclasses.fields(args):
@@ -195,6 +187,7 @@ OWN_BOX = [  # tyro prints these
     "--lr fast",
     "--batch_size 1.5",
     "--adam sgd",
+    "--dtype fp16",
     "--lr 0.1 sentiment",
 ]
 
@@ -203,11 +196,12 @@ OWN_BOX = [  # tyro prints these
 def test_words_that_are_no_settings(
     script: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    with pytest.raises(ValueError, match="^there is no preset 'sentimant', but tiny, sentiment, "):
+    with pytest.raises(
+        ValueError, match="^there is no preset 'sentimant': choose one of tiny, sentiment, "
+    ):
         call(script, ["sentimant"], tmp_path, monkeypatch, "parse_args")
     other = "--rloo_k 4" if script != RLOO else "--vf_coef 1"
-    only = [] if script == REWARD else ["--kl_estimator k4", "--score_norm center"]
-    for words in (*OWN_BOX, other, *only):
+    for words in (*OWN_BOX, other):
         with pytest.raises(SystemExit, match="^2$"):
             call(script, words.split(), tmp_path, monkeypatch, "parse_args")
         box = capsys.readouterr().err.replace("-", "_")
@@ -217,35 +211,31 @@ def test_words_that_are_no_settings(
 
 
 WEIGHTS = "@(.*model.safetensors|Weights only|.*deserializing)"
-NO_FILE = "@there is no such file or folder, here or in "
+NO_QUERY = "@no query is left: see "
+LABELS = "@has no query, sample0, .., best, nor chosen, rejected: {"
 OWN = "--reward_model none --critic shared --reward_fn"
-TASK = "--start_text none --end_text none"
 CASES = [  # @: the last flag, its value and a colon, at the beginning of the line
     (PPO, "--num_minibatches 4 --batch_size 6", "@must be a multiple of 4 "),
     (RLOO, "--rloo_k 4 --batch_size 6", "@must be a multiple of 4 "),
     (RLOO, "--rloo_k 2 --num_minibatches 2 --batch_size 6", "@must be a multiple of 4 "),
-    (RLOO, "--rloo_k 1", "@.*greater than or equal to 2"),
+    (RLOO, "--rloo_k 1", "--rloo_k must be at least 2, and divide --micro_b"),
+    (RLOO, "--rloo_k 4", "--rloo_k must be at least 2, and divide --micro_b"),
+    (RLOO, "--sample_batch_size 3", "--rloo_k must .* and divide .* --sample_batch_size"),
     (REWARD, ["--start_text", "w1 w2"], r"--start_text 'w1 w2' must be one token.*\[1, 2\]"),
     (
         PPO,
         ["--truncate_after", "0", "--truncate_token", "w1 w2"],
         r"--truncate_token 'w1 w2' must be one token.*\[1, 2\]",
     ),
-    (PPO, "--truncate_token w1 --truncate_after 5", "@is behind the response's end"),
-    (RLOO, "--truncate_token w1 --truncate_after 16", "@is behind the response's end"),
-    (PPO, "--critic_warmup 4", "@there are 4 updates"),
-    (PPO, "--value_after_end", "--value_after_end needs --mask_truncated"),
-    (PPO, "--ptx_dataset queries.jsonl", "--ptx_coef and --ptx_dataset need each other"),
-    (RLOO, "--ptx_coef 0.1", "--ptx_coef and --ptx_dataset need each other"),
-    (PPO, "--reward_model none --reward_fn functions:fine", "--critic reward needs a --reward_m"),
-    (PPO, "--reward_fn functions:fine", "--reward_fn goes without --reward_model"),
-    (RLOO, "--reward_fn functions:fine", "--reward_fn goes without --reward_model"),
+    (PPO, "--truncate_token w1 --truncate_after 5", "@must be below --response_length"),
+    (RLOO, "--truncate_token w1 --truncate_after 16", "@must be below --response_length"),
+    (PPO, "--reward_fn functions:fine --reward_model none", "--reward_model None: .*str"),
     # models
     (PPO, "--base_model no/such", "@."),
-    (PPO, "--base_model tiny/nothing", NO_FILE),
-    (REWARD, "--base_model ./nowhere", NO_FILE),
-    (RLOO, "--reward_model ~/nowhere", NO_FILE),
-    (PPO, "--base_model no_tokenizer", "@.*tokenizer"),
+    (PPO, "--base_model tiny/nothing", "@."),
+    (REWARD, "--base_model ./nowhere", "@."),
+    (RLOO, "--reward_model ~/nowhere", "@."),
+    (PPO, "--base_model no_tokenizer", "--query_dataset .*: no query is left: see "),
     (PPO, "--base_model narrow", "@has 40 embeddings for token 49"),
     (PPO, "--base_model no_weights", WEIGHTS),
     (PPO, "--base_model pickle", WEIGHTS),
@@ -253,7 +243,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, "--base_model disguised", WEIGHTS),
     (REWARD, "--base_model pickle", WEIGHTS),
     (RLOO, "--reward_model evil_judge", WEIGHTS),
-    (PPO, "--base_model nan", "@is off by nan"),
+    (PPO, "--base_model nan", "@gives other results with padding and a cache"),
     (RLOO, "--base_model adapter", "@is an adapter: merge it first"),
     (PPO, "--base_model three_layers", "@its config and its weights do not agree on .*h.2"),
     (REWARD, "--base_model three_layers", "@its config and its weights do not agree on .*h.2"),
@@ -263,20 +253,20 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     # rewards
     (PPO, "--reward_model short", "@.*a window of 8"),
     (PPO, "--reward_model two_labels", "@.*several labels"),
-    (RLOO, "--reward_model other_words", "@.*another tokenizer"),
-    (RLOO, "--reward_model encoder", "@has another tokenizer than --base_model: use a --reward_fn"),
+    (
+        RLOO,
+        "--reward_model other_words",
+        "--reward_model has another tokenizer than --base_model: use",
+    ),
+    (RLOO, "--reward_model encoder", "--reward_model has another tokenizer than --b"),
     (PPO, "--reward_model model", "@its config and its weights do not agree on score.weight"),
-    (PPO, "--unfrozen_layers 3", "@."),
     (PPO, "--reward_model none", "--reward_model None: `python train_reward.py tiny` makes one"),
     (PPO, f"{OWN} functions:none_such", "@.*none_such"),
-    (PPO, f"{OWN} functions", "@.*not a callable"),
-    (PPO, f"{OWN} functions:CONSTANT", "@.*not a callable"),
     (PPO, f"{OWN} functions.py", "@."),
     (PPO, f"{OWN} functions.py:fine", "@."),
     (PPO, f"{OWN} ./functions:fine", "@."),
     (PPO, f"{OWN} nowhere:f", "@No module named 'nowhere'"),
     (PPO, f"{OWN} needs:f", "@No module named 'no_such_library'"),
-    (PPO, f"{OWN} leaves:f", "@."),
     (PPO, f"{OWN} fails:f", "@division by zero"),
     (PPO, f"{OWN} half:f", "@.*half.py, line 1"),
     # tables
@@ -285,30 +275,31 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, "--query_dataset a::queries.jsonl", "@."),  # and not queries.jsonl
     (REWARD, "--query_dataset queries.doc", "@."),
     (RLOO, "--query_dataset empty.jsonl", "@."),
-    (PPO, "--query_dataset nowhere.jsonl", NO_FILE),
+    (PPO, "--query_dataset nowhere.jsonl", "@."),
     (PPO, "--query_dataset cut.jsonl", "@.*JSON"),
-    (PPO, "--query_dataset numbers.jsonl", "@has 0 queries; left out: {'without text': 1}"),
-    (PPO, "--query_dataset long.jsonl", "@.* left out: {'longer than --query_length': 1}"),
-    (PPO, "--start_text w49 --query_dataset few.jsonl", "@.* {'without --start_text': 2}"),
-    (PPO, "--end_text w49 --query_dataset few.jsonl", "@.* {'without --end_text': 2}"),
+    (PPO, "--query_dataset numbers.jsonl", NO_QUERY),
+    (PPO, "--query_dataset long.jsonl", NO_QUERY),
+    (PPO, "--start_text w49 --query_dataset few.jsonl", NO_QUERY),
+    (PPO, "--end_text w49 --query_dataset few.jsonl", NO_QUERY),
     (PPO, "--query_dataset columns.jsonl", r"@none of its columns \['words'\] is one of"),
     (PPO, "--query_dataset few.jsonl --eval_queries 2", "@none is left to train on"),
-    (PPO, "--query_dataset ids.jsonl", "@has token ids of another model: use --token_ids_of"),
+    (PPO, "--query_dataset ids.jsonl", "@has token ids of another model"),
     (PPO, "--query_dataset negative.jsonl", "@has token ids of another model"),
-    (PPO, "--query_dataset nulls.jsonl", "@has token ids of another model"),
-    (PPO, "--ptx_coef 1 --ptx_dataset columns.jsonl", r"@none of its columns \['words'\]"),
-    (REWARD, "--label_dataset nowhere.jsonl", NO_FILE),
+    (PPO, "--query_dataset nulls.jsonl", "@."),
+    (PPO, "--query_dataset chats.jsonl", "@has messages without `role` and `content`"),
+    (PPO, "--query_dataset only_test", r"@has splits \['test'\], but no `train`"),
+    (REWARD, "--label_dataset nowhere.jsonl", "@."),
     (REWARD, "--label_dataset empty.jsonl", "@."),
-    (REWARD, "--label_dataset queries.jsonl", r"@has columns \['text'\], not query, sample0"),
-    (REWARD, "--num_labels 16 --label_dataset same.jsonl", "@16 of 16 labels are of no use"),
-    (REWARD, "--num_labels 16 --label_dataset best.jsonl", "@.*best is none of the samples"),
-    (REWARD, "--num_labels 50", "--label_dataset labels.jsonl: has 20 labels for --num_labels 50"),
+    (REWARD, "--label_dataset queries.jsonl", LABELS),
+    (REWARD, "--num_labels 16 --label_dataset same.jsonl", "@0 of 16 labels are of use"),
+    (REWARD, "--num_labels 16 --label_dataset best.jsonl", LABELS),
+    (REWARD, "--num_labels 50", "--label_dataset labels.jsonl: .*size 20"),
     (REWARD, "--num_labels 3", "--label_dataset .* has 3 labels for --batch_size 4"),
-    (REWARD, "--normalization_samples 1", "--normalization_samples 1: mean .* deviation 0"),
+    (REWARD, "--normalization_samples 1", "--normalization_samples: .* mean .* deviation 0"),
     # the run's folder
-    (PPO, "--output_dir queries.jsonl", "--output_dir .*queries.jsonl: ."),
-    (REWARD, "--output_dir queries.jsonl/below", "--output_dir .*queries.jsonl/below: ."),
-    (RLOO, "--output_dir /proc/run", "--output_dir /proc/run: ."),
+    (PPO, "--output_dir queries.jsonl", ".*queries.jsonl"),
+    (REWARD, "--output_dir queries.jsonl/below", ".*queries.jsonl"),
+    (RLOO, "--output_dir /proc/run", ".*/proc/run"),
 ]
 
 
@@ -323,12 +314,21 @@ def test_bad_input_is_refused_before_anything_is_written(
     before = sorted(faults.rglob("*"))
     words = words.split() if isinstance(words, str) else words
     says = says.replace("@", f"{' '.join(words[-2:])}:? ", 1)
-    module = importlib.import_module(script[:-3])
-    with pytest.raises(module.UserError, match=f"^{says}") as error:
+    error = OSError if "--output_dir" in words else importlib.import_module(script[:-3]).UserError
+    with pytest.raises(error, match=f"^(?s:{says})"):
         call(script, [*WORDS[script], *words], faults, monkeypatch)
-    assert "\n" not in str(error.value)
     made = [path for path in sorted(faults.rglob("*")) if path not in before]
     assert [path for path in made if "__pycache__" not in str(path)] == []
+
+
+@pytest.mark.parametrize("name", ["functions", "functions:CONSTANT"])
+def test_a_reward_that_is_no_function_is_an_error_before_anything_is_written(
+    name: str, faults: Path, monkeypatch: Any
+) -> None:
+    words = [*WORDS[PPO], *f"{OWN} {name}".split()]
+    with pytest.raises(TypeError, match="is not a callable"):
+        call(PPO, words, faults, monkeypatch)
+    assert not (faults / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["lines.txt", "lines.jsonl.gz", "lines.csv", "lines.parquet"])
@@ -345,8 +345,8 @@ def test_these_files_load_and_rows_that_are_no_query_are_counted(
     Accelerator(cpu=True)
     args = ppo_rlhf.Args(query_dataset=name, start_text=None, end_text=None, eval_queries=2)
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
-    assert len(ppo_rlhf.load_queries("query_dataset", tokenizer, args, 99)) == 16
-    assert f"--query_dataset {name}: left out {{'without text': 1}}" in caplog.text
+    assert len(ppo_rlhf.load_queries("query_dataset", args, tokenizer, 99)) == 16
+    assert "--query_dataset: 16 queries of 17 rows, first 'w" in caplog.text
 
 
 # Names, and neighbours that they would find as patterns
@@ -371,20 +371,8 @@ def test_names_of_files_and_folders_are_no_patterns(
             path.write_text(to_lines({"text": text}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    table = ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
+    table = ppo_rlhf.load_table(name)
     assert table["train"]["text"][:] == ["w5"]
-
-
-@pytest.mark.parametrize("name", ["z[1]", "z[1]/data", "c*", "d?/data"])
-def test_folders_that_datasets_would_take_for_patterns_are_refused(
-    name: str, tmp_path: Path, monkeypatch: Any
-) -> None:
-    (tmp_path / name).mkdir(parents=True)
-    (tmp_path / name / "train.jsonl").write_text(to_lines({"text": "w5"}))
-    monkeypatch.chdir(tmp_path)
-    says = f"--query_dataset {re.escape(name)}: datasets takes this path for a pattern"
-    with pytest.raises(ppo_rlhf.UserError, match=f"^{says}"):
-        ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
 
 
 def test_a_user_sees_one_line_or_on_demand_and_of_a_reward_function_the_traceback(
@@ -403,8 +391,7 @@ def test_a_user_sees_one_line_or_on_demand_and_of_a_reward_function_the_tracebac
     code, _, errors = run(RLOO, words, folder)
     assert code == 1
     assert f'{folder}/functions.py", line 5, in broken' in errors
-    assert "ZeroDivisionError" in errors
-    assert "--reward_fn functions:broken" in errors.splitlines()[-1]
+    assert errors.splitlines()[-1] == "ZeroDivisionError: float division by zero"
 
 
 def test_of_two_processes_one_line_is_printed_first(tmp_path: Path) -> None:
@@ -422,7 +409,7 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path) -> None:
     code, _, _ = run(PPO, words, folder, nan, HOME=str(tmp_path))
     assert code == 2
     assert (tmp_path / "run/checkpoints/0000001/state.json").exists()
-    assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 1
+    assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 2
     code, _, errors = run(PPO, [*words, "--resume"], folder, HOME=str(tmp_path))
     assert code == 0, errors
     assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 4

@@ -8,6 +8,7 @@ import functools
 import importlib
 import itertools
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from density import measure
 ROOT = Path(__file__).resolve().parent.parent
 PPO, RLOO, REWARD = SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
 PAIRS = list(itertools.combinations(SCRIPTS, 2))
-MAX_TOKENS = {PPO: 10_900, RLOO: 10_150, REWARD: 8_300}
+MAX_TOKENS = {PPO: 9_500, RLOO: 8_900, REWARD: 7_500}
 MAX_DIFF = 230  # changed lines between PPO and RLOO
-MAX_MAIN = 145
+MAX_MAIN = 105
 # Names that stand for something else in each script. The rules for Args and PRESETS are below.
 OWN = {"Args", "Batch", "main", "forward", "PRESETS", "OPENAI", "BOOKS", "POSTS", "NEWS"}
 DIFFERENT_FIELDS = {  # between train_reward.py and the others, and why
@@ -121,7 +122,7 @@ def test_presets_of_one_name_agree_on_the_task() -> None:
             theirs = vars(preset_args(other, name))
             if other.__name__ == "train_reward":
                 task = {"query_dataset", "query_length", "query_prefix", "query_suffix"}
-                task |= {"start_text", "end_text", "long_queries", "token_ids_of", "base_model"}
+                task |= {"start_text", "end_text", "long_queries", "base_model"}
                 task |= {"response_length", "temperature", "truncate_token"}
             else:
                 task = set(mine) & set(theirs)
@@ -205,12 +206,24 @@ def test_the_diff_of_ppo_and_rloo_is_small() -> None:
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "tf_adam.py"])
 def test_functions_have_docstrings_and_main_is_short(script: str) -> None:
-    for node in ast.walk(ast.parse(read(script))):
+    found = list(ast.parse(read(script)).body)
+    found += [method for node in found if isinstance(node, ast.ClassDef) for method in node.body]
+    for node in found:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            is_inner = node.name == "note" or node.name.startswith("__")
-            assert ast.get_docstring(node) or is_inner, node.name
+            is_special = node.name in ("note", "__init__", "__exit__")
+            assert ast.get_docstring(node) or is_special, node.name
             if node.name == "main":
                 assert node.end_lineno - node.lineno + 1 <= MAX_MAIN
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_header_of_a_script_asks_for_what_the_project_asks_for(script: str) -> None:
+    """PEP 723: `uv run` reads it."""
+    (block,) = re.findall(r"^# /// script\n(.*?)^# ///$", read(script), re.M | re.S)
+    header = tomllib.loads(re.sub("^# ?", "", block, flags=re.M))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert header["requires-python"] == project["requires-python"]
+    assert sorted(header["dependencies"]) == sorted(project["dependencies"])
 
 
 def test_nothing_but_tf_adam_is_imported_between_the_scripts() -> None:

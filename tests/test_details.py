@@ -1,4 +1,4 @@
-"""Every row of tests/DETAILS.md names code and a test, and the test sees a fault in the code.
+"""Every row of docs/details.md names code and a test, and the test sees a fault in the code.
 
 `pytest tests/test_details.py --faults` puts the fault of every row into its script, in a copy of
 the project, and runs the row's test there, which has to fail: that takes several minutes. Without
@@ -24,13 +24,14 @@ QUICK = (
 
 
 def test_the_tables_are_up_to_date() -> None:
-    page = details.PAGE.read_text()
-    assert page == details.with_tables(page), "run `python tests/details.py`"
+    for path, tables in details.pages().items():
+        page = path.read_text()
+        assert page == details.with_tables(page, tables), "run `python tests/helpers/details.py`"
 
 
 @pytest.mark.parametrize("detail", DETAILS, ids=lambda detail: detail.what[:40])
 def test_every_fault_can_be_made(detail: Detail) -> None:
-    assert detail.line() > 0
+    assert detail.place()
     assert ast.dump(details.parse(detail.code)) != ast.dump(details.Fault(detail).fault)
 
 
@@ -39,8 +40,8 @@ def test_code_is_found_by_its_syntax_alone() -> None:
         details.parse("f(a,  b)  # text"), details.parse("f(\n    a,\n    b,\n)")
     )
     assert not details.is_same(details.parse("f(a, b)"), details.parse("f(b, a)"))
-    with pytest.raises(ValueError, match="in lines"):
-        Detail("", details.PPO, "no_such_name", "1", "").line()
+    with pytest.raises(ValueError, match=r"in \[\]"):
+        Detail("", details.PPO, "no_such_name", "1", "").place()
 
 
 def copy_of_project(folder: Path) -> Path:

@@ -40,8 +40,9 @@ def test_curves_of_real_runs_are_their_metrics() -> None:
         rows = read_lines(folders[of_reward] / "metrics.jsonl")
         drawn = panel.get_lines()[-1]
         assert drawn.get_label() == names[of_reward]
-        step = "train/labels" if of_reward else "ppo/episode"
-        np.testing.assert_allclose(drawn.get_xdata(), [row[step] for row in rows])
+        steps = [row.get("ppo/episode", number) for number, row in enumerate(rows, 1)]
+        assert of_reward == (steps[0] == 1)
+        np.testing.assert_allclose(drawn.get_xdata(), steps)
         np.testing.assert_allclose(drawn.get_ydata(), [row[metric] for row in rows])
 
 

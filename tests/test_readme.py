@@ -23,9 +23,13 @@ import train_reward
 sys.path.append(str(ROOT / "benchmark"))
 import readme_tables
 
-PAGES = ("README.md", "benchmark/README.md", "tests/DETAILS.md", "tiny/rewards.py")
+STUDIES = tuple(f"benchmark/studies/{path.name}" for path in ROOT.glob("benchmark/studies/*.md"))
+DOCS = tuple(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))
+DOCUMENTS = ("README.md", "benchmark/README.md", *STUDIES, *DOCS)
+PAGES = (*DOCUMENTS, "tiny/rewards.py")
 PROGRAMS = {"help", "golden", "faults", "script", "num_processes", "multi_gpu", "cpu"}
-PROGRAMS |= {"config_file", "no-deps", "check"}  # flags of other programs
+PROGRAMS |= {"config_file", "check", "num_machines", "machine_rank", "main_process_ip"}
+OF_COPIES = "docs/trl.md"  # its flags are those of patched copies, too
 
 
 def read(page: str) -> str:
@@ -45,29 +49,58 @@ def test_records_that_no_table_names_change_no_table(
     for file in results.glob("*.json"):
         file.with_stem(f"{file.stem}-mine").write_text("{}")
     monkeypatch.setattr(readme_tables, "RESULTS", results)
-    for name, blocks in readme_tables.BLOCKS.items():
-        readme_tables.write(ROOT / name, blocks, check=True)
+    for name, page in readme_tables.BLOCKS.items():
+        readme_tables.write(ROOT / name, page, check=True)
 
 
 def test_a_table_that_is_not_that_of_its_records_is_an_error(tmp_path: Path) -> None:
-    blocks = readme_tables.BLOCKS["benchmark/README.md"]
-    page = tmp_path / "README.md"
-    whole = read("benchmark/README.md")
-    page.write_text(whole.replace("| PPO | 1 |", "| PPO | 9 |", 1))
+    name = "benchmark/studies/default-run.md"
+    page = readme_tables.BLOCKS[name]
+    path = tmp_path / "default-run.md"
+    whole = read(name)
+    path.write_text(whole.replace("| PPO | 1 |", "| PPO | 9 |", 1))
     with pytest.raises(SystemExit, match="out of date"):
-        readme_tables.write(page, blocks, check=True)
-    readme_tables.write(page, blocks, check=False)
-    assert page.read_text() == whole
-    page.write_text(whole.replace("<!-- /adam -->", ""))
-    with pytest.raises(SystemExit, match="0 places for the table adam"):
-        readme_tables.write(page, blocks, check=True)
+        readme_tables.write(path, page, check=True)
+    readme_tables.write(path, page, check=False)
+    assert path.read_text() == whole
+    path.write_text(whole.replace("<!-- /rewards -->", ""))
+    with pytest.raises(SystemExit, match="0 places for the table rewards"):
+        readme_tables.write(path, page, check=True)
+
+
+def test_every_table_of_the_measurements_is_made_from_records() -> None:
+    """All tables of benchmark/README.md and of the studies stand between markers, and every study
+    is linked from there."""
+    for name in ("benchmark/README.md", *STUDIES):
+        text = read(name)
+        for block in readme_tables.BLOCKS[name].tables:
+            text = re.sub(rf"<!-- {block} -->.*?<!-- /{block} -->", "", text, flags=re.S)
+        text = text.partition("## All studies")[0]
+        assert not re.search(r"^\|", text, re.M), name
+    assert set(readme_tables.BLOCKS) == {"benchmark/README.md", *STUDIES}
+    start = read("benchmark/README.md")
+    assert [name for name in STUDIES if f"({name.removeprefix('benchmark/')})" not in start] == []
+
+
+def test_every_picture_is_drawn_from_records(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmark" / "pictures.py"), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {path.name for path in readme_tables.RESULTS.glob("*.png")}
+    text = "".join(read(page) for page in ("benchmark/README.md", *STUDIES))
+    assert [name for name in drawn - {"readme.png"} if f"results/{name})" not in text] == []
+
+
+def test_the_measurements_are_short() -> None:
+    assert len(read("benchmark/README.md").encode()) <= 18_000
 
 
 def test_the_first_command_finds_its_labels() -> None:
     """All of tiny/labels, and those that are held out."""
     Accelerator(cpu=True)  # the scripts' logger asks for it
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
-    labels, held_out = train_reward.load_labels(tokenizer, train_reward.Args())
+    labels, held_out = train_reward.load_labels("label_dataset", train_reward.Args(), tokenizer)
     assert len(labels) == 4000
     assert len(held_out) == 512
 
@@ -78,7 +111,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES[:3])
+@pytest.mark.parametrize("page", DOCUMENTS)
 def test_every_link_leads_to_a_file_and_to_a_part_of_it(page: str) -> None:
     links = re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", read(page))
     links = [(target, part) for target, part in links if not target.startswith("http")]
@@ -86,8 +119,8 @@ def test_every_link_leads_to_a_file_and_to_a_part_of_it(page: str) -> None:
     for target, part in links:
         path = (ROOT / page).parent / target if target else ROOT / page
         assert path.exists(), target
-        if re.fullmatch(r"L\d+", part):
-            assert int(part[1:]) <= len(path.read_text().splitlines()), (target, part)
+        if lines := re.fullmatch(r"L\d+-L(\d+)", part):
+            assert int(lines[1]) <= len(path.read_text().splitlines()), (target, part)
         elif part:
             assert part in anchors(path.read_text()), (target, part)
 
@@ -96,7 +129,8 @@ def commands(page: str) -> list[list[str]]:
     """The words of every command that is shown and runs a script, from its name on."""
     found = []
     blocks = re.findall(r"```bash\n(.*?)```|^    (python .*)$", read(page), re.S | re.M)
-    for line in "\n".join(block or line for block, line in blocks).splitlines():
+    text = "\n".join(block or line for block, line in blocks)
+    for line in text.replace("\\\n", " ").splitlines():
         recipe = re.search(r"\$\(sed 's/#\.\*//' (\S+)\)", line)
         if recipe:
             settings = re.sub("#.*", "", read(recipe[1]))
@@ -113,7 +147,8 @@ def test_every_command_that_is_shown_is_one_that_the_scripts_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     shown = [words for page in PAGES for words in commands(page)]
-    for words in re.findall(r"`(--[^`]*)`", read("README.md") + read("tests/DETAILS.md")):
+    text = "".join(read(page) for page in ("README.md", *DOCS) if page != OF_COPIES)
+    for words in re.findall(r"`(--[^`]*)`", text):
         if " " in words and not re.search(r"golden|faults|script", words):
             shown.append([PPO, *shlex.split(words)])
     assert len(shown) > 10
@@ -138,21 +173,21 @@ def test_every_flag_that_is_shown_exists() -> None:
     text = "".join(read(page) for page in PAGES)
     flags = set(re.findall(r"(?<![\w-])--(?:no-)?([a-z_]+)", text)) - PROGRAMS
     assert len(flags) > 20
+    for patch in ROOT.glob("benchmark/systems/*.patch"):
+        fields |= set(re.findall(r"^\+    ([a-z_]+): ", patch.read_text(), re.M))
     programs = "".join(path.read_text() for path in (ROOT / "benchmark").glob("*.py"))
     unknown = flags - fields
     assert [flag for flag in unknown if not re.search(rf"\b{flag}\b", programs)] == []
 
 
 def listed_metrics() -> set[str]:
-    """The names in the table of metrics, with their braces expanded."""
-    table = read("tests/DETAILS.md").partition("## Metrics")[2].partition("\n## ")[0]
+    """The names in the tables of metrics, with their braces expanded."""
     listed = set()
-    for cell in re.findall(r"^\| (`.*?) \|", table, re.M):
+    for cell in re.findall(r"^\| (`.*?) \|", read("docs/metrics.md"), re.M):
         for word in re.findall(r"`([^`]+)`", cell):
             first, _, rest = word.partition("{")
             middle, _, last = rest.partition("}")
-            if not word.startswith("--"):
-                listed |= {first + x + last for x in middle.split(",")}
+            listed |= {first + x + last for x in middle.split(",")}
     return listed
 
 
@@ -162,7 +197,7 @@ def test_every_metric_that_a_run_logs_is_listed_and_no_other(tmp_path: Path) -> 
     for script in SCRIPTS:
         words = [*WORDS[script], "--output_dir", script[:-3]]
         if script != REWARD:
-            words += "--ptx_coef 1 --ptx_dataset queries.jsonl --eval_every 1".split()
+            words += ["--eval_every", "1"]
         status, _, errors = fork_tools.run(script, words, kit)
         assert status == 0, errors
         logged |= set(read_lines(kit / script[:-3] / "metrics.jsonl")[0])
@@ -171,7 +206,43 @@ def test_every_metric_that_a_run_logs_is_listed_and_no_other(tmp_path: Path) -> 
 
 
 def test_the_readme_is_short() -> None:
-    assert len(read("README.md").splitlines()) <= 140
+    lines = read("README.md").splitlines()
+    assert len(lines) <= 140
+    assert max(len(line) for line in lines if line[:1] != "|" and "](" not in line) <= 120
+
+
+def test_samples_of_the_readme_are_those_of_the_record() -> None:
+    """Each row stands in the table that is made from the record."""
+    rows = re.findall(r"^\| (?:On|In|At) .*$", read("README.md"), re.M)
+    assert len(rows) == 3
+    assert [row for row in rows if f"\n{row}\n" not in read("benchmark/README.md")] == []
+
+
+def test_the_readme_has_the_two_commands_of_the_set_up() -> None:
+    commands = re.findall(r"^pip install.*?(?= +#)", read("README.md"), re.M)
+    assert commands == [
+        "pip install -e . && python train_reward.py && python ppo_rlhf.py",
+        'pip install -e ".[test]" && pytest',
+    ]
+
+
+def test_the_entropy_bonus_of_the_readme_is_one_line(tmp_path: Path) -> None:
+    """It does what it says where it says: the policy's entropy is higher with a large one."""
+    line = re.search(r"`(loss = loss - 0.01 \* .*?)`", read("README.md"))[1]
+    code = (ROOT / PPO).read_text()
+    (before,) = re.findall(r"^( +)loss = policy_loss .*\n", code, re.M)
+    where = re.search(r"^ +loss = policy_loss .*\n", code, re.M).end()
+    entropies = []
+    for weight in ("0.0", "10"):
+        folder = fork_tools.fill(tmp_path / weight)
+        shutil.copy(ROOT / "tf_adam.py", folder)
+        added = before + line.replace("0.01", weight) + "\n"
+        (folder / "mine.py").write_text(code[:where] + added + code[where:])
+        words = [*WORDS[PPO], "--lr", "1e-3"]
+        status, _, errors = fork_tools.run(str(folder / "mine.py"), words, folder)
+        assert status == 0, errors
+        entropies.append(read_lines(folder / "out/metrics.jsonl")[-1]["ppo/policy/entropy"])
+    assert entropies[1] > entropies[0] + 1e-4
 
 
 def test_reward_functions_of_tiny_score_what_the_scripts_give_them(
@@ -186,8 +257,8 @@ def test_reward_functions_of_tiny_score_what_the_scripts_give_them(
         ids = tokenizer(query).input_ids
         queries.append(ppo_rlhf.Query(ids, ids, {}))
         responses.append(tokenizer(response).input_ids)
-    args = ppo_rlhf.Args(reward_fn="tiny.rewards:happy")
-    scores, _ = ppo_rlhf.score_by_function(rewards.happy, tokenizer, args, queries, responses)
+    Accelerator(cpu=True)  # scores are on its device
+    scores = ppo_rlhf.score_by_function(rewards.happy, tokenizer, queries, responses)
     assert scores.tolist() == [2.0, 0.0]
 
     sizes = {"dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "vocab_size": len(tokenizer)}
@@ -198,7 +269,7 @@ def test_reward_functions_of_tiny_score_what_the_scripts_give_them(
     tokenizer.save_pretrained(tmp_path)
     monkeypatch.setattr(rewards, "MODEL", str(tmp_path))
     rewards.load.cache_clear()
-    scores, _ = ppo_rlhf.score_by_function(rewards.classifier, tokenizer, args, queries, responses)
+    scores = ppo_rlhf.score_by_function(rewards.classifier, tokenizer, queries, responses)
     rewards.load.cache_clear()
     logits = []
     for query, response in texts:

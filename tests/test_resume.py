@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator
-from conftest import ROOT
+from filelock import FileLock
 from fork_tools import (
     PPO,
     REWARD,
@@ -36,15 +36,15 @@ from fork_tools import (
     run,
     run_on,
 )
-from run_tools import call, read_lines, start
+from run_tools import call, read_lines, read_metrics
 from safetensors.torch import load_file
 
 import ppo_rlhf
 from tf_adam import make_optimizer
 
 # Moments inside the writing of something: part of a line in the log of fork_tools.strike, which of
-# such lines, signal. A run's first update is the second time that metrics.jsonl is opened; what
-# comes then lets the update end.
+# such lines, signal. metrics.jsonl is opened when it is made and after each update; a signal then
+# lets the update end.
 KILL = signal.SIGKILL
 INTERRUPT = ("open out/metrics.jsonl", 2, signal.SIGINT)
 TERMINATE = ("open out/metrics.jsonl", 2, signal.SIGTERM)
@@ -53,22 +53,19 @@ CHAINS = {
         ("os.rename out/args.tmp", 1, KILL),
         ("open out/metrics.jsonl", 2, KILL),
         ("half of out/checkpoints/0000001/model", 1, KILL),
-        ("half of out/checkpoints/0000001/model_1", 1, KILL),
         ("half of out/checkpoints/0000001/optimizer", 1, KILL),
-        ("sync", 1, KILL),
         INTERRUPT,
         ("os.rename out/checkpoints/0000003/state.tmp", 1, KILL),
         ("os.remove out/checkpoints/0000002", 2, KILL),
         ("half of out/policy", 1, KILL),
-        ("half of out/ema", 1, KILL),
         ("half of out/critic", 1, KILL),
         ("open out/samples", 1, KILL),
     ],
-    (RLOO, 1): [TERMINATE, ("save out/checkpoints/0000003/optimizer", 1, KILL), ("sync", 2, KILL)],
+    (RLOO, 1): [TERMINATE, ("save out/checkpoints/0000003/optimizer", 1, KILL)],
     (REWARD, 1): [
         INTERRUPT,
         ("open out/checkpoints/0000004/state.tmp", 1, KILL),
-        ("open out/results.json", 1, KILL),
+        ("open out/results.tmp", 1, KILL),
     ],
     (PPO, 2): [TERMINATE, ("half of out/checkpoints/0000003/optimizer", 1, KILL)],
     (RLOO, 2): [("os.rename out/checkpoints/0000002/state.tmp", 1, KILL)],
@@ -77,12 +74,13 @@ CHAINS = {
 RESUME = ["--output_dir", "out", "--resume"]
 
 
-def results(folder: Path) -> dict[str, bytes]:
-    """All that a finished run leaves in `folder`/out, but for args.json and its checkpoints."""
-    found = {}
+def results(folder: Path) -> dict[str, Any]:
+    """All that a finished run leaves in `folder`/out, but for args.json, its checkpoints, and what
+    metrics.jsonl says of the machine."""
+    found = {"metrics": read_metrics(folder / "out")}
     for file in (folder / "out").rglob("*"):
         name = file.relative_to(folder / "out").as_posix()
-        if file.is_file() and not name.startswith(("args.json", "checkpoints")):
+        if file.is_file() and not name.startswith(("args.json", "checkpoints", "metrics")):
             found[name] = file.read_bytes()
     return found
 
@@ -114,7 +112,7 @@ def test_kills_and_interruptions_change_no_bit(script: str, world: int, tmp_path
         assert code == (-KILL if number == KILL else 130), (pattern, errors)
         assert not (folder / "out/samples.jsonl").exists()
         if number != KILL:
-            assert errors.endswith(f"{script}: stopped by a signal\n")
+            assert "stopped by a signal, with a checkpoint: --resume goes on from it" in errors
             assert "Traceback" not in errors
             made = len(read_lines(log))
             assert checkpoints(folder) == [f"{made:07d}"]
@@ -123,44 +121,36 @@ def test_kills_and_interruptions_change_no_bit(script: str, world: int, tmp_path
                 file.write('{"half of a li')
     unpickled = tmp_path / "unpickled"
     change = (fork_tools.log_unpickling, str(unpickled))
-    assert run_on(world, script, words, folder, change)[0] == 0
+    code, _, errors = run_on(world, script, words, folder, change)
+    assert code == 0, errors
     assert results(folder) == results(plain(script, world))
     assert checkpoints(folder)[-2:] == checkpoints(plain(script, world)) == ["0000003", "0000004"]
     assert not unpickled.exists(), unpickled.read_text()
 
 
-def test_a_checkpoint_gets_its_last_file_when_all_else_is_on_the_disk() -> None:
-    """So that a power failure is no worse than a kill; and old checkpoints go last of all."""
+def test_a_checkpoint_gets_state_json_last_and_old_ones_go_after_it() -> None:
     for script in SCRIPTS:
         log = (plain(script, 1) / "log").read_text().splitlines()
         for update in range(1, UPDATES + 1):
             path = f"out/checkpoints/{update:07d}"
             last = max(i for i, line in enumerate(log) if f"half of {path}" in line)
-            synced = log.index("sync out", last)
-            finished = [f"open {path}/state.tmp", f"os.rename {path}/state.tmp"]
-            assert log[synced + 1 : synced + 3] == finished
+            opened = log.index(f"open {path}/state.tmp")
+            assert last < opened
+            assert log[opened + 1] == f"os.rename {path}/state.tmp"
         third = log.index("os.rename out/checkpoints/0000003/state.tmp")
         assert third < log.index("os.rmdir out/checkpoints/0000001")
         assert "out/samples" in log[-1], "the file that marks a finished run"
 
 
-def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
-    process = start([str(ROOT / PPO)], tmp_path)
-    while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate(timeout=60)
-    assert (process.returncode, printed, errors) == (-signal.SIGINT, "", "")
-
-
 HANGS = """
+import os
 import time
 calls = []
 def f(queries, responses):
     calls.append(1)
     if len(calls) == 2:  # the first is that of the evaluation
         open("hangs", "w").close()
-        while True:
+        while not os.path.exists("go"):
             time.sleep(0.1)
     return [0.0] * len(responses)
 """
@@ -194,30 +184,61 @@ def test_a_run_of_a_billion_episodes_starts_at_once(tmp_path: Path) -> None:
 
 
 # --- what a folder has ----------------------------------------------------------------------------
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_finished_run_is_left_as_it_is(
+def test_a_finished_run_that_is_resumed_writes_the_same_files(
+    script: str, world: int, tmp_path: Path
+) -> None:
+    """It makes no update, but evaluates again."""
+    folder = copy(plain(script, world), tmp_path)
+    before = contents(folder / "out/checkpoints")
+    code, _, errors = run_on(world, script, [*WORDS[script], "--resume"], folder)
+    assert code == 0, errors
+    assert results(folder) == results(plain(script, world))
+    assert contents(folder / "out/checkpoints") == before
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_finished_run_is_not_overwritten(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = copy(plain(script, 1), tmp_path)
     before = contents(folder)
-    code, _, errors = run(script, [*WORDS[script], "--resume"], folder)
-    assert (code, "is finished" in errors) == (0, True)
-    shutil.rmtree(folder / "out/checkpoints")
-    without = contents(folder)
-    code, _, errors = run(script, [*WORDS[script], "--resume"], folder)
-    assert (code, "is finished" in errors) == (0, True)
-    assert contents(folder) == without
-    for name, file in without.items():
-        assert before[name] == file or name.endswith("out"), name
     other = RLOO if script == PPO else PPO
     for program, words, says in (
-        (script, WORDS[script], "--output_dir .*out: has a run: --resume, or another folder"),
-        (script, ["--resume"], "--resume needs an --output_dir"),
-        (other, RESUME, f"--output_dir out: has a run of {script}"),
+        (script, WORDS[script], "--output_dir .*out has a run: --resume, or another folder"),
+        (other, RESUME, f"out/args.json was written by {script} tiny"),
     ):
         with pytest.raises(ValueError, match=f"^{says}$"):
             call(program, words, folder, monkeypatch)
-    assert contents(folder) == without
+    assert contents(folder) == before
+    shutil.rmtree(folder / "out/checkpoints")
+    before = contents(folder)
+    code, _, errors = run(script, [*WORDS[script], "--resume"], folder)
+    assert (code, "out: no checkpoint to go on from" in errors) == (2, True)
+    after = contents(folder)
+    for files in (before, after):
+        del files[str(folder / "out/lock")]
+        del files[str(folder / "out")]
+    assert after == before
+
+
+def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(tmp_path: Path) -> None:
+    """The other one is not disturbed."""
+    folder = copy(kit(), tmp_path)
+    (folder / "hanging.py").write_text(HANGS)
+    words = [*WORDS[RLOO], "--reward_model", "none", "--reward_fn", "hanging:f", "--resume"]
+    processes = {name: begin(RLOO, words, folder, name=name) for name in ("one", "two")}
+    while all(process.is_alive() for process in processes.values()):
+        time.sleep(0.02)
+    (folder / "go").touch()
+    ends = [end(process, folder, name) for name, process in processes.items()]
+    codes = [code for code, _, _ in ends]
+    assert sorted(codes) == [0, 2], ends
+    refused = ends[codes.index(2)][2].splitlines()[-1]
+    assert re.fullmatch(f"{RLOO}: .*out/lock.* could not be acquired.*", refused)
+    assert len(read_lines(folder / "out/metrics.jsonl")) == UPDATES
+    assert (folder / "out/samples.jsonl").exists()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -242,37 +263,29 @@ def test_a_folder_that_another_run_has_used_while_the_models_loaded_is_left_as_i
     assert now == found
 
 
-def test_a_finished_run_is_left_as_it_is_with_fewer_episodes(
+def test_a_finished_run_with_fewer_episodes_writes_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for script in (PPO, RLOO):
         folder = copy(plain(script, 1), tmp_path / script)
-        before = contents(folder)
         call(script, [*RESUME, "--total_episodes", "8"], folder, monkeypatch)
-        assert contents(folder) == before
+        assert results(folder) == results(plain(script, 1))
+        assert checkpoints(folder) == ["0000003", "0000004"]
 
 
-MODELS = "policy ema critic reward_model"
-OTHERS = "checkpoints metrics.jsonl samples.jsonl results.json"
-
-
-@pytest.mark.parametrize("name", [*MODELS.split(), *OTHERS.split()])
-def test_files_that_a_run_would_overwrite_are_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_samples_without_a_checkpoint_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for script in SCRIPTS:
         folder = copy(kit(), tmp_path / script)
-        path = folder / "out" / name
+        path = folder / "out/samples.jsonl"
         path.parent.mkdir()
-        if "." in name:
-            path.write_text("not ours")
-        else:
-            path.mkdir()
-        before = contents(folder)
+        path.write_text("not ours")
         for words in (WORDS[script], [*WORDS[script], "--resume"]):
-            with pytest.raises(ValueError, match="^--output_dir .*has files of a run, but no"):
+            with pytest.raises(ValueError, match="^--output_dir .*out: no checkpoint to go on fro"):
                 call(script, words, folder, monkeypatch)
-        assert contents(folder) == before
+        assert path.read_text() == "not ours"
+        assert {file.name for file in path.parent.iterdir()} == {"lock", "samples.jsonl"}
 
 
 def record(**changes: Any) -> str:
@@ -282,15 +295,10 @@ def record(**changes: Any) -> str:
 
 
 RECORDS = {
-    "empty": ("", "."),
-    "cut": (record()[:-9], "."),
-    "a list": ("[]", "."),
-    "of nothing": ("{}", "script"),
-    "no settings": ('{"script": "ppo_rlhf", "preset": "tiny"}', "args"),
-    "a field too many": (record(beam_width=3), "--beam_width 3"),
-    "a wrong type": (record(lr="fast"), "--lr fast"),
-    "out of range": (record(ema=1), "--ema 1"),
-    "another script": (record().replace("ppo_rlhf", "rloo_rlhf"), "has a run of rloo_rlhf.py"),
+    "a field too many": (record(beam_width=3), "--beam_width 3: "),
+    "a wrong type": (record(lr="fast"), "--lr fast: "),
+    "out of range": (record(lr=-1), "--lr -1: "),
+    "another script": (record().replace("ppo_rlhf", "rloo_rlhf"), ".* was written by rloo_rlhf.py"),
 }
 
 
@@ -303,7 +311,7 @@ def test_an_args_json_that_is_none_is_named_in_a_line(
     (folder / "out").mkdir()
     (folder / "out/args.json").write_text(text)
     before = contents(folder)
-    with pytest.raises(ValueError, match=f"^--output_dir .*out: .*{says}") as caught:
+    with pytest.raises(ValueError, match=f"^{says}") as caught:
         call(PPO, [*WORDS[PPO], "--resume"], folder, monkeypatch)
     assert "\n" not in str(caught.value)
     assert contents(folder) == before
@@ -317,7 +325,7 @@ def test_a_function_in_args_json_is_not_imported_unless_it_is_named_again(
     (folder / "evil.py").write_text("import os\nos.mkdir('marker')\ndef f(a, b): return [0.0]\n")
     (folder / "out/args.json").write_text(record(reward_fn="evil:f"))
     before = contents(folder)
-    with pytest.raises(ValueError, match="was started with --reward_fn evil:f, not None"):
+    with pytest.raises(ValueError, match="was started with --reward_fn evil:f$"):
         call(PPO, RESUME, folder, monkeypatch)
     assert contents(folder) == before
 
@@ -325,67 +333,74 @@ def test_a_function_in_args_json_is_not_imported_unless_it_is_named_again(
 # --- settings -------------------------------------------------------------------------------------
 # A resumed run goes on with these as they are given; all others are refused. A new field of Args
 # has to be put into one of the two.
-TAKES_EFFECT = "resume output_dir track checkpoint_every micro_batch_size lr"
-TAKES_EFFECT_RL = f"{TAKES_EFFECT} eval_every max_kl total_episodes critic_lr"
+TAKES_EFFECT = """
+    resume output_dir track wandb_project checkpoint_every lr micro_batch_size
+    gradient_checkpointing
+"""
+TAKES_EFFECT_RL = f"{TAKES_EFFECT} eval_every max_kl total_episodes sample_batch_size"
 REFUSED = """
-    seed base_model dtype lora_rank lora_alpha query_dataset token_ids_of query_length long_queries
-    query_prefix query_suffix start_text end_text response_length temperature truncate_token
-    batch_size lr_schedule lr_warmup adam adam_eps adam_betas weight_decay max_grad_norm
+    seed base_model dtype query_dataset query_length long_queries query_prefix query_suffix
+    start_text end_text response_length temperature truncate_token batch_size lr_schedule lr_warmup
+    adam adam_eps adam_betas weight_decay max_grad_norm
 """
 REFUSED_REWARD = f"{REFUSED} label_dataset num_labels eval_labels normalization_samples"
 REFUSED_RL = f"""{REFUSED}
-    eval_queries reward_model reward_fn unfrozen_layers top_p truncate_after penalty_reward_value
-    penalty_mode mask_truncated num_minibatches num_epochs ema ptx_coef ptx_dataset score_norm
-    score_clip kl_estimator kl_coef kl_target kl_horizon cliprange target_kl
+    lora_rank lora_alpha eval_queries reward_model reward_fn truncate_after penalty_reward_value
+    penalty_mode mask_truncated num_minibatches num_epochs kl_coef adaptive_kl_target kl_horizon
+    cliprange
 """
 REFUSED_PPO = f"""{REFUSED_RL}
-    cliprange_value vf_coef gamma lam whiten_rewards whiten_advantages whiten
-    value_after_end critic critic_warmup
+    cliprange_value vf_coef gamma lam whiten_rewards whiten_advantages critic critic_warmup
 """
-
-
 FIELDS = {
-    PPO: (TAKES_EFFECT_RL, REFUSED_PPO),
-    RLOO: (TAKES_EFFECT_RL, f"{REFUSED_RL} rloo_k token_level normalize_advantages"),
+    PPO: (f"{TAKES_EFFECT_RL} critic_lr", REFUSED_PPO),
+    RLOO: (TAKES_EFFECT_RL, f"{REFUSED_RL} rloo_k"),
     REWARD: (TAKES_EFFECT, REFUSED_REWARD),
 }
-FIELDS[RLOO] = (TAKES_EFFECT_RL.replace(" critic_lr", ""), FIELDS[RLOO][1])
-WORDS_OF_TYPES = "another bf16 drop constant torch add whiten k2 global policy".split()
+WORDS_OF_TYPES = "another bf16 drop constant torch add policy".split()
 VALUES = (3, 0.25, False, True, (0.5, 0.5), *WORDS_OF_TYPES)
 
 
 def another(script: Any, name: str) -> Any:
-    """Settings with a valid value of the field that is not its default."""
+    """A valid value of the field that is not its default."""
     for value in VALUES:
         with contextlib.suppress(script.UserError):
-            args = script.validated({name: value})
-            if getattr(args, name) != getattr(script.Args(), name):
-                return args
+            found = getattr(script.validated({name: value}), name)
+            if found != getattr(script.Args(), name):
+                return found
     raise AssertionError(f"no value of {name} is known")
+
+
+def flag(name: str, value: Any) -> list[str]:
+    """The words of a command line that say so."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    values = value if isinstance(value, tuple) else [value]
+    return [f"--{name}", *map(str, values)]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_setting_is_refused_on_resume_or_takes_effect(
-    script: str, tmp_path: Path, caplog: Any
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Accelerator(cpu=True)
     module = importlib.import_module(script[:-3])
     may_change, refused = (names.split() for names in FIELDS[script])
     fields = [field.name for field in dataclasses.fields(module.Args)]
     assert sorted([*may_change, *refused]) == sorted(fields)
-    args = module.Args(output_dir=str(tmp_path))
-    file = tmp_path / "args.json"
+    old = vars(module.Args(output_dir="out", resume=True))
+    (tmp_path / "out").mkdir()
+    file = tmp_path / "out/args.json"
+    file.write_text(json.dumps({"script": script[:-3], "preset": "tiny", "args": old}))
     for name in set(fields) - {"resume", "output_dir"}:
-        changed = another(module, name)
-        changed = dataclasses.replace(changed, resume=True, output_dir=str(tmp_path))
-        file.write_text(json.dumps({"script": script[:-3], "preset": "", "args": vars(args)}))
+        value = another(module, name)
+        words = [*RESUME, *flag(name, value)]
         if name in may_change:
-            assert vars(module.resolve_args("tiny", changed)) == vars(changed)
-            assert f"{name} {getattr(changed, name)} (was {getattr(args, name)})" in caplog.text
+            _, args = call(script, words, tmp_path, monkeypatch, "parse_args")
+            assert vars(args) == old | {name: value}
         else:
-            says = f"^--output_dir {tmp_path}: was started with --{name} "
-            with pytest.raises(module.UserError, match=says):
-                module.resolve_args("tiny", changed)
+            says = re.escape(f"--output_dir out was started with --{name} {old[name]}")
+            with pytest.raises(module.UserError, match=f"^{says}$"):
+                call(script, words, tmp_path, monkeypatch, "parse_args")
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
@@ -403,7 +418,7 @@ def test_a_finished_run_goes_on_with_more_episodes_as_if_it_had_had_them(
     shutil.rmtree(folder / "out/checkpoints")
     before = contents(folder / "out/policy")
     code, _, errors = run(script, [*words, "--total_episodes", "24"], folder)
-    assert (code, "has no checkpoint to go on from" in errors) == (2, True)
+    assert (code, "out: no checkpoint to go on from" in errors) == (2, True)
     assert contents(folder / "out/policy") == before
 
 
@@ -412,9 +427,9 @@ def test_what_may_change_takes_effect(tmp_path: Path, monkeypatch: pytest.Monkey
     sizes = set()
     forward = ppo_rlhf.forward_response
 
-    def noted(policy: Any, batch: Any, rows: Any, temperature: float) -> Any:
-        sizes.add(len(rows))
-        return forward(policy, batch, rows, temperature)
+    def noted(policy: Any, batch: Any, temperature: float) -> Any:
+        sizes.add(len(batch.contexts))
+        return forward(policy, batch, temperature)
 
     monkeypatch.setattr(ppo_rlhf, "forward_response", noted)
     words = "--total_episodes 24 --lr 0 --critic_lr 0.5 --eval_every 1 --checkpoint_every 0"
@@ -424,48 +439,45 @@ def test_what_may_change_takes_effect(tmp_path: Path, monkeypatch: pytest.Monkey
     rows = read_lines(folder / "out/metrics.jsonl")
     assert [row["ppo/lr"] for row in rows[4:]] == [0, 0]
     assert ["eval/score" in row for row in rows] == 4 * [False] + 2 * [True]
+    made = sorted(path.name for path in (folder / "out/samples").iterdir())
+    assert made == ["0000005.jsonl", "0000006.jsonl"]
     was = load_file(folder / "out/checkpoints/0000004/model.safetensors")
     now = load_file(folder / "out/checkpoints/0000006/model.safetensors")
     for name in was:
         assert torch.equal(was[name], now[name]) == name.startswith("lm."), name
     record = json.loads((folder / "out/args.json").read_text())["args"]
     assert (record["total_episodes"], record["lr"], record["critic_lr"]) == (24, 0, 0.5)
-    with pytest.raises(ppo_rlhf.UserError, match="^the KL is .* --max_kl 1e-09"):
+    with pytest.raises(ppo_rlhf.UserError, match="^objective/kl is .*, its limit 1e-09: "):
         words = "--total_episodes 28 --max_kl 1e-9".split()
         call(PPO, [*RESUME, *words], folder, monkeypatch)
 
 
-def test_settings_come_from_the_run_and_flags_given_beside_it_are_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_come_from_the_run_and_then_from_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = plain(PPO, 1)
     old = json.loads((folder / "out/args.json").read_text())["args"]
-    old |= {"adam_betas": (0.9, 0.999), "resume": True, "output_dir": "out"}
+    old |= {"adam_betas": (0.9, 0.999), "resume": True}
     for words, changes in (
         ([], {}),
-        (["--kl_target", "none", "--lr", "0.5"], {"kl_target": None, "lr": 0.5}),
+        (["--lr", "0.5", "--critic_lr", "none"], {"lr": 0.5}),
         (["--seed", "1"], {}),
     ):
         preset, args = call(PPO, [*RESUME, *words], folder, monkeypatch, "parse_args")
-        assert (preset, vars(args)) == ("tiny", old | {"output_dir": args.output_dir} | changes)
-    call(PPO, [*RESUME, "--lr", "0.5"], folder, monkeypatch)
-    named = re.findall("--resume: (.*)", caplog.text)
-    assert named == ["lr 0.5 (was 0.01)"]
+        assert (preset, vars(args)) == ("tiny", old | {"output_dir": "out"} | changes)
 
 
-def test_a_run_of_another_preset_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preset_has_to_be_named_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     for script in SCRIPTS:
         args = vars(importlib.import_module(script[:-3]).Args())
         old = {"script": script[:-3], "preset": "sentiment", "args": args}
         (tmp_path / "out/args.json").write_text(json.dumps(old))
-        for words in ([], ["sentiment"]):
-            preset, _ = call(script, [*words, *RESUME], tmp_path, monkeypatch, "parse_args")
-            assert preset == "sentiment"
-        with pytest.raises(Exception, match="^--output_dir out has a run of the preset sentiment$"):
-            call(script, ["cnndm", *RESUME], tmp_path, monkeypatch, "parse_args")
+        words = ["sentiment", *RESUME]
+        preset, made = call(script, words, tmp_path, monkeypatch, "parse_args")
+        assert (preset, vars(made)) == ("sentiment", args | {"output_dir": "out", "resume": True})
+        for words in (RESUME, ["cnndm", *RESUME]):
+            says = f"^out/args.json was written by {script} sentiment$"
+            with pytest.raises(ValueError, match=says):
+                call(script, words, tmp_path, monkeypatch, "parse_args")
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -474,24 +486,20 @@ def small(tmp_path: Path) -> Any:
     """Opens the run in tmp_path/out, of three updates on four weights with two checkpoints, or a
     copy of it."""
     accelerator = Accelerator(cpu=True)
-    args = ppo_rlhf.Args(adam_eps=1e-3, resume=True)
+    args = ppo_rlhf.Args(adam_eps=1e-3, resume=True, checkpoint_every=1)
     net = torch.nn.Linear(3, 1)
     optimizer = make_optimizer([net], [], args)
     net, optimizer = accelerator.prepare(net, optimizer)
 
-    def go_on(folder: Path) -> dict[str, Any]:
+    def go_on(folder: Path, updates: int = 0) -> dict[str, Any]:
         args.output_dir = str(folder)
-        state = {"update": 0, "kl_coef": 0.1}
-        with ppo_rlhf.lock_and_signals(args):
-            ppo_rlhf.open_run(accelerator, "tiny", args, state)
-        return state
+        with ppo_rlhf.Run(accelerator, "tiny", args, kl_coef=0.1) as run:
+            for _ in run.updates(updates):
+                run.log({})
+                run.end_update()
+        return run.state
 
-    folder = tmp_path / "out"
-    state = go_on(folder)
-    for update in (1, 2, 3):
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write("{}\n")
-        ppo_rlhf.save_checkpoint(accelerator, state | {"update": update}, args)
+    go_on(tmp_path / "out", updates=3)
     return go_on
 
 
@@ -500,8 +508,7 @@ def small(tmp_path: Path) -> Any:
 def test_a_newest_checkpoint_that_does_not_load_stops_and_stays(
     kind: str, name: str, small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is it advised: it may be sound, and of another model. One that has no state.json is none:
-    a kill can leave it."""
+    """One that has no state.json is none: a kill can leave it."""
     monkeypatch.chdir(tmp_path)
     folder = copy(tmp_path / "out", tmp_path)
     file = folder / "checkpoints/0000003" / name
@@ -515,10 +522,8 @@ def test_a_newest_checkpoint_that_does_not_load_stops_and_stays(
     (file.parent / "random_states_0.pkl").write_bytes(evil)
     before = contents(folder)
     if (kind, name) != ("missing", "state.json"):
-        with pytest.raises(ppo_rlhf.UserError, match=f"^--output_dir {folder}: .") as caught:
+        with pytest.raises(Exception, match="."):  # the library's, with its traceback
             small(folder)
-        reason = str(caught.value).removeprefix(f"--output_dir {folder}: ")
-        assert not re.search("(?i)damaged|delete|remove|\n", reason)
         del before[str(folder / "lock")]
         after = contents(folder)
         assert {name: after[name] for name in before} == before
@@ -534,15 +539,14 @@ def test_two_checkpoints_are_kept_and_a_folder_has_one_run_of_as_many_processes(
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["0000002", "0000003"]
     assert small(copy(folder, tmp_path))["update"] == 3
-    says = f"^--output_dir {folder}: .*lock.* could not be acquired"
-    with ppo_rlhf.lock_and_signals(ppo_rlhf.Args(output_dir=str(folder))):
-        with pytest.raises(ppo_rlhf.UserError, match=says):
+    with FileLock(folder / "lock"):
+        with pytest.raises(OSError, match=f"{folder}/lock.* could not be acquired"):
             small(folder)
     assert small(folder)["update"] == 3
     two = copy(folder, tmp_path / "two")
     state = two / "checkpoints/0000003/state.json"
     state.write_text(state.read_text().replace('"processes": 1', '"processes": 2'))
-    with pytest.raises(ppo_rlhf.UserError, match=f"{two}: is a run of 2 processes: use as many$"):
+    with pytest.raises(ppo_rlhf.UserError, match="^--resume needs 2 processes$"):
         small(two)
 
 

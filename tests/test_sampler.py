@@ -1,6 +1,7 @@
-"""Sampling and rollouts: the key-value cache against full forward passes, the first ratio, and when
-sampling stops."""
+"""Sampling and rollouts: the key-value cache against full forward passes, the first ratio, and the
+error of sampling, which tells what a run draws from another distribution than it trains."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import tiny_models as tiny
 import torch
 from accelerate import Accelerator
-from fork_tools import RLOO, WORDS, kit
+from conftest import ROOT
+from fork_tools import PPO, RLOO, WORDS, kit
 from run_tools import call, read_lines
 from tiny_models import CONFIGS, full_logits, load, make_queries, random_rows
 from torch import Tensor, nn
@@ -36,6 +38,11 @@ def probabilities(lm: nn.Module, contexts: list[list[int]], responses: Tensor) -
     return (torch.stack(logits) / TEMPERATURE).softmax(-1)
 
 
+def rloo_actor(lm: nn.Module, k: int, dtype: str = "fp32") -> nn.Module:
+    """RLOO's policy, for k responses to a query."""
+    return rloo_rlhf.Actor(lm, rloo_rlhf.Args(rloo_k=k, dtype=dtype))
+
+
 def inverted(probs: Tensor, u: Tensor) -> Tensor:
     """The tokens (B, R) at which the cumulative distribution passes u."""
     cdf = probs.double().cumsum(-1)
@@ -48,41 +55,28 @@ def test_cached_sampling_draws_what_full_forward_passes_give(name: str, attentio
     """In the policies of all scripts, three responses to each context."""
     lm = tiny.make_lm(name, attention)
     contexts = [context for context in CONTEXTS for _ in range(3)]
-    u = ppo_rlhf.uniforms(3, 1, len(contexts), LENGTH)
-    policy = ppo_rlhf.ActorCritic(lm)
-    responses = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
+    u = ppo_rlhf.uniforms(35, 1, len(contexts), LENGTH)  # all 1e-5 off a border, or more
+    policy = ppo_rlhf.ActorCritic(lm, "fp32")
+    responses, logprobs = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
     probs = probabilities(lm, contexts, responses)
     assert torch.equal(inverted(probs, u), responses)
+    drawn = probs.gather(2, responses.unsqueeze(2)).squeeze(2)
+    assert (logprobs - drawn.log()).abs().max() < 1e-4
     assert len(responses.unique()) > 10
     assert len(responses.unique(dim=0)) == len(contexts)
     others = probabilities(lm, contexts[::-1], responses)
     assert not torch.equal(inverted(others, u), responses)  # contexts matter
-    for policy in (rloo_rlhf.Actor(lm, 3), train_reward.Reference(lm)):
-        drawn = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
-        assert torch.equal(drawn, responses)
+    for policy in (rloo_actor(lm, 3), train_reward.Reference(lm, "fp32")):
+        others, same = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
+        assert torch.equal(others, responses)
+        assert (same - logprobs).abs().max() < 1e-4
 
 
-def test_top_p_draws_from_the_fewest_tokens_that_hold_so_much() -> None:
-    lm = tiny.make_lm("gpt2")
-    u = ppo_rlhf.uniforms(3, 1, len(CONTEXTS), LENGTH)
-    policy = ppo_rlhf.ActorCritic(lm)
-    responses = ppo_rlhf.sample(policy, CONTEXTS, u, TEMPERATURE, top_p=0.6)
-    probs = probabilities(lm, CONTEXTS, responses)
-    likeliest, order = probs.sort(-1, descending=True)
-    is_in = likeliest.cumsum(-1) - likeliest < 0.6  # the ones before hold less
-    nucleus = torch.zeros_like(probs)
-    nucleus.scatter_(2, order, likeliest * is_in)
-    nucleus /= nucleus.sum(-1, keepdim=True)
-    expected = inverted(nucleus, u)
-    assert torch.equal(expected, responses)
-    assert not torch.equal(inverted(probs, u), responses)
-
-
-def make_policy(lm: nn.Module, k: int) -> nn.Module:
+def make_policy(lm: nn.Module, k: int, dtype: str = "fp32") -> nn.Module:
     """PPO's policy for one response to a query, RLOO's for more."""
     if k == 1:
-        return ppo_rlhf.ActorCritic(lm)
-    return rloo_rlhf.Actor(lm, k)
+        return ppo_rlhf.ActorCritic(lm, dtype)
+    return rloo_actor(lm, k, dtype)
 
 
 def first_epoch(script: Any, policy: nn.Module, batch: Any, epochs: Tensor, args: Any) -> dict:
@@ -96,15 +90,15 @@ def first_epoch(script: Any, policy: nn.Module, batch: Any, epochs: Tensor, args
 
 
 CASES = [
-    ("gpt2", 1, False, 1.0),
-    ("gpt2", 2, True, 0.97),
-    ("gemma2", 2, True, 0.9),  # scaled and capped logits
-    ("bloom", 1, True, 1.0),  # alibi
-    ("mistral_short", 2, False, 1.0),  # a window shorter than the text
+    ("gpt2", 1, False),
+    ("gpt2", 2, True),
+    ("gemma2", 2, True),  # scaled and capped logits
+    ("bloom", 1, True),  # alibi
+    ("mistral_short", 2, False),  # a window shorter than the text
 ]
 
 
-@pytest.mark.parametrize(("name", "num_minibatches", "mask_truncated", "top_p"), CASES)
+@pytest.mark.parametrize(("name", "num_minibatches", "mask_truncated"), CASES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
 def test_first_ratio_is_exactly_one(
@@ -113,7 +107,6 @@ def test_first_ratio_is_exactly_one(
     name: str,
     num_minibatches: int,
     mask_truncated: bool,
-    top_p: float,
     tmp_path: Path,
 ) -> None:
     """All ratios of the first epoch are, where no step moves the weights: its passes are those of
@@ -121,46 +114,73 @@ def test_first_ratio_is_exactly_one(
     script.set_up_backend(dtype)
     tiny.save_model(tmp_path, name)
     k = 1 if script is ppo_rlhf else 4
-    policy = make_policy(load(tmp_path, dtype=dtype), k)
+    policy = make_policy(load(tmp_path), k, dtype)
     exact = make_policy(load(tmp_path), k)
-    args = script.Args(truncate_after=1, mask_truncated=mask_truncated, top_p=top_p)
+    args = script.Args(truncate_after=1, mask_truncated=mask_truncated, dtype=dtype)
     args.micro_batch_size = 3 * k
 
     contexts = [context for context in EIGHT for _ in range(k)]
     u = script.uniforms(1, 1, len(contexts), LENGTH)
-    whole = script.sample(policy, contexts, u, args.temperature, top_p)
+    whole, _ = script.sample(policy, contexts, u, args.temperature)
     end_token = whole[0, 3].item()
     order = torch.arange(len(contexts)).view(-1, k).flip(0)
     epochs = order.view(1, num_minibatches, -1)
     queries = make_queries(contexts)
-    batch = script.rollout(policy, policy, queries, u, epochs[0], end_token, args)
+    batch, truncated = script.rollout(policy, policy, queries, u, epochs[0], end_token, args)
+    assert torch.equal(batch.responses, whole)
+    for row, response, length in zip(truncated, whole.tolist(), batch.lengths, strict=True):
+        assert row == response[:length]
     assert torch.equal(batch.logprobs, batch.ref_logprobs)
     assert batch.mask.all() != mask_truncated
     batch.rewards = torch.randn(u.shape)
-    batch.value_mask = batch.mask
     batch.advantages = torch.randn(u.shape)
     if script is rloo_rlhf:
-        batch.advantages = batch.advantages[:, :1]  # of responses
+        batch.advantages = batch.advantages[:, 0]  # of responses
 
     metrics = first_epoch(script, policy, batch, epochs, args)
     assert metrics["first_ratio_error"] == 0
-    assert metrics["ppo/val/ratio"] == 1
+    assert metrics["sampling_error"] < script.TOLERANCES[dtype][1]
     prefix = "ppo/policy" if script is ppo_rlhf else "rloo"
+    assert metrics["ppo/val/ratio" if script is ppo_rlhf else "rloo/ratio"] == 1
     assert metrics[f"{prefix}/approxkl"] == 0
     assert metrics[f"{prefix}/clipfrac"] == 0
-    batch.logprobs -= 0.01
-    metrics = first_epoch(script, policy, batch, epochs, args)
-    assert metrics["first_ratio_error"] > 5e-3  # it measures something
+    assert_largest_is_found(script, policy, batch, epochs, args)
 
-    rows = epochs.flatten()
     with torch.no_grad():
-        logprobs, _ = script.forward_response(exact, batch, rows, args.temperature)
-    logprobs = script.of_tokens(logprobs, batch.responses[rows])
-    off = logprobs - batch.ref_logprobs[rows]
+        logprobs, _ = script.forward_response(exact, batch, args.temperature)
+    logprobs = script.selected_logprobs(logprobs, batch.responses)
+    off = logprobs - batch.ref_logprobs
     if dtype == "bf16":
         assert off.abs().max() > 1e-3  # bf16 it was
     else:
         assert off.abs().max() < 1e-5
+
+
+def assert_largest_is_found(
+    script: Any, policy: nn.Module, batch: Any, epochs: Tensor, args: Any
+) -> None:
+    """A single token whose log-probability is shifted, in the rollout or while it was sampled, is
+    the error of its micro-batch, however many tokens there are; one that the mask leaves out is
+    none."""
+    num_groups = -(-epochs.shape[2] // args.micro_batch_size)  # of the first step
+    row = epochs[0, 0, 0]
+    rounding = 0.1 if args.dtype == "bf16" else 1e-3
+    shifted = {
+        "first_ratio_error": batch.logprobs,
+        "sampling_error": batch.sampled_logprobs,
+    }
+    for name, logprobs in shifted.items():
+        kept = logprobs.clone()
+        for shift in (4.0, -4.0):
+            logprobs[row, 0] += shift
+            metrics = first_epoch(script, policy, batch, epochs, args)
+            assert metrics[name] == pytest.approx(4 / num_groups, abs=rounding)
+            with pytest.raises(script.UserError, match=f"^{name} is "):
+                script.check_ratios_and_kl(0, metrics | {"objective/kl": 0.0}, args)
+            logprobs.copy_(kept)
+        logprobs += 9.0 * ~batch.mask
+        assert first_epoch(script, policy, batch, epochs, args)[name] < rounding
+        logprobs.copy_(kept)
 
 
 @pytest.mark.parametrize("value", [0.0, LARGEST])
@@ -169,95 +189,131 @@ def test_extreme_uniforms_draw_no_token_of_probability_zero(value: float) -> Non
     contexts = random_rows([4] * 64, seed=8)
     # Most tokens underflow to 0, and some cumulative sums end below 1.
     lm.lm_head.weight.data *= 30
-    policy = ppo_rlhf.ActorCritic(lm)
+    policy = ppo_rlhf.ActorCritic(lm, "fp32")
     u = torch.full((64, 4), value)
-    responses = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
+    responses, _ = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
     probs = probabilities(lm, contexts, responses)
     num_zeros = (probs == 0).sum(-1)
     assert num_zeros.min() > 10
     assert probs[..., -1].min() == 0
     totals = probs.cumsum(-1)[..., -1]
-    assert totals.min() < LARGEST
+    assert totals.min() <= LARGEST
     of_drawn = probs.gather(2, responses.unsqueeze(2))
     assert of_drawn.min() > 0
     ones = torch.ones(64, 2)
-    beyond = ppo_rlhf.sample(policy, contexts, ones, TEMPERATURE)
+    beyond, _ = ppo_rlhf.sample(policy, contexts, ones, TEMPERATURE)
     assert beyond.max() < tiny.VOCABULARY
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A policy of seven tokens, whose `steps` counts its passes with a cache."""
+def test_the_distribution_of_a_large_vocabulary_is_drawn_as_it_is() -> None:
+    """The part of [0, 1) that draws a token is the token's probability in exact numbers, however
+    rare it is and whatever comes before it."""
+    size = 150_000
+    logits = 4 * torch.randn(1, size, generator=torch.Generator().manual_seed(0))
+    logits[0, -1] = logits.max()  # a likely one at the end
+    exact = logits.double().softmax(-1).squeeze(0)
+    probs = logits.softmax(-1)
+
+    # By bisection: the least number that draws token i or a later one, i from 1.
+    tokens = torch.arange(1, size)
+    low = torch.zeros(size - 1, dtype=torch.float64)
+    high = torch.ones(size - 1, dtype=torch.float64)
+    for _ in range(40):
+        middle = (low + high) / 2
+        is_later = ppo_rlhf.inverse_cdf(probs, middle.unsqueeze(0)).squeeze(0) >= tokens
+        high = torch.where(is_later, middle, high)
+        low = torch.where(is_later, low, middle)
+    ends = nn.functional.pad(high, (0, 1), value=1.0)
+    drawn = ends.diff(prepend=torch.zeros(1))
+    assert (drawn - exact).abs().sum() / 2 < 1e-5  # total variation
+
+    # Those of about 3e-7 are drawn by a number of fp32, too, as all u are.
+    rare = ((exact - 3e-7).abs() < 1e-8).nonzero().squeeze(1)
+    assert len(rare) > 100
+    assert (drawn[rare] / exact[rare] - 1).abs().max() < 1e-3
+    middle = (ends[rare] - exact[rare] / 2).float()
+    found = ppo_rlhf.inverse_cdf(probs, middle.unsqueeze(0))
+    assert torch.equal(found.squeeze(0), rare)
+
+
+def roll_out(contexts: list[list[int]], end_token: int | None, **flags: Any) -> Any:
+    """A rollout of LENGTH tokens to contexts of seven tokens, and the responses as lists."""
     policy = tiny.make_actor("gpt2", vocab_size=7)
-    policy.steps = 0
-    forward = policy.forward
-
-    def noted(*args: Any, cache: Any = None, **kwargs: Any) -> Any:
-        policy.steps += cache is not None
-        return forward(*args, cache=cache, **kwargs)
-
-    monkeypatch.setattr(policy, "forward", noted)
-    return policy
-
-
-def roll_out(policy: Any, end_token: int | None, **flags: Any) -> Any:
-    """A rollout of LENGTH tokens to three contexts of the policy's seven tokens."""
-    contexts = random_rows((3, 1, 5), seed=4, vocabulary=7)
-    queries = make_queries(contexts)
     args = ppo_rlhf.Args(truncate_after=0, response_length=LENGTH, **flags)
-    u = ppo_rlhf.uniforms(2, 1, 3, LENGTH)
-    rows = torch.tensor([[0, 1, 2]])
+    u = ppo_rlhf.uniforms(2, 1, len(contexts), LENGTH)
+    rows = torch.arange(len(contexts)).unsqueeze(0)
+    queries = make_queries(contexts)
     return ppo_rlhf.rollout(policy, policy, queries, u, rows, end_token, args)
 
 
-def test_without_a_truncate_token_masked_responses_are_sampled_to_the_end(counted: Any) -> None:
-    whole = roll_out(counted, None)
-    masked = roll_out(counted, None, mask_truncated=True)
-    assert counted.steps == 2 * LENGTH
+SEVEN = random_rows((3, 1, 5, 2, 4), seed=4, vocabulary=7)
+
+
+def test_masked_responses_are_sampled_to_the_end() -> None:
+    """What is sampled is the same with a mask and without, and what counts ends with the token."""
+    whole, lists = roll_out(SEVEN, None, mask_truncated=True)
+    assert whole.mask.all()
+    assert whole.lengths.tolist() == [LENGTH] * 5
+    assert lists == whole.responses.tolist()
+    masked, lists = roll_out(SEVEN, 2, mask_truncated=True)
     assert torch.equal(masked.responses, whole.responses)
     assert torch.equal(masked.logprobs, whole.logprobs)
-    last = masked.responses[:, 8:]
-    assert last.any(1).all()  # no zeros in place of tokens
-    assert masked.mask.all()
-    assert masked.lengths.tolist() == [LENGTH] * 3
-
-
-def test_sampling_stops_when_all_masked_responses_have_ended(counted: Any) -> None:
-    """Not before, and what counts of them stays the same."""
-    whole = roll_out(counted, None)
-    drawn = [set(row) for row in whole.responses[:, :8].tolist()]
-    in_all = set.intersection(*drawn)
-    end_token = min(in_all)
-    counted.steps = 0
-    masked = roll_out(counted, end_token, mask_truncated=True)
-    assert counted.steps == 8
-    assert masked.found_end.all()
-    mask, _ = ppo_rlhf.truncate(whole.responses, end_token, 0)
+    mask, found_end = ppo_rlhf.truncate(whole.responses, 2, 0)
     assert torch.equal(masked.mask, mask)
-    assert torch.equal(masked.responses * mask, whole.responses * mask)
-    off = masked.logprobs - whole.logprobs
-    assert (off * mask).abs().max() < 1e-6
-
-    counted.steps = 0
-    unmasked = roll_out(counted, end_token)
-    assert torch.equal(unmasked.responses, whole.responses)
-    assert counted.steps == LENGTH
-    in_some = set.union(*drawn) - in_all
-    counted.steps = 0
-    roll_out(counted, min(in_some), mask_truncated=True)
-    assert counted.steps == LENGTH
+    assert torch.equal(masked.found_end, found_end)
+    assert found_end.any()
+    for row, length, found in zip(lists, masked.lengths, found_end, strict=True):
+        assert len(row) == length
+        assert (row[-1] == 2) == found
+        assert 2 not in row[:-1]
 
 
-def test_sampling_goes_on_while_another_process_has_rows_that_go_on(
-    counted: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_sampling_in_parts_draws_the_same(size: int) -> None:
+    """Whatever the --sample_batch_size, which pads otherwise."""
+    whole, _ = roll_out(SEVEN, None)
+    parts, _ = roll_out(SEVEN, None, sample_batch_size=size)
+    assert torch.equal(parts.responses, whole.responses)
+    assert (parts.sampled_logprobs - whole.sampled_logprobs).abs().max() < 1e-5
+
+
+# Faults of sampling: what stands in a script, and what a copy of it has instead.
+FAULTS = {
+    "a cache that is not used": (
+        "policy(ids, mask, cache=cache)",
+        "policy(ids, mask[:, -ids.shape[1] :], cache=DynamicCache(config=policy.lm.config))",
+    ),
+    "positions off by one": (  # not in the one row that is read at load
+        "position_ids=positions[:, -ids.shape[1] :]",
+        "position_ids=positions[:, -ids.shape[1] :] + (ids.shape[1] == 1 < len(ids))",
+    ),
+    "a temperature off by 10 %": (
+        "u[rows], args.temperature",
+        "u[rows], 1.1 * args.temperature",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("script", [PPO, RLOO])
+def test_a_run_stops_where_it_samples_from_another_distribution(
+    script: str, fault: str, tmp_path: Path
 ) -> None:
-    """With sharded weights a forward pass needs all processes."""
-    monkeypatch.setattr(ppo_rlhf, "sum_over_ranks", lambda x: x.sum() + 1)
-    u = ppo_rlhf.uniforms(2, 1, 3, LENGTH)
-    contexts = random_rows((3, 1, 5), seed=4, vocabulary=7)
-    all_have = lambda x: torch.ones(len(x), dtype=torch.bool)  # noqa: E731
-    ppo_rlhf.sample(counted, contexts, u, TEMPERATURE, has_ended=all_have)
-    assert counted.steps == LENGTH
+    """Nothing else of it looks wrong."""
+    right, wrong = FAULTS[fault]
+    code = (ROOT / script).read_text()
+    assert code.count(right) == 1
+    folder = fork_tools.copy(kit(), tmp_path)
+    shutil.copy(ROOT / "tf_adam.py", tmp_path)
+    (tmp_path / script).write_text(code.replace(right, wrong))
+    status, _, errors = fork_tools.run(str(tmp_path / script), WORDS[script], folder)
+    assert status == 2, errors
+    line = errors.splitlines()[-1]
+    assert line.startswith(f"{script}: sampling_error is "), errors
+    metrics = read_lines(folder / "out/metrics.jsonl")
+    assert len(metrics) == 1
+    assert metrics[0]["first_ratio_error"] == 0
+    assert abs(metrics[0]["objective/kl"]) < 1e-6
 
 
 def test_rloo_runs_with_responses_of_one_token(

@@ -40,7 +40,7 @@ RL = f"{COMMON} --reward_model judge --eval_queries 2 --num_epochs 2 --total_epi
 RL += " --truncate_token none --lr 1e-2"
 LABELS = f"{COMMON} --label_dataset labels.jsonl --num_labels 16 --normalization_samples 4"
 WORDS = {
-    PPO: f"{RL} --ema 0.9 --critic reward".split(),  # all that a run can leave
+    PPO: f"{RL} --critic reward".split(),  # all that a run can leave
     RLOO: f"{RL} --rloo_k 2".split(),
     REWARD: LABELS.split(),
 }
@@ -211,8 +211,7 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | No
     out/args.tmp", then with an empty file. With 0 in place of a signal the disk is full.
 
     Weights and optimizer states are written in two halves, so that "half of out/policy" is the
-    moment between them, and "sync" is that before os.sync. With `log` all lines are written to that
-    file.
+    moment between them. With `log` all lines are written to that file.
     """
     import accelerate.utils.other
     import safetensors.torch
@@ -221,7 +220,6 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | No
 
     seen = 0
     folder = os.path.realpath("out")
-    sync = os.sync
 
     def note(what: str, path: Any) -> None:
         nonlocal seen
@@ -262,10 +260,6 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | No
 
         return changed
 
-    def noted_sync() -> None:
-        note("sync", "out")
-        sync()
-
     for module, name in (
         (accelerate.utils.other, "safe_save_file"),
         (transformers.modeling_utils, "safe_save_file"),
@@ -273,7 +267,6 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | No
         (torch, "save"),
     ):
         setattr(module, name, in_two(getattr(module, name)))
-    os.sync = noted_sync
     sys.addaudithook(watch)
 
 
@@ -289,6 +282,20 @@ def give_nan(call: int) -> None:
         backward(self, loss * (float("nan") if is_it else 1))
 
     accelerate.Accelerator.backward = changed
+
+
+def refuse_near_draws(margin: float) -> None:
+    """A number to sample with that is nearer than this to another token is an error: with the
+    rounding of another CPU it could be that token."""
+    import torch
+
+    search = torch.searchsorted
+
+    def checked(cdf: Any, u: Any, **kwargs: Any) -> Any:
+        assert (cdf[:, :-1] - u).abs().min() > margin, "between two tokens: take another seed"
+        return search(cdf, u, **kwargs)
+
+    torch.searchsorted = checked
 
 
 def change_args(update: int, values: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast as Fast
 
 LABELS = "datasets--vwxyzjn--lm-human-preferences"
 PAD = 50259
+ROWS = 12  # of every table
 EOS = "<|endoftext|>"
 GPT2 = "models--gpt2"
 SMALL = {
@@ -73,7 +74,7 @@ def fill(cache: Path) -> Path:
         ("tldr", "60k", 500, 75),
     ):
         (folder / task).mkdir()
-        labels = [make_label(rng, length, response) for _ in range(12)]
+        labels = [make_label(rng, length, response) for _ in range(ROWS)]
         text = json.dumps(labels)
         if task == "tldr":  # lines are json, too
             text = "\n".join(map(json.dumps, labels))

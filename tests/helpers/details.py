@@ -1,8 +1,8 @@
 """Every implementation detail: what it is, the code that does it, a fault, and the test that sees
-that fault.
+that fault. Also the tour of ppo_rlhf.py in README.md.
 
-    python tests/details.py           # write the table in tests/DETAILS.md again, with its links
-    python tests/details.py --check   # fail if it is not up to date
+    python tests/helpers/details.py           # write the tables of docs/details.md and README.md
+    python tests/helpers/details.py --check   # fail if they are not up to date
 
 Code is found by its syntax, wherever and however it stands in the script, and so is the fault put
 in its place: `pytest tests/test_details.py --faults` does that for every row.
@@ -15,8 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "tests" / "DETAILS.md"
+ROOT = Path(__file__).resolve().parent.parent.parent
 PPO = "ppo_rlhf.py"
 RLOO = "rloo_rlhf.py"
 REWARD = "train_reward.py"
@@ -48,13 +47,18 @@ class Detail:
         """The test as pytest has it."""
         return f"{self.path}::test_{self.test.partition('::')[2]}"
 
-    def line(self) -> int:
-        """Where the code begins. ValueError if it is not in the script once."""
+    def place(self) -> str:
+        """The function or class that has the code. ValueError if it is not in the script once."""
         code = parse(self.code)
-        lines = [node.lineno for node in nodes_of(self.script) if is_same(node, code)]
-        if len(lines) != 1:
-            raise ValueError(f"{self.script} has `{self.code}` in lines {lines}")
-        return lines[0]
+        places = [place for node, place in nodes_of(self.script) if is_same(node, code)]
+        if len(places) != 1:
+            raise ValueError(f"{self.script} has `{self.code}` in {places}")
+        return places[0]
+
+    def against(self) -> str:
+        """What the test compares with."""
+        file = self.test.partition("::")[0]
+        return AGAINST.get(self.test, AGAINST.get(file, "a property"))
 
     def broken(self) -> str:
         """The script's source with the fault."""
@@ -82,9 +86,19 @@ def parse(code: str) -> ast.AST:
 
 
 @functools.cache
-def nodes_of(script: str) -> list[ast.AST]:
-    """All nodes of the script's syntax tree."""
-    return list(ast.walk(ast.parse((ROOT / script).read_text())))
+def nodes_of(script: str) -> list[tuple[ast.AST, str]]:
+    """All nodes of the script's syntax tree, with the names of the definitions around each."""
+    found = []
+
+    def walk(node: ast.AST, names: tuple[str, ...]) -> None:
+        found.append((node, ".".join(names)))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names = (*names, node.name)
+        for child in ast.iter_child_nodes(node):
+            walk(child, names)
+
+    walk(ast.parse((ROOT / script).read_text()), ())
+    return found
 
 
 def is_same(one: ast.AST, other: ast.AST) -> bool:
@@ -92,18 +106,28 @@ def is_same(one: ast.AST, other: ast.AST) -> bool:
     return type(one) is type(other) and ast.dump(one) == ast.dump(other)
 
 
-TWIN = "twin::a_run_equals_its_twin[ppo]"
-TWINS = "twin::a_run_equals_its_twin[ppo, eos, two processes]"
-TWIN_RLOO = "twin::a_run_equals_its_twin[rloo]"
-TWINS_RLOO = "twin::a_run_equals_its_twin[rloo, eos, two processes]"
-TWIN_REWARD = "twin::a_run_equals_its_twin[best of three, resumed]"
-TWINS_REWARD = "twin::a_run_equals_its_twin[preferences, eos, two processes]"
-TWIN_CRITIC = "twin::a_run_equals_its_twin[ppo, critic from the reward model]"
-TWINS_CRITIC = "twin::a_run_equals_its_twin[ppo, critic from the policy, two processes]"
-TWIN_LAYER = "twin::a_run_equals_its_twin[rloo, upper layer]"
+RUN = "reference::a_run_equals_its_reference"
+PPO_RUN = f"{RUN}[ppo]"
+PPO_RUNS = f"{RUN}[ppo, eos, two processes]"
+RLOO_RUN = f"{RUN}[rloo]"
+RLOO_STEPS = f"{RUN}[rloo, other steps]"
+REWARD_RUN = f"{RUN}[best of three, resumed]"
+REWARD_RUNS = f"{RUN}[preferences, eos, two processes]"
+CRITIC_RUN = f"{RUN}[ppo, critic from the reward model]"
+CRITIC_RUNS = f"{RUN}[ppo, critic from the policy, two processes]"
 STEPS = "golden::ppo_steps_equal_the_original"
 FORWARD = "golden::logprobs_values_and_entropies_equal_the_original"
 CACHED = "sampler::cached_sampling_draws_what_full_forward_passes_give"
+WHITEN = "ppo_math::whiten_gives_the_table_of_the_n_implementation_details"
+ADAM_STEPS = "tf_adam::trajectory_and_moments_equal_tensorflow"
+# What tests compare with, by file or by test.
+AGAINST = {
+    "golden": "**recording of OpenAI's code**",
+    ADAM_STEPS: "**recording of TensorFlow**",
+    WHITEN: "**table in Huang et al.**",
+    "reference": "our second implementation",
+    "ppo_math": "a worked example",
+}
 
 ORIGINAL = [
     Detail(
@@ -111,21 +135,21 @@ ORIGINAL = [
         ADAM,
         'group["eps"] /= math.sqrt(1 - beta2 ** group["t"])',
         'group["eps"] /= 1',
-        "tf_adam::trajectory_and_moments_equal_tensorflow",
+        ADAM_STEPS,
     ),
     Detail(
         "it is the optimizer, with no weight decay and no clipping of gradients",
         ADAM,
         '{"tf": AdamTF, "torch": torch.optim.AdamW}',
         '{"tf": torch.optim.AdamW, "torch": torch.optim.AdamW}',
-        TWIN,
+        PPO_RUN,
     ),
     Detail(
         "the learning rate falls linearly from update to update",
         PPO,
         "set_learning_rates(optimizer, update, update / num_updates, args)",
         "set_learning_rates(optimizer, update, update / (num_updates + 1), args)",
-        TWIN,
+        PPO_RUN,
     ),
     Detail(
         "queries begin after the first `.` and end with the last, by token id",
@@ -139,7 +163,7 @@ ORIGINAL = [
         PPO,
         "Query(begin + query, begin + prefix + query + suffix, row)",
         "Query(begin + query + suffix, begin + prefix + query + suffix, row)",
-        TWIN,
+        PPO_RUN,
     ),
     Detail(
         "padding is a mask, token 0 stands under it, no embedding is resized",
@@ -166,8 +190,8 @@ ORIGINAL = [
         "sampling is a function of (seed, update, row)",
         PPO,
         "np.random.default_rng([seed, 1, draw])",
-        "np.random.default_rng([seed, 2, update])",
-        TWIN,
+        "np.random.default_rng([seed, 2, draw])",
+        PPO_RUN,
     ),
     Detail(
         "log-probabilities are divided by the temperature as well; values are not",
@@ -179,15 +203,15 @@ ORIGINAL = [
     Detail(
         "a token is predicted by the state before it, the first by the query's last",
         PPO,
-        "batch.responses[rows, :-1]",
-        "batch.responses[rows, 1:]",
+        "batch.responses[:, :-1]",
+        "batch.responses[:, 1:]",
         FORWARD,
     ),
     Detail(
         "logits are fp32 in bf16 runs too, as only the trunk is autocast",
         PPO,
-        'model.base_model.is_autocast = args.dtype == "bf16"',
-        "model.base_model.is_autocast = False",
+        'dtype == "bf16"',
+        "False",
         "models::under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16",
     ),
     Detail(
@@ -197,6 +221,14 @@ ORIGINAL = [
         "micro_batches(minibatch, contexts, args.micro_batch_size)",
         "micro_batches(minibatch, contexts, 1)",
         "sampler::first_ratio_is_exactly_one",
+    ),
+    Detail(
+        "first ratios of 1, a KL of 0 and sampled log-probabilities are checked in every run "
+        "(not in the original)",
+        PPO,
+        "args.max_kl if update > 0 else ratio_tolerance",
+        "args.max_kl",
+        "ppo_math::first_passes_that_differ_and_a_far_policy_stop_a_run",
     ),
     Detail(
         "the score is that of the response truncated at the first `.` from index 16",
@@ -210,41 +242,41 @@ ORIGINAL = [
         PPO,
         "torch.where(found_end, scores, kept + args.penalty_reward_value)",
         "scores",
-        TWIN,
+        PPO_RUN,
     ),
     Detail(
         "the reward is read at the last real token",
         PPO,
-        "hidden_states(model, ids, mask, last=1)",
-        "hidden_states(model, ids, mask, last=2)[:, :1]",
+        "hidden_states(model, ids, mask, 1, args.dtype)",
+        "hidden_states(model, ids, mask, 2, args.dtype)[:, :1]",
         "golden::reward_scores_equal_the_original",
     ),
     Detail(
         "reward = gain * logit + bias",
         PPO,
-        'head.bias.data.add_(getattr(model.config, "reward_bias", 0.0))',
-        "head.bias.data.add_(0.0)",
-        TWIN,
+        'nn.init.constant_(head.bias, getattr(model.config, "reward_bias", 0.0))',
+        "nn.init.constant_(head.bias, 0.0)",
+        PPO_RUN,
     ),
     Detail(
         "KL is paid for every token, truncated or not",
         PPO,
         "until_end if args.mask_truncated else torch.ones_like(until_end)",
         "until_end",
-        TWIN,
+        PPO_RUN,
     ),
     Detail(
         "the score comes with the last token",
         PPO,
         "mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))",
         "mask & (mask.cumsum(1) == 1)",
-        TWIN,
+        PPO_RUN,
     ),
     Detail(
         "rewards are whitened without shifting their mean",
         PPO,
-        "whiten(rewards, value_mask, total, correction, shift_mean=False)",
-        "whiten(rewards, value_mask, total, correction, shift_mean=True)",
+        "whiten(rewards, batch.mask, shift_mean=False)",
+        "whiten(rewards, batch.mask, shift_mean=True)",
         STEPS,
     ),
     Detail(
@@ -252,7 +284,7 @@ ORIGINAL = [
         PPO,
         "(x - mean) * torch.rsqrt(variance + 1e-8)",
         "(x - mean) * torch.rsqrt(variance)",
-        "ppo_math::whiten_gives_the_table_of_the_n_implementation_details",
+        WHITEN,
     ),
     Detail(
         "generalised advantage estimation, with 0 after the end",
@@ -264,16 +296,16 @@ ORIGINAL = [
     Detail(
         "advantages are whitened per minibatch and rank, inside the epochs",
         PPO,
-        "whiten(advantages, batch.mask[rows], total, correction, shift_mean=True)",
-        "advantages",
+        "whiten(batch.advantages, batch.mask, shift_mean=True)",
+        "batch.advantages",
         STEPS,
     ),
     Detail(
         "value head on the policy's trunk, starting at zero",
         PPO,
-        "nn.init.zeros_(p)",
-        "nn.init.ones_(p)",
-        TWIN,
+        'getattr(model.config, "reward_gain", 1.0) if hasattr(model, "score") else 0.0',
+        'getattr(model.config, "reward_gain", 1.0) if hasattr(model, "score") else 1.0',
+        PPO_RUN,
     ),
     Detail(
         "clipped value loss around the old values, factor 0.5",
@@ -287,48 +319,48 @@ ORIGINAL = [
         PPO,
         "torch.maximum(policy_loss, policy_loss_clipped)",
         "policy_loss",
-        TWIN,
+        PPO_RUN,
     ),
     Detail(
         "the mean is over all tokens of all ranks, however gradients accumulate",
         PPO,
-        "parts / sum_over_ranks(batch.mask[minibatch])",
-        "parts / accelerator.num_processes / batch.mask[minibatch].sum()",
-        TWINS,
+        "accelerator.num_processes / sum_over_ranks(mini.mask)",
+        "1 / mini.mask.sum()",
+        PPO_RUNS,
     ),
     Detail(
         "shuffles: RandomState(seed + 100003 rank), a new permutation each epoch",
         PPO,
         "np.random.RandomState(args.seed + 100_003 * rank)",
         "np.random.RandomState(args.seed)",
-        TWINS,
+        PPO_RUNS,
     ),
     Detail(
         "the KL coefficient adapts to the KL of all ranks, after the update, by the global batch",
         PPO,
         "kl_coef * (1 + error * args.batch_size / args.kl_horizon)",
         "kl_coef * (1 + error * args.batch_size / 2 / args.kl_horizon)",
-        TWINS,
+        PPO_RUNS,
     ),
     Detail(
         "its error is clipped to 0.2",
         PPO,
-        "min(max(kl / args.kl_target - 1, -0.2), 0.2)",
-        "kl / args.kl_target - 1",
-        TWIN,
+        "min(max(kl / args.adaptive_kl_target - 1, -0.2), 0.2)",
+        "kl / args.adaptive_kl_target - 1",
+        PPO_RUN,
     ),
     Detail(
         "reward head: normal, of deviation 1 / sqrt(d + 1)",
         REWARD,
         "1 / math.sqrt(model.score.in_features + 1)",
         "0.02",
-        TWIN_REWARD,
+        REWARD_RUN,
     ),
     Detail(
         "cross entropy over the N responses, mean over the batch",
         REWARD,
-        "loss * len(groups) / len(labels)",
-        "loss / len(labels)",
+        "losses.sum() / len(labels)",
+        "losses.mean()",
         "golden::reward_training_equals_the_original",
     ),
     Detail(
@@ -336,20 +368,20 @@ ORIGINAL = [
         REWARD,
         "order[start : start + args.batch_size][rank::world]",
         "order[start : start + args.batch_size][::world]",
-        TWINS_REWARD,
+        REWARD_RUNS,
     ),
     Detail(
         "linear decay by labels seen",
         REWARD,
         "start / len(labels)",
         "update / num_updates",
-        TWIN_REWARD,
+        REWARD_RUN,
     ),
     Detail(
         "gain and bias are set before and after, from untruncated samples of the reference",
         REWARD,
-        "raw.std(correction=0)",
-        "raw.std()",
+        "logits.std(correction=0)",
+        "logits.std()",
         "golden::reward_normalisation_equals_the_original",
     ),
 ]
@@ -358,118 +390,61 @@ RLOO_ROWS = [
     Detail(
         "the baseline is the mean of the other K - 1 responses to the query",
         RLOO,
-        "(rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)",
-        "(rewards.sum(1, keepdim=True) - rewards) / rewards.shape[1]",
+        "(rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / (rewards.shape[1] - 1)",
+        "(rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / rewards.shape[1]",
         "ppo_math::leave_one_out_advantage_of_the_worked_example_whose_rows_are_queries",
     ),
     Detail(
         "the KL of the whole response is in its reward",
         RLOO,
-        "token_rewards(final_scores, token_kl, batch.mask, kl_coef).sum(1)",
-        "final_scores",
-        TWIN_RLOO,
+        "scores - kl_coef * log_ratio.sum(1)",
+        "scores",
+        RLOO_RUN,
     ),
     Detail(
-        "the ratio is that of the whole response, unless --token_level",
+        "the ratio is that of the whole response",
         RLOO,
-        "not args.token_level",
-        "args.token_level",
-        TWIN_RLOO,
+        "((logprobs - old_logprobs) * mask).sum(1)",
+        "((logprobs - old_logprobs) * mask).mean(1)",
+        RLOO_RUN,
     ),
     Detail(
         "K responses go on from one cache of their query",
         RLOO,
         "ids[:: self.k, :n]",
         "ids[: len(ids) // self.k, :n]",
-        TWIN_RLOO,
-    ),
-    Detail(
-        "`--normalize_advantages`: over the whole batch, deviation + 1e-4 (TRL)",
-        RLOO,
-        "variance.sqrt() + 0.0001",
-        "variance.sqrt() + 1",
-        TWINS_RLOO,
+        RLOO_RUN,
     ),
 ]
 
 OPTIONS = [
     Detail(
-        "`--kl_estimator` k1, k2, k3, abs or full: what is paid for (Schulman 2020; TRL's "
-        "kl_penalty); logs and coefficient keep k1",
-        PPO,
-        "(all_logprobs.exp() * log_ratios).sum(-1)",
-        "(all_logprobs.exp() * log_ratios).mean(-1)",
-        TWIN_CRITIC,
-    ),
-    Detail(
-        "`--score_norm`, over the global batch (trlX: running)",
-        RLOO,
-        'args.score_norm == "whiten"',
-        'args.score_norm != ""',
-        TWIN_LAYER,
-    ),
-    Detail(
-        "`--score_clip` after it (DeepSpeed-Chat's clip_reward_value)",
-        PPO,
-        "scores.clamp(-args.score_clip, args.score_clip)",
-        "scores.clamp(max=args.score_clip)",
-        TWIN_CRITIC,
-    ),
-    Detail(
-        "`--target_kl`: no more steps on this batch",
-        PPO,
-        "approxkl > args.target_kl",
-        "approxkl < args.target_kl",
-        TWINS_CRITIC,
-    ),
-    Detail(
         "`--no-whiten_advantages` (DeepSpeed-Chat)",
         PPO,
         "args.whiten_advantages",
         "True",
-        TWIN_CRITIC,
-    ),
-    Detail(
-        "`--whiten global` (trlX)",
-        PPO,
-        'sum_over_ranks if args.whiten == "global" else torch.sum',
-        "torch.sum",
-        TWINS_CRITIC,
-    ),
-    Detail(
-        "`--whiten batch`: once over the batch, before the epochs, by the unbiased variance (TRL)",
-        PPO,
-        '1 if args.whiten == "batch" else 0',
-        "0",
-        "trl::a_ppo_0_9_run_equals_the_recording",
-    ),
-    Detail(
-        "`--value_after_end`: the state after the end has a value, and gets the score (TRL 0.12)",
-        PPO,
-        "pad(batch.mask[:, :-1], (1, 0), value=True)",
-        "batch.mask",
-        "trl::a_ppo_1_12_run_equals_the_recording",
+        CRITIC_RUN,
     ),
     Detail(
         "`--adam_betas`, `--weight_decay` of matrices only, decoupled (Llama 2)",
         ADAM,
         "((matrices, args.weight_decay), (others, 0.0))",
         "((matrices, args.weight_decay), (others, args.weight_decay))",
-        TWIN_CRITIC,
+        CRITIC_RUN,
     ),
     Detail(
         "`--max_grad_norm` (Llama 2)",
         ADAM,
         "max_norm is not None",
         "False",
-        TWIN_CRITIC,
+        CRITIC_RUN,
     ),
     Detail(
         "`--lr_schedule`, `--lr_warmup`: the first update has lr / (n + 1) (InstructGPT)",
         ADAM,
         "(update + 1) / (args.lr_warmup + 1)",
         "update / (args.lr_warmup + 1)",
-        TWIN_CRITIC,
+        CRITIC_RUN,
     ),
     Detail(
         "`--critic policy`, `--critic_lr`: a trunk of its own, all of which is trained, also with "
@@ -477,7 +452,7 @@ OPTIONS = [
         ADAM,
         "factor * args.critic_lr",
         "factor * args.lr",
-        TWINS_CRITIC,
+        CRITIC_RUNS,
     ),
     Detail(
         "`--critic reward`: it starts as the reward model, whose head is the value head "
@@ -485,44 +460,15 @@ OPTIONS = [
         PPO,
         'getattr(model.config, "reward_gain", 1.0)',
         "1.0",
-        TWIN_CRITIC,
+        CRITIC_RUN,
     ),
     Detail(
         "`--critic_warmup`: the policy stands still, to the bit; the KL is 0 meanwhile, so with "
-        "a `--kl_target` the coefficient falls (Qwen)",
+        "a `--adaptive_kl_target` the coefficient falls (Qwen)",
         ADAM,
         'update < getattr(args, "critic_warmup", 0)',
         "False",
-        TWIN_CRITIC,
-    ),
-    Detail(
-        "`--ptx_coef`: pretraining loss per token in the same step (InstructGPT)",
-        PPO,
-        "loss + args.ptx_coef * ptx_loss * per_target",
-        "loss - args.ptx_coef * ptx_loss * per_target",
-        TWINS_CRITIC,
-    ),
-    Detail(
-        "`--ema`: averaged weights in ema/ (InstructGPT)",
-        PPO,
-        "average.lerp_(p.detach(), 1 - args.ema)",
-        "average.lerp_(p.detach(), args.ema)",
-        TWINS_CRITIC,
-    ),
-    Detail(
-        "`--top_p`: draws from the nucleus (Qwen); ratios, entropy and KL are of the whole "
-        "distribution, so that the logged KL is biased upwards",
-        RLOO,
-        "TopPLogitsWarper(top_p)(None, logits)",
-        "TopPLogitsWarper(0.5)(None, logits)",
-        TWIN_LAYER,
-    ),
-    Detail(
-        "`--unfrozen_layers`: the lower ones are shared with the reference (trlX's hydra)",
-        RLOO,
-        "{id(p): p for p in lm.parameters() if not p.requires_grad}",
-        "{}",
-        "options::frozen_layers_are_shared_with_the_reference_and_a_whole_one_gives_the_same",
+        CRITIC_RUN,
     ),
     Detail(
         "`--lora_rank`: the reference is the policy without adapters (TRL with peft)",
@@ -532,19 +478,11 @@ OPTIONS = [
         "options::the_folder_of_a_lora_run_is_the_trained_policy",
     ),
     Detail(
-        "`--eval_every`: eval/score, eval/kl, eval/found_end and eval/length on the way (TRL)",
+        "`--eval_every`: score, KL and share of ends on held-out queries (TRL)",
         RLOO,
-        "updates_made % args.eval_every",
+        "(update + 1) % args.eval_every",
         "update % args.eval_every",
-        TWIN_LAYER,
-    ),
-    Detail(
-        "rewards of tokens from a function (trlX's dense scores); penalty and scaling act at the "
-        "last token",
-        PPO,
-        "final_scores - token_scores.sum(1)",
-        "final_scores",
-        "options::rewards_of_tokens_stay_in_place_or_are_summed",
+        RLOO_STEPS,
     ),
     Detail(
         "an answer that is only EOS: `--truncate_after 1` pays it the penalty, unless another EOS "
@@ -552,43 +490,81 @@ OPTIONS = [
         PPO,
         "ends_before == 0",
         "is_end.cumsum(1) == 0",
-        TWINS,
+        PPO_RUNS,
     ),
 ]
 
 DETAILS = [*ORIGINAL, *RLOO_ROWS, *OPTIONS]
 
 
+# The tour of ppo_rlhf.py: where a part begins, up to the next one, and what is there.
+TOUR = [
+    ("class Args:", "`Args`: all settings. `Batch`: all that belongs to a response, with shapes"),
+    ("def main(", "**`main`**: set-up, then the loop in numbered steps. Begin here"),
+    (
+        "# --- the algorithm",
+        "**the algorithm**: rewards, `gae`, `ppo_loss`, `ppo_update`, KL coefficient",
+    ),
+    ("# --- rollout and scoring", "`sample`, `rollout`, reward models and functions, `evaluate`"),
+    ("# --- forward passes", "`hidden_states`, `ActorCritic`, log-probabilities, entropies"),
+    (
+        "# --- models",
+        "loading models, LoRA, queries from files, the run's folder: you can skip these",
+    ),
+]
+
+
 def table(rows: list[Detail]) -> str:
-    """Every detail with links to its line and its test."""
-    text = "| detail | line | test |\n| --- | --- | --- |\n"
+    """Every detail with its function, its test, and what the test compares with."""
+    text = "| detail | function | compared with | test |\n| --- | --- | --- | --- |\n"
     for detail in rows:
         if f"def {detail.name}(" not in (ROOT / detail.path).read_text():
             raise ValueError(f"{detail.path} has no {detail.name}")
-        number = detail.line()
-        line = f"[{detail.script}:{number}](../{detail.script}#L{number})"
-        test = f"[{detail.name.removeprefix('test_')}](../{detail.path})"
-        text += f"| {detail.what} | {line} | {test} |\n"
+        code = f"[{detail.place()}](../{detail.script})"
+        name, _, setting = detail.test.partition("::")[2].partition("[")
+        label = f"{name}: {setting[:-1]}" if setting else name
+        test = f"[{label}](../{detail.path})"
+        text += f"| {detail.what} | {code} | {detail.against()} | {test} |\n"
     return text
 
 
-def with_tables(page: str) -> str:
+def tour() -> str:
+    """The parts of ppo_rlhf.py with their lines."""
+    lines = (ROOT / PPO).read_text().splitlines()
+    starts = []
+    for begin, _ in TOUR:
+        (number,) = [i for i, line in enumerate(lines, 1) if line.startswith(begin)]
+        starts.append(number)
+    ends = [start - 1 for start in starts[1:]] + [len(lines)]
+    text = "| lines | what is there |\n| --- | --- |\n"
+    for start, end, (_, what) in zip(starts, ends, TOUR, strict=True):
+        text += f"| [{start}-{end}]({PPO}#L{start}-L{end}) | {what} |\n"
+    return text
+
+
+def pages() -> dict[Path, dict[str, str]]:
+    """The tables of each page."""
+    details = {"original": table(ORIGINAL), "rloo": table(RLOO_ROWS), "options": table(OPTIONS)}
+    return {ROOT / "docs" / "details.md": details, ROOT / "README.md": {"tour": tour()}}
+
+
+def with_tables(page: str, tables: dict[str, str]) -> str:
     """The page with its tables made again."""
-    tables = {"original": ORIGINAL, "rloo": RLOO_ROWS, "options": OPTIONS}
-    for name, rows in tables.items():
+    for name, text in tables.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        page, count = re.subn(pattern, lambda m, r=rows: m[1] + table(r) + m[2], page, flags=re.S)
+        page, count = re.subn(pattern, lambda m, x=text: m[1] + x + m[2], page, flags=re.S)
         if count != 1:
-            raise ValueError(f"tests/DETAILS.md has {count} places for the table `{name}`")
+            raise ValueError(f"there are {count} places for the table `{name}`")
     return page
 
 
 def main() -> None:
-    page = PAGE.read_text()
-    new = with_tables(page)
-    if "--check" in sys.argv and page != new:
-        raise SystemExit("tests/DETAILS.md: run `python tests/details.py`")
-    PAGE.write_text(new)
+    for path, tables in pages().items():
+        page = path.read_text()
+        new = with_tables(page, tables)
+        if "--check" in sys.argv and page != new:
+            raise SystemExit(f"{path}: run `python tests/helpers/details.py`")
+        path.write_text(new)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import patched
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
@@ -21,10 +23,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-import ppo_rlhf
-import rloo_rlhf
-
-OWN = Path(__file__).resolve().parent / "golden_trl"
+OWN = Path(__file__).resolve().parent.parent / "golden_trl"
 Arrays = dict[str, np.ndarray]
 Metrics = dict[str, float]
 Weights = tuple[dict, np.ndarray, np.ndarray, np.ndarray]
@@ -62,8 +61,8 @@ class Recording:
     is replayed. A setting that is neither among them nor one of `no_effect` is refused."""
 
     system: str
+    patch: str  # of benchmark/systems: recordings are replayed on a copy of a script that has it
     prefix: str  # of the arrays of a rollout
-    script = ppo_rlhf
     settings: dict[str, Any]
     no_effect = "seed"
 
@@ -87,6 +86,10 @@ class Recording:
         while found := self.below(f"{self.prefix}{len(self.rollouts)}/"):
             self.rollouts.append(found)
 
+    @property
+    def script(self) -> ModuleType:
+        return patched.module(self.patch)
+
     def below(self, prefix: str) -> Arrays:
         """The arrays whose names begin so, by the rest of their names."""
         found = {}
@@ -98,9 +101,8 @@ class Recording:
     def score(self, args: Any, made: list) -> Callable:
         """Gives the recorded scores of the rollout that was made last."""
 
-        def score(*_: Any) -> tuple[Tensor, Tensor]:
-            scores = self.scores(self.rollouts[len(made) - 1])
-            return scores, torch.zeros(len(scores), args.response_length)
+        def score(*_: Any) -> Tensor:
+            return self.scores(self.rollouts[len(made) - 1])
 
         return score
 
@@ -131,7 +133,6 @@ def fill(model: Module, weights: np.ndarray, where: dict) -> None:
 def build(kind: type, config: Any, weights: np.ndarray, where: dict) -> Module:
     """A model as load_model leaves it: in eval mode, in fp32."""
     model = kind._from_config(config, attn_implementation="eager").eval()
-    model.base_model.is_autocast = False
     fill(model, weights, where)
     return model
 
@@ -168,6 +169,7 @@ class PPO09(Recording):
     len(query) - 1."""
 
     system = "trl09"
+    patch = "trl_0.9"
     prefix = "s"
     settings = {
         "batch_size": 128,
@@ -202,7 +204,6 @@ class PPO09(Recording):
         """This project's settings, besides COMMON."""
         config = self.config
         rows_per_step = config["mini_batch_size"] * config["gradient_accumulation_steps"]
-        estimators = {"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}
         same = "batch_size cliprange cliprange_value vf_coef gamma lam score_clip"
         return {name: config[name] for name in same.split()} | {
             "micro_batch_size": config["mini_batch_size"],
@@ -213,9 +214,9 @@ class PPO09(Recording):
             "lr_schedule": "constant",
             "adam_eps": 1e-8,
             "kl_coef": config["init_kl_coef"],
-            "kl_target": config["target"] if config["adap_kl_ctrl"] else None,
+            "adaptive_kl_target": config["target"] if config["adap_kl_ctrl"] else None,
             "kl_horizon": config["horizon"],
-            "kl_estimator": estimators[config["kl_penalty"]],
+            "kl_estimator": config["kl_penalty"],
             "temperature": 1.0,
             "truncate_token": "eos",
             "penalty_reward_value": 0.0,
@@ -361,6 +362,7 @@ class PPO112(Recording):
     """PPOTrainer of TRL 1.12 (trl.experimental.ppo), which has a value model of its own."""
 
     system = "trl112"
+    patch = "trl_1.12"
     prefix = "u"
     settings = TRAINING | {
         "per_device_train_batch_size": 8,
@@ -402,7 +404,7 @@ class PPO112(Recording):
             "num_minibatches": config["num_mini_batches"],
             "num_epochs": config["num_ppo_epochs"],
             "total_episodes": len(self.rollouts) * num_rows,
-            "kl_target": None,
+            "adaptive_kl_target": None,
             "truncate_token": None if self.end_token is None else "eos",
             "penalty_reward_value": -(config["missing_eos_penalty"] or 0.0),
             "whiten": "batch",
@@ -450,12 +452,12 @@ class PPO112(Recording):
         return self.gpt2(GPT2ForSequenceClassification, name, like=name)
 
     def score(self, args: Any, made: list) -> Callable:
-        return functools.partial(ppo_rlhf.score_by_model, self.classifier("reward"), args)
+        return functools.partial(self.script.score_by_model, self.classifier("reward"), args)
 
     def replaced(self) -> dict[str, Callable]:
         return {
             "load_model": lambda *_: self.classifier("value"),
-            "scalar_head": functools.partial(without_bias, ppo_rlhf.scalar_head),
+            "scalar_head": functools.partial(without_bias, self.script.scalar_head),
         }
 
     def expected(self, step: int) -> Arrays:
@@ -522,8 +524,8 @@ class RLOO116(Recording):
     """RLOOTrainer of TRL 1.16. It counts optimizer steps through the run, from 1."""
 
     system = "rloo116"
+    patch = "trl_rloo"
     prefix = "r"
-    script = rloo_rlhf
     settings = TRAINING | {
         "per_device_train_batch_size": 8,
         "num_generations": 2,
@@ -562,20 +564,21 @@ class RLOO116(Recording):
         config = self.config
         num_rows = len(self.rollouts[0]["completion_ids"])
         _, score_clip = config["reward_clip_range"] or (None, None)
+        k = config["num_generations"]
+        whole_groups = max(config["per_device_train_batch_size"] // k, 1) * k
         return of_optimizer(self.about, config) | {
             "batch_size": num_rows,
-            "micro_batch_size": config["per_device_train_batch_size"],
+            "micro_batch_size": whole_groups,
             "num_minibatches": self.num_minibatches,
             "num_epochs": config["num_iterations"],
             "total_episodes": len(self.rollouts) * num_rows,
             "max_grad_norm": config["max_grad_norm"] or None,
-            "rloo_k": config["num_generations"],
+            "rloo_k": k,
             "normalize_advantages": config["normalize_advantages"],
             "kl_coef": config["beta"],
-            "kl_target": None,
+            "adaptive_kl_target": None,
             "cliprange": config["epsilon"],
             "temperature": config["temperature"],
-            "top_p": config["top_p"],
             "score_clip": score_clip,
             "truncate_token": "eos",
             "penalty_reward_value": 0.0,
@@ -636,7 +639,7 @@ class RLOO116(Recording):
         arrays = self.rollouts[step]
         length = self.config["max_completion_length"]
         mask = wide(arrays["completion_mask"], length)
-        found = {"mask": mask, "advantages": arrays["advantages"][:, None]}
+        found = {"mask": mask, "advantages": arrays["advantages"]}
         found["logprobs"] = wide(arrays["old_per_token_logps"], length) * mask
         if self.config["beta"] > 0:  # else there is no reference
             found["ref_logprobs"] = wide(arrays["ref_per_token_logps"], length) * mask
@@ -654,7 +657,7 @@ class RLOO116(Recording):
             names["ppo/policy/entropy"] = "entropy"
         found = {ours: np.array([row[theirs] for row in rows]) for ours, theirs in names.items()}
         losses = [self.arrays[f"step{number}/losses"].mean() for number in numbers]
-        found["ppo/loss/policy"] = np.array(losses)
+        found["rloo/loss/policy"] = np.array(losses)
         return found
 
     def expected_metrics(self, step: int) -> Metrics:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import ppo_rlhf
 import train_reward
 
-HERE = Path(__file__).resolve().parent / "golden"
+HERE = Path(__file__).resolve().parent.parent / "golden"
 NAMES = {
     "wpe": "transformer.wpe.weight",
     "wte": "transformer.wte.weight",
@@ -86,7 +86,7 @@ def script_args(hparams: dict[str, Any]) -> ppo_rlhf.Args:
         lam=ppo["lam"],
         whiten_rewards=ppo["whiten_rewards"],
         kl_coef=rewards["kl_coef"],
-        kl_target=adaptive["target"],
+        adaptive_kl_target=adaptive["target"],
         kl_horizon=adaptive["horizon"],
     )
 
@@ -102,26 +102,21 @@ def make_queries(rows: list[list[int]]) -> list[ppo_rlhf.Query]:
 
 
 def make_batch(contexts: list[list[int]], responses: np.ndarray) -> ppo_rlhf.Batch:
-    """The batch of these responses, all of whose tokens count, before anything is thought of it."""
+    """The batch of these responses, all of whose tokens count, with zeros for what a policy says of
+    them."""
     tokens = torch.from_numpy(responses).long()
-    zeros = torch.zeros(tokens.shape)
     mask = torch.ones_like(tokens, dtype=torch.bool)
+    zeros = torch.zeros(tokens.shape)
     return ppo_rlhf.Batch(
         contexts=contexts,
         responses=tokens,
-        truncated=tokens.tolist(),
         lengths=mask.sum(1),
         found_end=mask.all(1),
         mask=mask,
+        sampled_logprobs=zeros,
         logprobs=zeros,
         ref_logprobs=zeros,
-        full_kl=zeros,
-        texts=[],
-        advantages=zeros.clone(),
         values=zeros,
-        value_mask=mask,
-        rewards=zeros,
-        returns=zeros.clone(),
     )
 
 
@@ -129,12 +124,12 @@ def load_lm(auto_class: type, folder: Path, **config: Any) -> Any:
     """A model as the scripts load it, whatever its tokenizer."""
     no_tokenizer = SimpleNamespace(get_vocab=lambda: {"": 0})
     args = ppo_rlhf.Args(base_model=str(folder))
-    return ppo_rlhf.load_model(auto_class, "base_model", args, no_tokenizer, 24, **config)
+    return ppo_rlhf.load_model("base_model", args, auto_class, no_tokenizer, 24, **config)
 
 
 def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
     """A recorded policy with its value head."""
-    policy = ppo_rlhf.ActorCritic(load_lm(AutoModelForCausalLM, folder))
+    policy = ppo_rlhf.ActorCritic(load_lm(AutoModelForCausalLM, folder), "fp32")
     file = folder / "heads.safetensors"
     if file.exists():
         head = {name.split(".")[1]: x for name, x in load_file(file).items()}
@@ -147,7 +142,7 @@ def load_reward(folder: Path) -> train_reward.RewardModel:
     gain * (w h + b) + bias = gain * w h + (gain b + bias)."""
     heads = load_file(folder / "heads.safetensors")
     model = load_lm(AutoModelForSequenceClassification, folder, num_labels=1)
-    reward = train_reward.RewardModel(model)
+    reward = train_reward.RewardModel(model, train_reward.Args())
     gain = heads["reward_gain"]
     bias = gain * heads["scalar_head.bias"][0] + heads["reward_bias"]
     model.score.weight.data.copy_(heads["scalar_head.weight"])

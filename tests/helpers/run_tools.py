@@ -50,6 +50,16 @@ def start(words: Sequence[str], folder: Path, **env: str) -> subprocess.Popen:
     )
 
 
+# What metrics.jsonl says of a machine: it differs from run to run.
+OF_MACHINE = ("seconds", "_per_second", "peak_memory_gb")
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """The metrics of the run in `folder`, but for those of the machine."""
+    rows = read_lines(folder / "metrics.jsonl")
+    return [{name: row[name] for name in row if not name.endswith(OF_MACHINE)} for row in rows]
+
+
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a jsonl file."""
     return [json.loads(line) for line in file.read_text().splitlines()]

@@ -146,13 +146,25 @@ def save_classifier(folder: Path, name: str, **changes: Any) -> Path:
     return save_model(folder, name, AutoModelForSequenceClassification, num_labels=1, **changes)
 
 
-def load(folder: Path, flag: str = "base_model", dtype: str = "fp32", **config: Any) -> Any:
-    """A model as the scripts load it, for rows of up to LONGEST tokens of any of its embeddings."""
+def load(
+    folder: Path, flag: str = "base_model", attention: str | None = None, **config: Any
+) -> Any:
+    """A model as the scripts load it, for rows of up to LONGEST tokens of any of its embeddings;
+    with `attention` as on a device that has this one."""
     auto_class = AutoModelForCausalLM
     if flag == "reward_model" or "num_labels" in config:
         auto_class = AutoModelForSequenceClassification
-    args = ppo_rlhf.Args(dtype=dtype, **{flag: str(folder)})
-    return ppo_rlhf.load_model(auto_class, flag, args, ANY_TOKENIZER, LONGEST, **config)
+    loader: Any = auto_class
+    if attention is not None:
+        ppo_rlhf.set_up_backend("fp32")
+
+        def from_pretrained(name: str, **named: Any) -> Any:
+            named["attn_implementation"] = attention
+            return auto_class.from_pretrained(name, **named)
+
+        loader = SimpleNamespace(from_pretrained=from_pretrained)
+    args = ppo_rlhf.Args(**{flag: str(folder)})
+    return ppo_rlhf.load_model(flag, args, loader, ANY_TOKENIZER, LONGEST, **config)
 
 
 def fill_value_head(policy: ppo_rlhf.ActorCritic) -> ppo_rlhf.ActorCritic:
@@ -168,13 +180,12 @@ def make_lm(name: str, attention: str = "eager", **changes: Any) -> Any:
     config = make_config(name, **changes)
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     randomize(lm)
-    lm.base_model.is_autocast = False  # as the scripts' load_model says
     return lm.eval()
 
 
 def make_actor(name: str, attention: str = "eager", **changes: Any) -> ppo_rlhf.ActorCritic:
     """A policy on such a model."""
-    return ppo_rlhf.ActorCritic(make_lm(name, attention, **changes))
+    return ppo_rlhf.ActorCritic(make_lm(name, attention, **changes), "fp32")
 
 
 def with_attention(names: Iterable[str]) -> list[tuple[str, str]]:

@@ -1,0 +1,55 @@
+"""Copies of the scripts with a patch of benchmark/systems applied, for tests."""
+
+import atexit
+import functools
+import importlib.util
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+from conftest import ROOT
+
+SYSTEMS = ROOT / "benchmark" / "systems"
+PATCHES = {path.stem: path for path in sorted(SYSTEMS.glob("*.patch"))}
+ARGS = {path.stem: path for path in sorted(SYSTEMS.glob("*.args"))}
+
+
+def load(path: Path) -> ModuleType:
+    """The file as a module, which has its name."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+make = load(SYSTEMS / "make.py")
+
+
+@functools.cache
+def folder() -> Path:
+    """Of all copies, with tf_adam.py beside them."""
+    made = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    shutil.copy(ROOT / "tf_adam.py", made)
+    return made
+
+
+@functools.cache
+def script(name: str) -> Path:
+    """A copy of the system's script with its patch, which has to apply as it is."""
+    return make.patched(name, folder() / f"{name}.py")
+
+
+@functools.cache
+def module(name: str) -> ModuleType:
+    """The patched copy, imported."""
+    return load(script(name))
+
+
+def flags(name: str) -> list[str]:
+    """The words of NAME.args."""
+    return re.sub("#.*", "", ARGS[name].read_text()).split()

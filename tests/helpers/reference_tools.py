@@ -1,0 +1,49 @@
+"""What the runs of test_reference.py have in their own processes: reward functions, a signal."""
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+KINDS = (float, np.float32, torch.tensor)
+
+
+def reward_of(query: str, response: str, weight: float) -> float:
+    """A reward that depends on all that a reward function is given, with special tokens left out
+    of the texts."""
+    words = len(query.split()) - 2 * len(response.split())
+    numbers = [int(word.removeprefix("w")) for word in response.split()]
+    return weight * sum(numbers) / 50 + words / 20
+
+
+def of_column(queries: list[str], responses: list[str], weight: list[float]) -> list[Any]:
+    """A reward for every response, of several types; it asks for one column."""
+    rewards = []
+    for i, row in enumerate(zip(queries, responses, weight, strict=True)):
+        kind = KINDS[i % len(KINDS)]
+        rewards.append(kind(reward_of(*row)))
+    return rewards
+
+
+def of_all(queries: list[str], responses: list[str], **kwargs: Any) -> Iterator[float]:
+    """The same, one after the other; it gets all columns."""
+    for row in zip(queries, responses, kwargs["weight"], strict=True):
+        yield reward_of(*row)
+
+
+def stop_in_update(number: int) -> None:
+    """The process gets a SIGTERM when it logs this update (from 1)."""
+    log = Accelerator.log
+    calls = itertools.count(1)
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
+        log(self, *args, **kwargs)
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Accelerator.log = changed

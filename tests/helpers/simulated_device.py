@@ -1,0 +1,548 @@
+"""An accelerator that is not there: tensors that claim to live on it and are computed on the CPU.
+
+    import simulated_device
+    ledger = simulated_device.install(tf32=True)
+    x = torch.zeros(3, device="simgpu")
+
+`install` cannot be undone, so it is for a process of its own: see on_simulated_device.py, which
+runs a script's main() so. After it
+
+- an operation on tensors of the device and of the CPU is refused where CUDA refuses it;
+- the ledger counts operations on the device (kernel launches) and synchronisations, moments in
+  which the host waits for the device, with the line of the script that asks for them;
+- with `tf32`, matrix products in fp32 round their inputs as an NVIDIA GPU does, unless
+  torch.get_float32_matmul_precision() is "highest".
+
+It cannot show memory, speed, rounding of real kernels, reads of memory that an asynchronous copy
+has not filled yet, or more than one device. Attention is computed by torch's math backend, and
+counts as many kernels where a GPU has one.
+"""
+
+import os
+import sys
+import sysconfig
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+NAME = "simgpu"
+CPU = torch.device("cpu")
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")) + ("<",)
+TORCH = os.path.dirname(torch.__file__)
+OWN_FILES = [__file__]  # and of whoever runs the script
+
+# Transfers: the operations that take tensors of both devices.
+TRANSFERS = {"copy_", "_to_copy", "_copy_from", "_copy_from_and_resize"}
+INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
+# Of operations that are not elementwise only these take a CPU tensor without dimensions.
+TAKE_SCALARS = {"fill", "masked_fill", "index_fill", "index_put", "_index_put_impl"}
+NO_SCALARS = {"lerp"}  # elementwise, and yet it takes none
+# Their result's shape depends on values, or the result is a value.
+READING = {
+    "_local_scalar_dense": "value read",
+    "is_nonzero": "value read",
+    "equal": "value read",
+    "nonzero": "nonzero",
+    "masked_select": "nonzero",
+    "_unique2": "unique",
+    "unique_dim": "unique",
+    "unique_consecutive": "unique",
+    "bincount": "unique",
+}
+NO_KERNEL = {"lift_fresh", "_unsafe_view", "_reshape_alias", "set_", "resize_"}
+# Matrix products, and the position of their two factors.
+PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "linear": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
+PRODUCTS |= {"addbmm": 1}
+
+# What torch.autocast does on CUDA (aten/src/ATen/autocast_mode.h), as far as language models go.
+LOWER_PRECISION = "linear matmul mm bmm addmm baddbmm addbmm addmv mv einsum conv1d"
+LOWER_PRECISION += " scaled_dot_product_attention"
+FULL_PRECISION = "exp log pow.Tensor_Scalar pow.Tensor_Tensor rsqrt softplus layer_norm sum"
+FULL_PRECISION += " softmax.int log_softmax.int cumsum prod norm.Scalar sum.dim_IntList cosh sinh"
+FULL_PRECISION += " native_layer_norm nll_loss mse_loss binary_cross_entropy_with_logits"
+WIDEST = "cat stack addcdiv addcmul index_put scatter_add"
+
+
+class MixedDevices(RuntimeError):
+    """An operation on tensors of the device and of the CPU, which CUDA refuses."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the code an operation comes from."""
+
+    functions: str  # of the script, from the outermost: main/rollout/sample
+    line: str  # of the script
+    library: str  # the innermost line outside of torch, if it is not the script's
+
+
+@dataclass
+class Ledger:
+    """What has happened on the device."""
+
+    launches: int = 0
+    syncs: Counter[tuple[str, Place]] = field(default_factory=Counter)  # by kind and place
+
+    def launch(self) -> None:
+        """Counts an operation."""
+        self.launches += 1
+
+    def sync(self, kind: str) -> None:
+        """Counts a synchronisation."""
+        self.syncs[kind, place()] += 1
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.launches = 0
+        self.syncs.clear()
+
+    def rows(self) -> list[list[Any]]:
+        """Synchronisations, the most frequent first: count, kind, functions, line, library."""
+        found = []
+        for (kind, at), count in self.syncs.most_common():
+            found.append([count, kind, at.functions, at.line, at.library])
+        return found
+
+
+LEDGER = Ledger()
+rounds_products = False
+kernels: list[torch.library.Library] = []  # they are registered as long as these exist
+
+
+def frames() -> Iterator[FrameType]:
+    """The main thread's frames, from the innermost: a backward pass runs in a thread of its own,
+    while the main thread waits in loss.backward()."""
+    frame = sys._getframe(1)
+    main = threading.main_thread().ident
+    if threading.get_ident() != main:
+        frame = sys._current_frames().get(main)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def place() -> Place:
+    """Where the code is now."""
+    functions = []
+    line = ""
+    library = ""
+    for frame in frames():
+        path = frame.f_code.co_filename
+        if path in OWN_FILES:
+            if functions:  # whoever runs the script
+                break
+            continue
+        is_library = path.startswith(LIBRARIES)
+        if not line and not library and not path.startswith((TORCH, "<")):
+            folder, name = os.path.split(path)
+            library = f"{os.path.basename(folder)}/{name}:{frame.f_lineno}" if is_library else ""
+        if is_library:
+            continue
+        line = line or f"{os.path.basename(path)}:{frame.f_lineno}"
+        if frame.f_code.co_name.isidentifier():
+            functions.append(frame.f_code.co_name)
+    return Place("/".join(reversed(functions)), line, library)
+
+
+class SimTensor(Tensor):
+    """A tensor on the simulated device; `raw`, on the CPU, has its values."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    raw: Tensor
+
+    @staticmethod
+    def __new__(cls, raw: Tensor) -> "SimTensor":
+        wrapper = Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=torch.device(NAME, 0),
+        )
+        wrapper.raw = raw
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:
+        return f"SimTensor({self.raw})"
+
+    def tolist(self) -> Any:
+        """Reads the values."""
+        LEDGER.sync("copy to the host")
+        return self.raw.tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        """Refused, as on CUDA: NumPy has no tensors of a device."""
+        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy: use Tensor.cpu()")
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        self.numpy()
+
+    # Libraries that write weights look for tensors that share their memory.
+
+    def data_ptr(self) -> int:
+        """The address of the values."""
+        return self.raw.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory of the values."""
+        return self.raw.untyped_storage()
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """torch.save writes the values. They are read back on the CPU, as accelerate does it with
+        those of a GPU."""
+        LEDGER.sync("copy to the host")
+        return self.raw.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            copied = self.detach().clone()
+            if isinstance(self, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, self.requires_grad)
+            memo[id(self)] = copied.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    @property
+    def data(self) -> Tensor:
+        """The same values, without history."""
+        with torch.no_grad():
+            return self.detach()
+
+    @data.setter
+    def data(self, other: "SimTensor") -> None:
+        Tensor.data.__set__(self, other)  # type and strides
+        self.raw = other.raw
+
+
+def is_simulated(device: Any) -> bool:
+    """Whether it is the simulated device, or its name."""
+    return device is not None and torch.device(device).type == NAME
+
+
+def name_of(func: OpOverload) -> str:
+    """The operation's name, without its namespace and its overload."""
+    return func._schema.name.split("::")[1]
+
+
+def refuse(func: OpOverload, why: str) -> None:
+    """Raises MixedDevices."""
+    at = place()
+    raise MixedDevices(
+        f"{name_of(func)}: expected all tensors to be on the same device, but {why} ({at.line})"
+    )
+
+
+def check_devices(func: OpOverload, args: tuple, tensors: Sequence[Tensor]) -> None:
+    """Raises MixedDevices for tensors of the device and of the CPU that CUDA does not take."""
+    name = name_of(func)
+    base = name.rstrip("_")
+    indices = []
+    if name in INDEXING:
+        indices = [x for x in args[1] if x is not None]
+    if indices and not isinstance(args[0], SimTensor):
+        refuse(func, "the indexed tensor is on the CPU")
+    takes_scalars = torch.Tag.pointwise in func.tags or base in TAKE_SCALARS
+    takes_scalars |= base.startswith("_foreach")
+    takes_scalars &= base not in NO_SCALARS
+    for x in tensors:
+        if isinstance(x, SimTensor) or any(x is index for index in indices):
+            continue
+        if x.dim() > 0 or not takes_scalars:
+            refuse(func, f"one of shape {tuple(x.shape)} is on the CPU")
+    for value, argument in zip(args, func._schema.arguments, strict=False):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        for x in pytree.tree_leaves(value):
+            if is_written and isinstance(x, Tensor) and not isinstance(x, SimTensor):
+                refuse(func, "the tensor that is written is on the CPU")
+
+
+def is_pageable(x: Tensor) -> bool:
+    """Whether it is in ordinary host memory, from which a copy is never asynchronous."""
+    return not getattr(x, "is_pinned_here", False)
+
+
+def count_syncs(func: OpOverload, args: tuple, kwargs: dict, to_device: bool) -> None:
+    """Counts the synchronisations that the operation causes on CUDA."""
+    name = name_of(func)
+    if name in READING:
+        LEDGER.sync(READING[name])
+    if name == "repeat_interleave" and kwargs.get("output_size") is None:
+        LEDGER.sync("value read")
+    if name in INDEXING:
+        for index in args[1]:
+            if index is None:
+                continue
+            fills = "put" in name and args[2].numel() == 1
+            if not isinstance(index, SimTensor):
+                LEDGER.sync("index from the host")
+            elif index.dtype in (torch.bool, torch.uint8) and not fills:
+                LEDGER.sync("nonzero")
+    if name in TRANSFERS:
+        count_transfer(name, args, kwargs, to_device)
+
+
+def count_transfer(name: str, args: tuple, kwargs: dict, to_device: bool) -> None:
+    """The same for a copy, which may be one between the device and the CPU."""
+    source = args[1] if name == "copy_" else args[0]
+    from_device = isinstance(source, SimTensor)
+    if name == "copy_":
+        to_device = isinstance(args[0], SimTensor)
+    if source.numel() == 0:
+        return
+    if from_device and not to_device:
+        LEDGER.sync("copy to the host")
+    may_run_on = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
+    if to_device and not from_device and (is_pageable(source) or not may_run_on):
+        LEDGER.sync("copy from the host")
+
+
+def is_kernel(func: OpOverload) -> bool:
+    """Whether the operation launches a kernel: views and allocations do not."""
+    name = name_of(func)
+    return (
+        not func.is_view and name not in NO_KERNEL and not name.startswith(("empty", "new_empty"))
+    )
+
+
+def to_tf32(x: Tensor) -> Tensor:
+    """Rounded to the nearest number with 10 bits of mantissa, ties away from zero."""
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def with_tf32(func: OpOverload, args: tuple) -> tuple:
+    """The arguments, the factors of a product in fp32 rounded to TF32."""
+    first = PRODUCTS.get(name_of(func))
+    if first is None or torch.get_float32_matmul_precision() == "highest":
+        return args
+    if args[first].dtype != torch.float32:
+        return args
+    factors = [to_tf32(x) for x in args[first : first + 2]]
+    return (*args[:first], *factors, *args[first + 2 :])
+
+
+def to_host(x: Any) -> Any:
+    """The values of a tensor of the device, the CPU in place of the device, or x itself."""
+    if isinstance(x, SimTensor):
+        return x.raw
+    if isinstance(x, torch.device) and x.type == NAME:
+        return CPU
+    return x
+
+
+def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """One operation of torch on the device: checked, counted, and computed on the CPU."""
+    if func._can_decompose():  # seen only without autograd, as in inference mode
+        decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    on_device = [x for x in tensors if isinstance(x, SimTensor)]
+    device = kwargs.get("device")
+    to_device = bool(on_device) if device is None else is_simulated(device)
+    name = name_of(func)
+    if name == "_fused_sdp_choice":
+        return 0  # the math backend
+    if on_device and len(on_device) < len(tensors) and name not in TRANSFERS:
+        check_devices(func, args, tensors)
+    count_syncs(func, args, kwargs, to_device)
+    if to_device and is_kernel(func):
+        LEDGER.launch()
+
+    raw_args, raw_kwargs = pytree.tree_unflatten([to_host(x) for x in leaves], spec)
+    if device is not None:
+        raw_kwargs["device"] = to_host(torch.device(device))
+    raw_kwargs.pop("pin_memory", None)
+    if rounds_products:
+        raw_args = with_tf32(func, raw_args)
+    if name == "histc":  # counts integers, too, which it does not on the CPU
+        raw_args = (raw_args[0].float(), *raw_args[1:])
+    out = func(*raw_args, **raw_kwargs)
+    wrappers = {id(x.raw): x for x in on_device}
+
+    def wrap(x: Tensor) -> Tensor:
+        known = wrappers.get(id(x))  # written in place
+        if known is None:
+            return SimTensor(x) if to_device else x
+        if x.shape != known.shape or x.stride() != known.stride():
+            Tensor.data.__set__(known, SimTensor(x))  # as `out` was resized
+        return known
+
+    return pytree.tree_map_only(Tensor, wrap, out)
+
+
+class Module:
+    """torch.simgpu, as far as libraries ask for it."""
+
+    def is_available(self) -> bool:
+        """It always is."""
+        return True
+
+    def is_initialized(self) -> bool:
+        """Nothing has to be."""
+        return True
+
+    def device_count(self) -> int:
+        """There is one."""
+        return 1
+
+    def current_device(self) -> int:
+        """The first."""
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def set_device(self, *_: Any) -> None:
+        """There is one."""
+
+    def synchronize(self, *_: Any) -> None:
+        """Waits for the device."""
+        LEDGER.sync("synchronize")
+
+    def empty_cache(self) -> None:
+        """There is none."""
+
+    def manual_seed(self, seed: int) -> None:
+        """The generator is the CPU's."""
+
+    def manual_seed_all(self, seed: int) -> None:
+        """The generator is the CPU's."""
+
+    def get_rng_state(self, device: Any = 0) -> Tensor:
+        """The state of the CPU's generator."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = 0) -> None:
+        """The generator is the CPU's."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """For torch.autocast."""
+        return [torch.bfloat16, torch.float16]
+
+
+def register_kernels() -> list[torch.library.Library]:
+    """What torch asks a device for where no argument is a SimTensor: memory, above all."""
+
+    def empty(size: Sequence[int], *, dtype: Any = None, **_: Any) -> Tensor:
+        return SimTensor(torch.empty(size, dtype=dtype, device=CPU))
+
+    def empty_strided(
+        size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, **_: Any
+    ) -> Tensor:
+        return SimTensor(torch.empty_strided(size, stride, dtype=dtype, device=CPU))
+
+    # torch.tensor copies so, past __torch_dispatch__.
+    def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+        return dispatch(torch.ops.aten.copy_.default, (target, source, non_blocking), {})
+
+    def any_other(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        return dispatch(func, args, kwargs)
+
+    aten = torch.library.Library("aten", "IMPL")
+    aten.impl("empty.memory_format", empty, "PrivateUse1")
+    aten.impl("empty_strided", empty_strided, "PrivateUse1")
+    aten.impl("_copy_from", copy_from, "PrivateUse1")
+    every = torch.library.Library("_", "IMPL")
+    every.fallback(any_other, "PrivateUse1")
+    return [aten, every]
+
+
+casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # of weights, in autocast
+
+
+def cast(x: Any, dtype: torch.dtype) -> Any:
+    """A floating tensor of the device in another type. As on CUDA, bf16 copies of trained weights
+    are kept until the outermost block of torch.autocast ends."""
+    if not isinstance(x, SimTensor) or x.dtype == dtype or x.dtype == torch.float64:
+        return x
+    if not x.is_floating_point():
+        return x
+    is_kept = dtype != torch.float32 and x.is_leaf and x.requires_grad
+    if not (is_kept and torch.is_autocast_cache_enabled()):
+        return x.to(dtype)
+    key = (id(x), dtype)
+    if key not in casts:
+        with torch.enable_grad():
+            casts[key] = (x, x.to(dtype))
+    return casts[key][1]
+
+
+def register_autocast() -> list[torch.library.Library]:
+    """Kernels for torch.autocast, which a device other than CUDA has to bring along."""
+    aten = torch.library.Library("aten", "IMPL")
+
+    def widest(leaves: Sequence[Any]) -> torch.dtype:
+        found = [x.dtype for x in leaves if isinstance(x, SimTensor) and x.is_floating_point()]
+        return torch.float32 if torch.float32 in found else torch.get_autocast_dtype(NAME)
+
+    def register(name: str, choose: Callable[[Sequence[Any]], torch.dtype]) -> None:
+        packet, _, overload = name.partition(".")
+        func = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            dtype = choose(leaves)
+            with torch._C._DisableAutocast():
+                leaves = [cast(x, dtype) for x in leaves]
+                args, kwargs = pytree.tree_unflatten(leaves, spec)
+                return func(*args, **kwargs)
+
+        aten.impl(name, kernel, "AutocastPrivateUse1")
+
+    for name in LOWER_PRECISION.split():
+        register(name, lambda leaves: torch.get_autocast_dtype(NAME))
+    for name in FULL_PRECISION.split():
+        register(name, lambda leaves: torch.float32)
+    for name in WIDEST.split():
+        register(name, widest)
+    every = torch.library.Library("_", "IMPL")
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    return [aten, every]
+
+
+def install(tf32: bool = False) -> Ledger:
+    """Makes the device, torch's only accelerator and the one that accelerate takes. Returns the
+    ledger. Cannot be undone."""
+    global rounds_products
+    from accelerate.state import PartialState
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(NAME, Module())
+    kernels.extend(register_kernels() + register_autocast())
+    # Weights stay the same objects in module.to(device), as they do on CUDA: tied ones stay tied.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.accelerator.is_available = lambda: True
+    PartialState.default_device = property(lambda self: torch.device(NAME, 0))
+
+    clear = torch.clear_autocast_cache
+
+    def clear_autocast_cache() -> None:
+        casts.clear()
+        clear()
+
+    def pin_memory(x: Tensor, device: Any = None) -> Tensor:
+        pinned = x.clone()
+        pinned.is_pinned_here = True
+        return pinned
+
+    torch.clear_autocast_cache = clear_autocast_cache
+    Tensor.pin_memory = pin_memory
+    Tensor.is_pinned = lambda x, device=None: not is_pageable(x)
+    rounds_products = tf32
+    return LEDGER
