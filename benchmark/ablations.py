@@ -23,12 +23,11 @@ moves fast below its own curve). Two of them are compared at equal KL: at each o
 with that of the same choice and seed in another record, too: say all runs with --lr 5e-5.
 
 Runs of the same scripts and flags are used again, from --folder or from the record. Writes
-results/ablations-<tag>.json and .png.
+results/ablations-<tag>.json; pictures.py draws it.
 """
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import multiprocessing
@@ -45,9 +44,8 @@ import common
 import numpy as np
 import torch
 from judge import Judge
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from scipy import stats
+from systems.make import SYSTEMS, patched
 
 import ppo_rlhf
 import rloo_rlhf
@@ -55,20 +53,24 @@ import train_reward
 
 PPO = ppo_rlhf.__file__
 RLOO = rloo_rlhf.__file__
-GRPO = str(common.ROOT / "benchmark" / "variants" / "grpo.patch")  # of RLOO
-# A recipe's own are for models of billions, and for responses that end with an EOS.
+# A system's own settings are for models of billions, and for responses that end with an EOS.
 STEADY = "--lr 2e-4 --kl_coef 0.15 --temperature 0.7 --truncate_token . --truncate_after 16"
+# The script would stop there.
+UNCHECKED = ("            check_ratios_and_kl(update, metrics, args)\n", "")
 DROPOUT = (
+    UNCHECKED,
+    ("            is_dropout = ", "            is_dropout = False and "),
     ("    before = assess(", "    policy.train()\n    before = assess("),
-    ("if not max(ratio_error, abs(first_kl)) <= tolerance:", "if False:"),
+    ("    policy.train(args.gradient_checkpointing)", "    policy.train()"),
+    ("    policy.eval()\n", ""),
 )
 # VADER reads the responses of every update, in metrics.jsonl.
 JUDGED = (
     ("from tf_adam import", "from benchmark import vader\nfrom tf_adam import"),
     (
-        "            final_scores = normalize_scores(scores, args)\n",
-        "            final_scores = normalize_scores(scores, args)\n"
-        "            texts = tokenizer.batch_decode(batch.truncated)\n"
+        "            scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)\n",
+        "            scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)\n"
+        "            texts = tokenizer.batch_decode(responses)\n"
         "            gold = torch.tensor(vader.sentiment([], texts), device=scores.device)\n",
     ),
     (
@@ -88,20 +90,19 @@ CURVES = {
     "kl": "objective/kl",
     "var_explained": "ppo/val/var_explained",
 }
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-GREY = "#BBBBBB"  # of the others, which have no name in the picture
 BINS = 16  # points of a curve in the picture
 FINE_WINDOW = 2  # updates whose means make a point of the curves that are compared
-SHIFTED = (("correction, shift_mean=False)", "correction, shift_mean=True)"),)
+SHIFTED = (("batch.mask, shift_mean=False)", "batch.mask, shift_mean=True)"),)
 
 
 class Choice(NamedTuple):
-    """A script or a patch of RLOO's, flags, a recipe whose flags come first, flags of the reward
-    model, texts of the script to change, processes."""
+    """A script, flags, a system whose patch it gets, whether the system's flags come first, flags
+    of the reward model, texts of the script to change, processes."""
 
     script: str
     flags: str = ""
-    recipe: str = ""
+    system: str = ""
+    has_its_flags: bool = False
     reward: str = ""
     changes: tuple[tuple[str, str], ...] = ()
     processes: int = 1
@@ -120,14 +121,14 @@ CHOICES = {
     "critic from the reward model": Choice(PPO, "--critic reward"),
     "critic from the reward model, warmed up": Choice(PPO, "--critic reward --critic_warmup 5"),
     "reward model not normalised": Choice(PPO, reward="--normalization_samples 0"),
-    "fixed KL coefficient": Choice(PPO, "--kl_target none"),
-    "KL by k3": Choice(PPO, "--kl_estimator k3"),
-    "KL by abs": Choice(PPO, "--kl_estimator abs"),
-    "KL over the vocabulary": Choice(PPO, "--kl_estimator full"),
+    "fixed KL coefficient": Choice(PPO, "--adaptive_kl_target none"),
+    "KL by k3": Choice(PPO, "--kl_estimator k3", "trl_1.12"),
+    "KL by abs": Choice(PPO, "--kl_estimator abs", "trl_0.9"),
+    "KL over the vocabulary": Choice(PPO, "--kl_estimator full", "trl_0.9"),
     "temperature 1": Choice(PPO, "--temperature 1"),
     "penalty added": Choice(PPO, "--penalty_mode add"),
     "no penalty": Choice(PPO, "--penalty_mode add --penalty_reward_value 0"),
-    "whitening over the batch": Choice(PPO, "--whiten batch"),
+    "whitening over the batch": Choice(PPO, "--whiten batch", "trl_0.9"),
     "critic's rate 2e-3": Choice(PPO, "--critic_lr 2e-3"),
     "critic's rate 1e-2": Choice(PPO, "--critic_lr 1e-2"),
     "critic's rate 1e-2, no value clipping": Choice(PPO, "--critic_lr 1e-2 --cliprange_value 1e9"),
@@ -139,27 +140,28 @@ CHOICES = {
     "lambda 1": Choice(PPO, "--lam 1"),
     "gamma 0.95": Choice(PPO, "--gamma 0.95"),
     "constant learning rate": Choice(PPO, "--lr_schedule constant"),
-    "EMA 0.8": Choice(PPO, "--ema 0.8"),
-    "PPO-ptx": Choice(PPO, "--ptx_coef 1 --ptx_dataset tiny/queries"),
-    "scores clipped to 1": Choice(PPO, "--score_clip 1"),
+    "EMA 0.8": Choice(PPO, "--ema 0.8", "instructgpt"),
+    "PPO-ptx": Choice(PPO, "--ptx_coef 1 --ptx_dataset tiny/queries", "instructgpt"),
+    "scores clipped to 1": Choice(PPO, "--score_clip 1", "deepspeed_chat"),
     "dropout left on": Choice(PPO, changes=DROPOUT),
     "recipe instructgpt": Choice(
-        PPO, f"{STEADY} --critic_lr 2e-4 --ema 0.8 --ptx_dataset tiny/queries", "instructgpt"
+        PPO, f"{STEADY} --critic_lr 2e-4 --ema 0.8 --ptx_dataset tiny/queries", "instructgpt", True
     ),
-    "recipe llama2": Choice(PPO, STEADY, "llama2"),
-    "recipe qwen": Choice(PPO, f"{STEADY} --critic_lr 2e-4 --critic_warmup 5", "qwen"),
+    "recipe llama2": Choice(PPO, STEADY, "llama2", True),
+    "recipe qwen": Choice(PPO, f"{STEADY} --critic_lr 2e-4 --critic_warmup 5", "qwen", True),
     "recipe deepspeed_chat": Choice(
         PPO,
         f"{STEADY} --critic_lr 2e-4 --query_length 32 --response_length 24 --lr_warmup 4 --ema 0.8",
         "deepspeed_chat",
+        True,
     ),
-    "recipe trl_0.9": Choice(PPO, STEADY, "trl_0.9"),
+    "recipe trl_0.9": Choice(PPO, STEADY, "trl_0.9", True),
     "RLOO, K 4": Choice(RLOO),
     "RLOO, K 2": Choice(RLOO, "--rloo_k 2"),
     "RLOO, K 8": Choice(RLOO, "--rloo_k 8"),
-    "RLOO of tokens": Choice(RLOO, "--token_level"),
-    "RLOO, normalised": Choice(RLOO, "--normalize_advantages"),
-    "GRPO (KL in the loss)": Choice(GRPO),
+    "RLOO of tokens": Choice(RLOO, system="dr_grpo"),
+    "RLOO, normalised": Choice(RLOO, "--normalize_advantages", "trl_rloo"),
+    "GRPO (KL in the loss)": Choice(RLOO, system="grpo"),
 }
 BASES = ("default", "RLOO, K 4")
 LONG = (
@@ -202,12 +204,9 @@ def changed_copy(choice: Choice, path: Path) -> str:
     """The script, or a copy at `path` that VADER reads too and that has the choice's changes."""
     if choice.script == train_reward.__file__:
         return choice.script
-    if choice.script == GRPO:
-        patch = ["patch", "--fuzz=0", "--silent", "--output", str(path), RLOO, GRPO]
-        subprocess.run(patch, check=True)
-        text = path.read_text()
-    else:
-        text = Path(choice.script).read_text()
+    text = Path(choice.script).read_text()
+    if choice.system:
+        text = patched(choice.system, path).read_text()
     for old, new in (*JUDGED, *choice.changes):
         if text.count(old) != 1:
             raise ValueError(f"{choice.script}: {old!r} stands there {text.count(old)} times")
@@ -253,9 +252,9 @@ def reward_model(task: tuple[str, int, Path]) -> int:
 def flags_of(choice: Choice, seed: int, folder: Path, sizes: list[str]) -> list[str]:
     """All flags of a run; what comes later counts."""
     flags = []
-    if choice.recipe:
-        recipe = common.ROOT / "benchmark" / "recipes" / f"{choice.recipe}.args"
-        flags += re.sub("#.*", "", recipe.read_text()).split()
+    if choice.has_its_flags:
+        file = SYSTEMS / f"{choice.system}.args"
+        flags += re.sub("#.*", "", file.read_text()).split()
     flags += [*sizes, *choice.flags.split(), "--seed", str(seed), "--checkpoint_every", "0"]
     reward = reward_folder(choice.reward, seed, folder) / "reward_model"
     return [*flags, "--reward_model", str(reward)]
@@ -438,81 +437,6 @@ def summarise(
     return table
 
 
-def mean_curve(rows: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Levels of KL that all runs pass, and mean and deviation of the gold score there."""
-    curves = [row["fine_curve"] for row in rows]
-    first = max(curve["kl"][0] for curve in curves)
-    last = min(max(curve["kl"]) for curve in curves)
-    levels = np.linspace(first, last, 25)
-    gold = []
-    for curve in curves:
-        kl = np.maximum.accumulate(curve["kl"])
-        gold.append(np.interp(levels, kl, curve["gold"]))
-    return levels, np.mean(gold, 0), np.std(gold, 0)
-
-
-def colours_of(table: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """How each choice is drawn: the bases black, the farthest from them in colours."""
-    styles = {
-        "default": {"color": "black", "linewidth": 2, "zorder": 3},
-        "RLOO, K 4": {"color": "black", "linewidth": 2, "linestyle": "--", "zorder": 3},
-    }
-    others = [line for line in table if line["choice"] not in styles]
-    others.sort(key=lambda line: -abs(line["equal_kl"] or 0.0))
-    for line, colour in itertools.zip_longest(others, COLOURS[: len(others)]):
-        style = {"color": colour or GREY, "linewidth": 1.4, "zorder": 2 if colour else 1}
-        if CHOICES[line["choice"]].script != PPO:
-            style["linestyle"] = "--"
-        styles[line["choice"]] = style
-    return styles
-
-
-def draw_differences(axes: Axes, table: list[dict[str, Any]], styles: dict[str, Any]) -> None:
-    """The differences at equal KL, sorted, with their intervals; what holds has a bold name."""
-    compared = [line for line in table if line["equal_kl_interval"] is not None]
-    compared.sort(key=lambda line: line["equal_kl"])
-    for i, line in enumerate(compared):
-        style = {"fmt": "o", "capsize": 2, "markersize": 4}
-        style["color"] = styles[line["choice"]]["color"]
-        axes.errorbar(line["equal_kl"], i, xerr=line["equal_kl_interval"], **style)
-    axes.set_yticks(range(len(compared)), [line["choice"] for line in compared], fontsize=7)
-    for line, label in zip(compared, axes.get_yticklabels(), strict=True):
-        label.set_fontweight("bold" if line["equal_kl_holds"] else "normal")
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xlabel("gold at equal KL, less the base's")
-    axes.grid(alpha=0.3)
-
-
-def plot(rows: list[dict[str, Any]], table: list[dict[str, Any]], path: Path) -> None:
-    """Gold score over KL; what the values explain on the way; differences at equal KL."""
-    figure = Figure(figsize=(13, max(4.5, 0.16 * len(table))), layout="constrained")
-    gold, values, differences = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
-    styles = colours_of(table)
-    for name, style in styles.items():
-        runs = [row for row in rows if row["choice"] == name and "curve" in row]
-        if not runs:
-            continue
-        x, y, deviation = mean_curve(runs)
-        label = None if style["color"] == GREY else name
-        gold.plot(x, y, label=label, **style)
-        if name in BASES:
-            gold.fill_between(x, y - deviation, y + deviation, color="black", alpha=0.12)
-        has_values = "var_explained" in runs[0]["curve"] and "--vf_coef 0" not in runs[0]["flags"]
-        if has_values:
-            explained = np.mean([row["curve"]["var_explained"] for row in runs], 0)
-            done = (np.arange(BINS) + 0.5) / BINS
-            values.plot(done, explained, label=label, **style)
-    gold.set(xlabel="KL to the reference (nats per response)", ylabel="gold score (VADER)")
-    gold.set_xlim(0, 10)
-    values.set(xlabel="share of the run", ylabel="share of the returns explained by values")
-    values.set_ylim(-0.3, 1)
-    for axes in (gold, values):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    draw_differences(differences, table, styles)
-    figure.savefig(path, dpi=120)
-
-
 def run_all(tasks: list[tuple[str, int, Path, list[str]]], jobs: int) -> Iterator[dict[str, Any]]:
     """Rows of the tasks, so many at a time, after the reward models that they need."""
     rewards = []
@@ -581,8 +505,7 @@ def main() -> None:
     if args.beside is not None:
         beside = json.loads((common.RESULTS / f"ablations-{args.beside}.json").read_text())["rows"]
     table = summarise(rows, LEVELS if is_long else SHORT_LEVELS, beside)
-    path = common.write("ablations", args.tag, args, rows, table=table)
-    plot(rows, table, path.with_suffix(".png"))
+    common.write("ablations", args.tag, args, rows, table=table)
     common.show_rows(table)
 
 

@@ -26,7 +26,7 @@ import torch
 import ppo_rlhf
 from tiny.rewards import happy
 
-sys.path.append(str(common.ROOT / "tests"))
+sys.path.append(str(common.ROOT / "tests" / "helpers"))
 import golden_tools
 
 KINDS = ("approxkl", "clipfrac")
@@ -68,7 +68,6 @@ def recorded(adam: str) -> dict[str, Any]:
     contexts = golden_tools.rows_of(arrays["s0/rollout/queries"], policy.lm.config.vocab_size)
     responses = torch.from_numpy(arrays["s0/rollout/responses"]).long()
     batch = ours.make_batch(ppo_rlhf, contexts, responses)
-    batch.value_mask = batch.mask
     batch.logprobs = torch.from_numpy(arrays["s0/rollout/logprobs"])
     batch.values = torch.from_numpy(arrays["s0/rollout/values"])
     batch.rewards = torch.from_numpy(arrays["s0/rollout/rewards"])
@@ -86,15 +85,16 @@ def embedded(adam: str, lr: float, seeds: list[int]) -> dict[str, Any]:
         num_queries = args.eval_queries + args.batch_size
         queries = ours.load_queries(tokenizer, args, num_queries)
         queries = queries[args.eval_queries :]
-        score = functools.partial(ppo_rlhf.score_by_function, happy, tokenizer, args)
-        policy = ppo_rlhf.ActorCritic(ours.load_lm("tiny/model", args))
-        ref = ppo_rlhf.ActorCritic(ours.load_lm("tiny/model", args))
+        score = functools.partial(ppo_rlhf.score_by_function, happy, tokenizer)
+        policy = ours.make_actor(ppo_rlhf, ours.load_lm("tiny/model", args), args)
+        ref = ours.make_actor(ppo_rlhf, ours.load_lm("tiny/model", args), args)
         end = ppo_rlhf.token_id("truncate_token", tokenizer, args)
         epochs = next(ours.draw_epochs(args))
         u = ppo_rlhf.uniforms(seed, 1, args.batch_size, args.response_length)
-        batch = ppo_rlhf.rollout(policy, ref, queries, u, epochs[0], end, args)
-        scores, _ = score(queries, batch.truncated)
-        ours.set_rewards(batch, ppo_rlhf.penalize(scores, batch.found_end, args), args)
+        batch, responses = ppo_rlhf.rollout(policy, ref, queries, u, epochs[0], end, args)
+        scores = score(queries, responses)
+        scores = ppo_rlhf.penalize_missing_end(scores, batch.found_end, args)
+        ours.set_rewards(batch, scores, args)
         found.append(epochs_of(policy, batch, epochs, args))
     row = {
         "work": "embedded default",

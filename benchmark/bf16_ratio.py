@@ -38,7 +38,7 @@ import ppo_rlhf
 import rloo_rlhf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LIMITS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}  # the scripts' check_policy has these
+LIMITS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}  # the scripts' check_ratios_and_kl has these
 CLIPRANGE = 0.2
 TEMPERATURE = 0.7
 COPIES = {"ppo": 1, "rloo": 4}
@@ -61,10 +61,11 @@ class AutocastHead(torch.nn.Module):
         return logits.float(), values
 
 
-def autocast_trunk(lm: Any, dtype: str) -> None:
+def autocast_trunk(actor: Any, dtype: str) -> None:
     """What the scripts do for bf16, here for fp16 too; fp32 takes it back."""
+    lm = actor.lm
     vars(lm.base_model).pop("forward", None)
-    lm.base_model.is_autocast = dtype == "bf16"
+    actor.dtype = dtype
     if dtype == "fp16":
         wrap = torch.autocast(lm.device.type, torch.float16)
         lm.base_model.forward = wrap(lm.base_model.forward)
@@ -73,13 +74,13 @@ def autocast_trunk(lm: Any, dtype: str) -> None:
 @torch.no_grad()
 def sampler_logprobs(policy: Any, batch: Any) -> Tensor:
     """Log-probabilities (B, R) of the responses, as the sampling loop saw them token by token."""
-    ids, mask = rloo_rlhf.left_pad(batch.contexts)
+    ids, mask = rloo_rlhf.pad_rows(batch.contexts)
     cache = DynamicCache(config=policy.lm.config)
     logprobs = []
     for tokens in batch.responses.split(1, dim=1):
         logits, _ = policy(ids, mask, cache=cache)
         all_logprobs = (logits / TEMPERATURE).log_softmax(-1)
-        logprobs.append(rloo_rlhf.of_tokens(all_logprobs, tokens))
+        logprobs.append(rloo_rlhf.selected_logprobs(all_logprobs, tokens))
         ids = tokens
         mask = pad(mask, (0, 1), value=True)
     return torch.cat(logprobs, 1)
@@ -89,8 +90,9 @@ def in_parts(policy: Any, batch: Any, parts: Any) -> Tensor:
     """Log-probabilities (B, R) by forward_response over parts of the batch."""
     logprobs = torch.zeros_like(batch.logprobs)
     for rows in parts:
-        all_logprobs, _ = rloo_rlhf.forward_response(policy, batch, rows, TEMPERATURE)
-        logprobs[rows] = rloo_rlhf.of_tokens(all_logprobs.detach(), batch.responses[rows])
+        part = rloo_rlhf.select(batch, rows)
+        all_logprobs, _ = rloo_rlhf.forward_response(policy, part, TEMPERATURE)
+        logprobs[rows] = rloo_rlhf.selected_logprobs(all_logprobs.detach(), part.responses)
     return logprobs
 
 
@@ -117,10 +119,10 @@ def through_update(policy: Any, batch: Any, args: Any) -> dict[str, float]:
     noise = torch.randn(batch.logprobs.shape, generator=torch.Generator().manual_seed(0))
     noise = noise.to(batch.logprobs.device)
     if isinstance(batch, ppo_rlhf.Batch):
-        batch = replace(batch, rewards=noise, value_mask=batch.mask)
+        batch = replace(batch, rewards=noise)
         clipfrac = "ppo/policy/clipfrac"
     else:
-        batch = replace(batch, advantages=noise.sum(1, keepdim=True))
+        batch = replace(batch, advantages=noise.sum(1))
         clipfrac = "rloo/clipfrac"
     epochs = torch.arange(len(noise)).view(1, 1, -1)
     records = ours.update_policy(accelerator, policy, optimizer, batch, epochs, args)
@@ -163,15 +165,15 @@ def measure(
     actor = ours.make_actor(script, lm, args)
     table = []
     for dtype in options.dtypes:
-        autocast_trunk(lm, dtype)
-        batch = script.rollout(actor, actor, asked, u, everyone.view(1, -1), None, args)
+        autocast_trunk(actor, dtype)
+        batch, _ = script.rollout(actor, actor, asked, u, everyone.view(1, -1), None, args)
         parts = script.micro_batches(everyone, batch.contexts, micro)
         fewer = max(copies, micro // 2)
         other_parts = script.micro_batches(everyone, batch.contexts, fewer)
-        autocast_trunk(lm, "fp32")
+        autocast_trunk(actor, "fp32")
         with torch.no_grad():
             exact = in_parts(actor, batch, parts)
-        autocast_trunk(lm, dtype)
+        autocast_trunk(actor, dtype)
         heads = {"fp32": actor}
         if dtype != "fp32":
             heads["autocast"] = AutocastHead(actor, dtype)

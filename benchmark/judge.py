@@ -22,6 +22,7 @@ class Judge:
         tokenizer = common.tokenizer()
         args = rloo_rlhf.Args(
             seed=seed,
+            rloo_k=1,
             query_dataset="tiny/queries/test.jsonl",
             reward_model=str(reward_model),
         )
@@ -40,13 +41,13 @@ class Judge:
 
     def actor(self, folder: Path | str) -> Any:
         """The policy in `folder`, or the reference; one response per query."""
-        return rloo_rlhf.Actor(ours.load_lm(str(folder), self.args), k=1)
+        return ours.make_actor(rloo_rlhf, ours.load_lm(str(folder), self.args), self.args)
 
     def responses(self, policy: Any, draw: int) -> list[list[int]]:
         """A truncated response to each query."""
         contexts = [query.context for query in self.queries]
         u = self.uniforms(draw)
-        responses = rloo_rlhf.sample(policy, contexts, u, self.args.temperature)
+        responses, _ = rloo_rlhf.sample(policy, contexts, u, self.args.temperature)
         until_end, _ = rloo_rlhf.truncate(responses, self.end, self.args.truncate_after)
         truncated = []
         for row, length in zip(responses.tolist(), until_end.sum(1).tolist(), strict=True):
@@ -60,15 +61,14 @@ class Judge:
 
     def proxy(self, responses: list[list[int]]) -> list[float]:
         """The reward model's scores, without a penalty."""
-        scores, _ = self.reward(self.queries, responses)
-        return scores.tolist()
+        return self.reward(self.queries, responses).tolist()
 
     @torch.no_grad()
     def __call__(self, policy: Any, draw: int = 10**6) -> dict[str, Any]:
         """Scores of truncated responses, KL to the reference per response in nats, as lists; share
         of distinct ones."""
         rows = torch.arange(len(self.queries)).view(1, -1)
-        batch = rloo_rlhf.rollout(
+        batch, responses = rloo_rlhf.rollout(
             policy,
             self.ref,
             self.queries,
@@ -77,10 +77,10 @@ class Judge:
             self.end,
             self.args,
         )
-        texts = self.tokenizer.batch_decode(batch.truncated)
+        texts = self.tokenizer.batch_decode(responses)
         return {
-            "gold": self.gold(batch.truncated),
-            "proxy": self.proxy(batch.truncated),
+            "gold": self.gold(responses),
+            "proxy": self.proxy(responses),
             "kl": (batch.logprobs - batch.ref_logprobs).sum(1).tolist(),
             "distinct": len(set(texts)) / len(texts),
         }

@@ -24,7 +24,6 @@ import common
 import numpy as np
 import ours
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -38,7 +37,6 @@ SHAPE = (VOCABULARY,) * LENGTH
 CONTEXT = [0]
 BETA = 1.0
 SCRIPTS = ours.SCRIPTS
-COLOURS = {"ppo": "#0072B2", "rloo": "#D55E00"}
 UPDATES = 250  # of 512 episodes
 # A fixed coefficient, no truncation, and nothing that changes the objective: whitened rewards would
 # rescale r.
@@ -47,7 +45,7 @@ SETTINGS = {
     "temperature": 1.0,
     "truncate_token": None,
     "kl_coef": BETA,
-    "kl_target": None,
+    "adaptive_kl_target": None,
     "batch_size": 512,
     "micro_batch_size": 512,
     "num_minibatches": 1,
@@ -80,9 +78,7 @@ def make_lm(seed: int) -> GPT2LMHeadModel:
         activation_function="gelu_pytorch_tanh",
         attn_implementation="eager",
     )
-    lm = GPT2LMHeadModel(config)
-    lm.base_model.is_autocast = False  # the scripts' own
-    return lm
+    return GPT2LMHeadModel(config)
 
 
 def make_rewards(seed: int) -> Tensor:
@@ -96,9 +92,8 @@ def enumerate_logprobs(policy: Any) -> Tensor:
     uses."""
     responses = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * LENGTH)
     batch = ours.make_batch(ppo_rlhf, [CONTEXT] * len(responses), responses)
-    rows = torch.arange(len(responses))
-    all_logprobs, _ = ppo_rlhf.forward_response(policy, batch, rows, 1.0)
-    logprobs = ppo_rlhf.of_tokens(all_logprobs, responses)
+    all_logprobs, _ = ppo_rlhf.forward_response(policy, batch, 1.0)
+    logprobs = ppo_rlhf.selected_logprobs(all_logprobs, responses)
     return logprobs.double().sum(1).view(SHAPE)
 
 
@@ -137,7 +132,7 @@ def train(
         start = time.perf_counter()
         u = script.uniforms(seed, update + 1, args.batch_size, LENGTH)
         epochs = next(shuffles)
-        batch = script.rollout(policy, ref, queries, u, epochs[0], None, args)
+        batch, _ = script.rollout(policy, ref, queries, u, epochs[0], None, args)
         ours.set_rewards(batch, rewards[batch.responses.unbind(1)], args)
         set_learning_rates(optimizer, update, update / updates, args)
         ours.update_policy(accelerator, policy, optimizer, batch, epochs, args)
@@ -157,26 +152,6 @@ def train(
     }
 
 
-def plot(rows: list[dict[str, Any]], path: Any) -> None:
-    """Every run's J, scaled so that the reference is 0 and the optimum 1, over episodes."""
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(1, color="black", linestyle="--", linewidth=1, label="J*")
-    for algorithm, colour in COLOURS.items():
-        runs = [row for row in rows if row["algorithm"] == algorithm]
-        label = f"{algorithm.upper()}, {len(runs)} seeds"
-        for row in runs:
-            episodes, objectives = zip(*row["curve"], strict=True)
-            span = row["j_star"] - row["j_ref"]
-            scaled = [(j - row["j_ref"]) / span for j in objectives]
-            axes.plot(episodes, scaled, color=colour, linewidth=1, label=label)
-            label = None
-    axes.set(xlabel="episodes", ylabel="(J - J(reference)) / (J* - J(reference))")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=150)
-
-
 def enumerable(options: argparse.Namespace) -> None:
     """Trains both algorithms with several seeds; a table, the curves, and the record."""
     beta = options.beta or BETA
@@ -186,7 +161,6 @@ def enumerable(options: argparse.Namespace) -> None:
             rows.append(train(algorithm, seed, options.updates, kl_coef=beta))
     settings = {"settings": SETTINGS, "own": OWN, "updates": options.updates}
     path = common.write("optimum", options.tag, options, rows, **settings)
-    plot(rows, path.with_name(f"{path.stem.removesuffix('-enumerated')}.png"))
     table = [{name: x for name, x in row.items() if name != "curve"} for row in rows]
     worst = max(row["gap"] for row in rows)
     common.show_rows(table, f"worst gap {worst:.2%}; {path.name}")
@@ -250,9 +224,9 @@ def draw(
         passes = torch.arange(len(part)).view(1, -1)
         if policy is ref:
             passes = []
-        batch = rloo_rlhf.rollout(policy, ref, part, u, passes, end, args)
-        scores, _ = score(part, batch.truncated)
-        all_scores.append(rloo_rlhf.penalize(scores, batch.found_end, args))
+        batch, responses = rloo_rlhf.rollout(policy, ref, part, u, passes, end, args)
+        scores = score(part, responses)
+        all_scores.append(rloo_rlhf.penalize_missing_end(scores, batch.found_end, args))
         log_ratios.append((batch.logprobs - batch.ref_logprobs).sum(1))
     return torch.cat(all_scores).view(-1, copies), torch.cat(log_ratios).view(-1, copies)
 
@@ -261,6 +235,7 @@ def estimated(options: argparse.Namespace) -> None:
     """J* of the scripts' default task and a reward; with --policy also its J on the same
     queries."""
     args = rloo_rlhf.Args(
+        rloo_k=1,
         reward_model=options.reward_model,
         reward_fn=options.reward_fn,
         query_dataset="tiny/queries/test.jsonl",
@@ -272,11 +247,11 @@ def estimated(options: argparse.Namespace) -> None:
     end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
     queries = ours.load_queries(tokenizer, args, options.queries)
     score = rloo_rlhf.load_reward(args, "tiny", tokenizer, longest)
-    ref = rloo_rlhf.Actor(ours.load_lm(args.base_model, args), k=1)
+    ref = ours.make_actor(rloo_rlhf, ours.load_lm(args.base_model, args), args)
     rewards, _ = draw(ref, ref, score, queries, end, options.samples, args)
     row = estimate_optimum(rewards.double(), beta)
     if options.policy is not None:
-        policy = rloo_rlhf.Actor(ours.load_lm(options.policy, args), k=1)
+        policy = ours.make_actor(rloo_rlhf, ours.load_lm(options.policy, args), args)
         rewards, kl = draw(policy, ref, score, queries, end, options.policy_samples, args)
         per_query = (rewards - beta * kl).mean(1)
         row["j_policy"] = per_query.mean().item()

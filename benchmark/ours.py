@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import common
@@ -47,16 +46,16 @@ def responses_per_query(args: Any) -> int:
 def load_queries(tokenizer: Any, args: Any, count: int) -> list[Any]:
     """Up to `count` of --query_dataset, in the order of args.seed."""
     PartialState()  # the scripts' logger asks for it
-    return ppo_rlhf.load_queries("query_dataset", tokenizer, args, count)
+    return ppo_rlhf.load_queries("query_dataset", args, tokenizer, count)
 
 
 def load(auto_class: type, folder: str, args: Any, **config: Any) -> Any:
     """A model as the scripts have it, for texts as long as `args` say."""
     args.base_model = folder
     longest = args.query_length + args.response_length
-    return ppo_rlhf.load_model(
-        auto_class, "base_model", args, common.tokenizer(), longest, **config
-    )
+    tokenizer = common.tokenizer()
+    model = ppo_rlhf.load_model("base_model", args, auto_class, tokenizer, longest, **config)
+    return model.to(PartialState().device)
 
 
 def load_lm(folder: str, args: Any) -> Any:
@@ -67,8 +66,8 @@ def load_lm(folder: str, args: Any) -> Any:
 def make_actor(script: Any, lm: Any, args: Any, critic: Any = None) -> Any:
     """The policy, or the reference, of a script."""
     if script is ppo_rlhf:
-        return ppo_rlhf.ActorCritic(lm, critic)
-    return rloo_rlhf.Actor(lm, args.rloo_k)
+        return ppo_rlhf.ActorCritic(lm, args.dtype, critic)
+    return rloo_rlhf.Actor(lm, args)
 
 
 def optimizer_of(policy: Any, args: Any) -> torch.optim.Optimizer:
@@ -84,13 +83,19 @@ def query(context: list[int]) -> ppo_rlhf.Query:
 
 def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any:
     """A script's Batch of responses (B, R), all of whose tokens count, before any forward pass."""
-    zeros = {x.name: torch.zeros(responses.shape) for x in fields(script.Batch) if x.type is Tensor}
-    batch = script.Batch(contexts=contexts, truncated=responses.tolist(), texts=[], **zeros)
-    batch.responses = responses
-    batch.mask = torch.ones_like(responses, dtype=torch.bool)
-    batch.lengths = batch.mask.sum(1)
-    batch.found_end = batch.mask.all(1)
-    return batch
+    mask = torch.ones_like(responses, dtype=torch.bool)
+    zeros = torch.zeros(responses.shape)
+    return script.Batch(
+        contexts=contexts,
+        responses=responses,
+        lengths=mask.sum(1),
+        found_end=mask.all(1),
+        mask=mask,
+        sampled_logprobs=zeros.clone(),
+        logprobs=zeros.clone(),
+        ref_logprobs=zeros.clone(),
+        values=zeros.clone(),
+    )
 
 
 def draw_epochs(args: Any) -> Iterator[Tensor]:
@@ -105,13 +110,12 @@ def set_rewards(batch: Any, scores: Tensor, args: Any) -> Tensor:
     """Puts into the batch what the update needs of scores (B,): rewards, or RLOO's advantages.
     Returns the rewards (B, R)."""
     log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask
-    rewards = ppo_rlhf.token_rewards(scores, log_ratio, batch.mask, args.kl_coef)
+    rewards = ppo_rlhf.at_last_token(scores, batch.mask) - args.kl_coef * log_ratio
     if isinstance(batch, ppo_rlhf.Batch):
-        batch.value_mask = batch.mask
         batch.rewards = rewards
     else:
         of_queries = rewards.sum(1).view(-1, args.rloo_k)
-        batch.advantages = rloo_rlhf.rloo_advantages(of_queries, args).view(-1, 1)
+        batch.advantages = rloo_rlhf.rloo_advantages(of_queries).flatten()
     return rewards
 
 
@@ -147,7 +151,7 @@ class Ours:
         self, algorithm: str, folder: str, value_trunk: bool = False, **settings: Any
     ) -> None:
         self.script = SCRIPTS[algorithm]
-        self.args = self.script.Args(kl_target=None, **settings)
+        self.args = self.script.Args(adaptive_kl_target=None, **settings)
         self.k = responses_per_query(self.args)
         self.args.micro_batch_size = max(self.k, self.args.micro_batch_size // self.k * self.k)
         self.accelerator = common.new_accelerator(reset=False)
@@ -173,9 +177,9 @@ class Ours:
             u = script.uniforms(1, self.num_updates, args.batch_size, args.response_length)
             epochs = next(self.shuffles)
             with clock("score"), timed_sampling(script, clock):
-                batch = script.rollout(self.actor, ref, asked, u, epochs[0], END, args)
-                raw_scores, _ = script.score_by_model(frozen.reward, args, asked, batch.truncated)
-            scores = script.penalize(raw_scores, batch.found_end, args)
+                batch, responses = script.rollout(self.actor, ref, asked, u, epochs[0], END, args)
+                raw_scores = script.score_by_model(frozen.reward, args, asked, responses)
+            scores = script.penalize_missing_end(raw_scores, batch.found_end, args)
             set_rewards(batch, scores, args)
             with clock("optimise"):
                 records = update_policy(
@@ -184,7 +188,7 @@ class Ours:
             self.metrics = script.reduce_means(records)
         clock.seconds["score"] -= clock.seconds["sample"]
         self.batch = batch
-        self.scored = sum(map(len, batch.truncated))
+        self.scored = sum(map(len, responses))
         return clock
 
 
@@ -193,7 +197,7 @@ def timed_sampling(script: Any, clock: Clock) -> Iterator[None]:
     """The time that `rollout` spends in `sample` goes to a phase of its own."""
     sample = script.sample
 
-    def timed(*args: Any) -> Tensor:
+    def timed(*args: Any) -> tuple[Tensor, Tensor]:
         with clock("sample"):
             return sample(*args)
 

@@ -6,19 +6,18 @@ them.
     python benchmark/overoptimisation.py --labels 4000 --lr 5e-5 --pool 0 --tag slow
 
 Policies of the embedded default are trained against reward models of several numbers of labels, by
-PPO and by RLOO, without a KL penalty (--kl_coefs: with fixed ones; the picture then has a column
-for each algorithm, with its runs against the reward model of the first --labels). A reward model
-makes as many optimizer steps with few labels as with many, which come in turn until there are
-4,000; `4000:0.5` are 4,000 labels of which a half is replaced by a random choice. In every update
-VADER, which labelled the data, reads the very responses that the reward model scores. Best-of-n
-from the reference is the curve to beat: of n responses the one that the reward model likes best,
-with KL log n - (n - 1) / n; means over all choices of n among --pool responses to each of 128
-queries. Penalties for responses without an end are not in the scores.
+PPO and by RLOO, without a KL penalty (--kl_coefs: with fixed ones). A reward model makes as many
+optimizer steps with few labels as with many, which come in turn until there are 4,000; `4000:0.5`
+are 4,000 labels of which a half is replaced by a random choice. In every update VADER, which
+labelled the data, reads the very responses that the reward model scores. Best-of-n from the
+reference is the curve to beat: of n responses the one that the reward model likes best, with KL log
+n - (n - 1) / n; means over all choices of n among --pool responses to each of 128 queries.
+Penalties for responses without an end are not in the scores.
 
 Fits are those of Gao et al.: the gold score gained at d, the square root of the KL, is
 d (alpha - beta log d) of a trained policy, d (alpha - beta d) of best-of-n; least squares over the
 curves of all seeds. Finished runs of the same scripts are used again. Writes
-results/overoptimisation-<tag>.json and .png.
+results/overoptimisation-<tag>.json; pictures.py draws it.
 """
 
 import json
@@ -35,8 +34,6 @@ import numpy as np
 import torch
 from ablations import Choice, gold_at, interval, output_to, run, slug
 from judge import Judge
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from scipy.special import comb
 
 import ppo_rlhf
@@ -44,8 +41,6 @@ import rloo_rlhf
 import train_reward
 
 SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
-COLOURS = {"PPO": "#0072B2", "RLOO": "#D55E00", "best of n": "black"}
-SHADES = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7")  # of coefficients
 WINDOW = 5  # updates whose means make a point of a curve
 FINE_WINDOW = 2  # where runs are compared that go at different speeds
 SETTLED = 5  # points of two updates that are a run's end
@@ -98,7 +93,7 @@ def reward_model(task: tuple[str, int, Path]) -> dict[str, Any]:
         "labels": source,
         "seed": seed,
         "accuracy": results["test/accuracy"],
-        "constant": results["test/constant"],
+        "constant": common.best_constant(),
     }
 
 
@@ -123,16 +118,18 @@ def train(task: tuple[str, str, float, int, int, list[str], Path]) -> dict[str, 
         score = load_reward(*values)
 
         def judged(queries: list[Any], responses: list[list[int]]) -> Any:
-            scores, token_scores = score(queries, responses)
+            scores = score(queries, responses)
             if len(responses) == BATCH_SIZE:  # not an evaluation
                 proxy.append(scores.mean().item())
                 gold.append(float(np.mean(judge.gold(responses))))
-            return scores, token_scores
+            return scores
 
         return judged
 
     script.load_reward = load_judged_reward
-    flags = f"--kl_target none --kl_coef {kl_coef} --seed {seed} --total_episodes {episodes}"
+    flags = (
+        f"--adaptive_kl_target none --kl_coef {kl_coef} --seed {seed} --total_episodes {episodes}"
+    )
     flags += f" --eval_queries 1 --batch_size {BATCH_SIZE} --checkpoint_every 0 --max_kl 1e4"
     paths = ["--reward_model", str(reward), "--output_dir", str(out)]
     sys.argv = [script.__file__, *flags.split(), *rate, *paths]
@@ -282,77 +279,6 @@ def summarise(groups: dict[tuple[str, str, Any], list[dict]], start: float) -> l
     return table
 
 
-def title(labels: str, models: list[dict[str, Any]]) -> str:
-    """Of a column of the picture, with the accuracy of its reward models."""
-    size, _, noise = labels.partition(":")
-    accuracies = [model["accuracy"] for model in models if model["labels"] == labels]
-    noisy = f", {float(noise):.0%} random" if noise else ""
-    return f"{int(size):,} labels{noisy}\naccuracy {np.mean(accuracies):.2f}"
-
-
-def draw(axes: Axes, kind: str, labels: str, groups: dict) -> None:
-    """A line per run: the colour says what was run, a paler one that there is a KL penalty."""
-    for (source, algorithm, kl_coef), curves in groups.items():
-        if source != labels:
-            continue
-        for curve in curves:
-            style = {"color": COLOURS[algorithm], "linewidth": 1.2}
-            if kl_coef:
-                style["alpha"] = 0.35
-            elif curve is curves[0]:
-                style["label"] = algorithm
-            d = np.sqrt(np.maximum(curve["kl"], 0))
-            axes.plot(d, curve[kind], **style)
-
-
-def plot(groups: dict, sources: list[str], models: list[dict[str, Any]], path: Path) -> None:
-    """A column per reward model's labels; gold score above, proxy below."""
-    figure = Figure(figsize=(2.3 * len(sources), 5), layout="constrained")
-    panels = figure.subplots(2, len(sources), sharex=True, sharey="row", squeeze=False)
-    for column, labels in enumerate(sources):
-        for axes, kind in zip(panels[:, column], ("gold", "proxy"), strict=True):
-            draw(axes, kind, labels, groups)
-            axes.grid(alpha=0.3)
-        panels[0, column].set_title(title(labels, models), fontsize=9)
-    figure.supxlabel("square root of the KL (nats) to the reference", fontsize=9)
-    panels[0, 0].set_ylabel("gold score (VADER)")
-    panels[1, 0].set_ylabel("proxy (reward model)")
-    panels[0, 0].legend(fontsize=7)
-    figure.savefig(path, dpi=120)
-
-
-def plot_frontier(groups: dict, source: str, path: Path) -> None:
-    """A column per algorithm, a colour per KL coefficient, a line per run: gold over the KL above,
-    with best-of-n, and over the episodes below."""
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    panels = figure.subplots(2, len(SCRIPTS), sharex="row", sharey=True, squeeze=False)
-    coefs = sorted({coef for _, _, coef in groups if coef is not None})
-    for (labels, algorithm, coef), curves in groups.items():
-        if labels != source:
-            continue
-        for column, name in enumerate(SCRIPTS):
-            if algorithm not in (name, "best of n"):
-                continue
-            colour = "black" if coef is None else SHADES[coefs.index(coef) % len(SHADES)]
-            for i, curve in enumerate(curves):
-                title = "best of n" if coef is None else f"coefficient {coef:g}"
-                style = {"color": colour, "linewidth": 1.2, "label": None if i else title}
-                d = np.sqrt(np.maximum(curve["kl"], 0))
-                panels[0, column].plot(d, curve["gold"], **style)
-                if coef is not None:
-                    episodes = (np.arange(len(d)) + 0.5) * WINDOW * BATCH_SIZE
-                    panels[1, column].plot(episodes, curve["gold"], **style)
-    for column, name in enumerate(SCRIPTS):
-        panels[0, column].set(title=name, xlabel="square root of the KL (nats)")
-        panels[1, column].set(xlabel="episodes")
-    for axes in panels.flat:
-        axes.grid(alpha=0.3)
-    for axes in panels[:, 0]:
-        axes.set_ylabel("gold score (VADER)")
-    panels[0, 0].legend(fontsize=7)
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     parser = common.make_parser(__doc__)
     add = parser.add_argument
@@ -402,12 +328,7 @@ def main() -> None:
         "reference_gold": start,
         "table": table,
     }
-    path = common.write("overoptimisation", args.tag, args, runs, **more)
-    picture = path.with_suffix(".png")
-    if len(args.kl_coefs) > 1:
-        plot_frontier(groups, args.labels[0], picture)
-    else:
-        plot(groups, args.labels, models, picture)
+    common.write("overoptimisation", args.tag, args, runs, **more)
     common.show_rows(table)
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of benchmark/README.md, from the records in results/.
+"""Writes the tables of benchmark/README.md and of the pages in studies/, from the records in results/.
 
     python benchmark/readme_tables.py            # writes them between their markers
     python benchmark/readme_tables.py --check    # exit 1 if that would change them (a test does it)
@@ -14,13 +14,14 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 ALGORITHMS = ("ppo", "rloo")
+MANY = 4  # records that a brief page names
 # What a record of throughput.py has measured.
 WORK = ("shape", "queries", "query_length", "response_length", "batch_size", "dtype")
 # The records that make each table: others in results/ are left alone.
@@ -39,11 +40,14 @@ SPEED = [
 ]
 RECORDS = {
     "embedded": ["embedded-tiny"],
+    "rloo_ppo": ["ablations-full", "ablations-slow", "ablations-long", "ablations-tiny"],
+    "matters": ["ablations-full", "ablations-tiny"],
     "ablations": ["ablations-tiny"],
     "rewards": ["embedded-tiny"],
     "overoptimisation": ["overoptimisation-tiny"],
+    "weak_rewards": ["overoptimisation-tiny"],
     "frontier": ["overoptimisation-frontier", "overoptimisation-slow"],
-    "symptoms": ["symptoms"],
+    "symptoms": ["symptoms", "overoptimisation-tiny"],
     "adam": ["adam-first-update"],
     "ratio": ["bf16_ratio-tiny", "bf16_ratio-gpt2"],
     "optimum": ["optimum-enumerated"],
@@ -51,6 +55,7 @@ RECORDS = {
     "memory": ["memory_speed-tiny-fp32", "memory_speed-gpt2-fp32"],
     "speed": SPEED,
     "bars": SPEED,
+    "ratios": SPEED[:-1],
     "versions": [
         "whole_run-bars-tiny",
         "whole_run-bars-gpt2",
@@ -61,6 +66,7 @@ RECORDS = {
     "slow": ["ablations-slow"],
     "long": ["ablations-long"],
     "real_model": ["real_model-smollm2", "real_model-smollm2-held"],
+    "real_six": ["real_model-smollm2-held", "real_model-smollm2"],
     "real_duels": ["real_model-smollm2", "real_model-smollm2-held"],
     "real_memory": ["real_model-smollm2-memory"],
     "real_samples": ["real_model-smollm2-held"],
@@ -86,9 +92,14 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return text.replace("|  |", "| |")
 
 
-def origin(name: str) -> str:
-    """Which version of the scripts made the records of a table, and where. Records without a
-    version are of 0.2.0."""
+def origin(name: str, page: "Page") -> str:
+    """Which version of the scripts made the records of a table, and where. A brief page only links
+    the records, which say so themselves. Records without a version are of 0.2.0."""
+    if page.is_brief and len(RECORDS[name]) > MANY:
+        return f"From [{len(RECORDS[name])} records]({page.results}); the study names them."
+    if page.is_brief:
+        links = [f"[{stem}]({page.results}/{stem}.json)" for stem in RECORDS[name]]
+        return f"From {', '.join(links)}."
     groups: dict[str, list[str]] = {}
     for stem, record in zip(RECORDS[name], records(name), strict=True):
         machine = record["machine"]
@@ -98,7 +109,8 @@ def origin(name: str) -> str:
             where = f"{machine['cpu']}, {machine['threads']} thread{plural}"
         changed = " with changes" if record["scripts_changed_since"] else ""
         version = f"{record.get('version', '0.2.0')} at {record['commit'][:7]}{changed}"
-        groups.setdefault(f"{version} ({where})", []).append(f"[{stem}](results/{stem}.json)")
+        link = f"[{stem}]({page.results}/{stem}.json)"
+        groups.setdefault(f"{version} ({where})", []).append(link)
     made = [f"{where}: {', '.join(links)}" for where, links in groups.items()]
     return f"Measured: {'; '.join(made)}."
 
@@ -174,9 +186,9 @@ def level_names(row: dict[str, Any]) -> str:
 
 def ablations_table() -> str:
     """Every choice: its scores, and how far they are from the base's."""
-    less = "less the base's"
+    less = "difference"
     found = records("ablations")[0]["table"]
-    columns = ["choice", "gold at equal KL, less the base's", level_names(found[0])]
+    columns = ["choice", "gold at equal KL, difference from the base", level_names(found[0])]
     columns += ["gold", less, "KL", less, "proxy", "distinct", "failed"]
     rows = []
     bold = {kind: not_zero(found, kind) for kind in ("gold", "kl")}
@@ -190,6 +202,89 @@ def ablations_table() -> str:
         cells.append(f"{row['distinct']:.0%}")
         cells.append(failed_cell(row))
         rows.append(cells)
+    return table(columns, rows)
+
+
+# The rows of benchmark/README.md, from the records of full length and of short runs.
+MATTERS = {
+    "ablations-full": [
+        "default",
+        "critic from the reward model",
+        "no value function",
+        "advantages not whitened",
+        "1 epoch",
+        "KL by k3",
+        "RLOO, K 4",
+        "GRPO (KL in the loss)",
+    ],
+    "ablations-tiny": [
+        "default",
+        "critic from the reward model, warmed up",
+        "no penalty",
+        "torch's Adam",
+        "no ratio clipping",
+        "whitening by rank, of 4",
+        "8 minibatches",
+        "dropout left on",
+        "recipe qwen",
+    ],
+}
+# What a choice is called where readers have not seen the list of all.
+RENAMED = {
+    "RLOO, K 4": "RLOO, K 4, against PPO",
+    "GRPO (KL in the loss)": "GRPO, against RLOO",
+    "KL by k3": "k3 as the KL penalty",
+    "no penalty": "no penalty for a missing end",
+    "penalty added": "penalty for a missing end added",
+    "recipe qwen": "settings of Qwen",
+    "recipe deepspeed_chat": "settings of DeepSpeed-Chat",
+    "recipe llama2": "settings of Llama 2",
+    "recipe trl_0.9": "settings of TRL 0.9",
+    "recipe instructgpt": "settings of InstructGPT",
+    "torch's Adam": "PyTorch's Adam",
+    "whitening by rank, of 4": "whitening per process, of 4",
+}
+MASKED = ("truncated tokens masked", "recipe qwen", "recipe llama2", "recipe deepspeed_chat")
+
+
+def matters_table() -> str:
+    """The choices that most readers ask for, full runs before short ones."""
+    columns = ["choice", "episodes", "gold at equal KL, difference from the base"]
+    columns += ["gold at the end", "KL at the end", "failed"]
+    rows = []
+    for stem, record in zip(RECORDS["matters"], records("matters"), strict=True):
+        of_choice = {row["choice"]: row for row in record["table"]}
+        episodes = f"{record['args']['episodes']:,}"
+        for name in MATTERS[stem]:
+            row = of_choice[name]
+            difference = equal_kl_cells(row)[0]
+            if name in MASKED:
+                difference += ", not comparable"
+            ends = [f"{row['gold']:.2f}", f"{row['kl']:.1f}", failed_cell(row)]
+            rows.append([RENAMED.get(name, name), episodes, difference, *ends])
+    return table(columns, rows)
+
+
+def rloo_ppo_table() -> str:
+    """RLOO beside PPO in each study: at equal KL, and at the end of each seed's pair of runs."""
+    columns = ["learning rate, episodes", "seeds", "RLOO minus PPO, gold at equal KL"]
+    columns += ["gold at the end: PPO", "RLOO", "RLOO ahead at the end"]
+    rows = []
+    for record in records("rloo_ppo"):
+        args = record["args"]
+        of_run = {(row["choice"], row["seed"]): row.get("gold") for row in record["rows"]}
+        of_choice = {row["choice"]: row for row in record["table"]}
+        pairs = []
+        for seed in args["seeds"]:
+            pairs.append((of_run["default", seed], of_run["RLOO, K 4", seed]))
+        ahead = sum(rloo > ppo for ppo, rloo in pairs)
+        gaps = [rloo - ppo for ppo, rloo in pairs]
+        rate = args.get("lr") or "2e-4"
+        cells = [f"{rate}, {args['episodes']:,}", len(pairs)]
+        cells.append(equal_kl_cells(of_choice["RLOO, K 4"])[0])
+        cells += [f"{of_choice[name]['gold']:.2f}" for name in ("default", "RLOO, K 4")]
+        spread = f"by {min(gaps):.2f} to {max(gaps):.2f}"
+        rows.append([*cells, f"{ahead} of {len(pairs)}, {spread}"])
     return table(columns, rows)
 
 
@@ -242,6 +337,28 @@ def overoptimisation_table() -> str:
     return table(columns, rows)
 
 
+def weak_rewards_table() -> str:
+    """Where policies without a KL penalty end, by what their reward model knows."""
+    columns = ["labels", "accuracy", "gold at the end: PPO", "RLOO", "best of 128"]
+    record = records("weak_rewards")[0]
+    found: dict[str, dict[str, str]] = {}
+    for row in sorted(record["table"], key=overoptimisation_order):
+        value = f"{row['gold_end']:.2f}"
+        if row["algorithm"] != "best of n":
+            value += f" ({row['lowest_end']:.2f} to {row['highest_end']:.2f})"
+        found.setdefault(row["labels"], {})[row["algorithm"]] = value
+    rows = []
+    for labels, values in found.items():
+        size, _, noise = labels.partition(":")
+        name = f"{int(size):,}"
+        if noise:
+            name += f", {float(noise):.0%} random"
+        models = [x["accuracy"] for x in record["reward_models"] if x["labels"] == labels]
+        cells = [values[kind] for kind in ("PPO", "RLOO", "best of n")]
+        rows.append([name, f"{mean(models):.2f}", *cells])
+    return table(columns, rows)
+
+
 def frontier_order(row: dict[str, Any]) -> tuple[bool, str, bool, float]:
     """Best-of-n last, then by coefficient, after the runs with a lower rate."""
     is_default = row["rate"] is None
@@ -271,18 +388,57 @@ def frontier_table() -> str:
     return table(columns, rows)
 
 
+# How the healthy run of a symptom differs from the ill one. In one row the ill run is the default,
+# and the record calls the healthy one cured.
+HEALTHY = {
+    "the first ratio is not 1": "dropout off, as in the scripts",
+    "the KL is negative": "dropout off, as in the scripts",
+    "sampled tokens are likelier than the policy's entropy says": "draws from all tokens",
+    "sampled tokens are less likely than that": "samples and trains at 0.7",
+    "the KL explodes": "`--lr 2e-4`",
+    "var_explained is below 0": "`--critic_lr 1e-2 --cliprange_value 10`",
+    "the entropy collapses": "`--kl_coef 0.15 --adaptive_kl_target 6`, a decaying `--lr 2e-4`",
+    "the reward model is at the best constant answer": "4,000 labels",
+}
+SEEN = {
+    "sampled tokens are likelier than the policy's entropy says": "sampled tokens are too likely",
+    "sampled tokens are less likely than that": "sampled tokens are too unlikely",
+    "var_explained is below 0": "the values explain less than nothing",
+    "the reward model is at the best constant answer": "the reward model only guesses",
+}
+CAUSES = {
+    "the same": "dropout is on (a patch; the script stops here)",
+    "the value head, which starts at 0, has not reached the returns' mean: the default, early": (
+        "the value head learns too slowly: the default, after a fifth of its episodes"
+    ),
+    "no KL penalty and a constant --lr 1e-3": "no KL penalty and a constant `--lr 1e-3`",
+}
+
+
 def symptoms_table() -> str:
-    """What is seen, where, and what causes and cures it: means over the last updates."""
-    columns = ["what you see", "metric", "healthy", "ill", "cured", "cause here", "cure"]
+    """What is seen, where, in a healthy run and in an ill one: means over the last updates. The
+    last row is that of policies on two reward models, whose record has both scores."""
+    columns = ["what you see", "metric", "healthy", "ill", "cause of the ill run"]
+    columns.append("what the healthy run does instead")
     rows = []
-    for row in records("symptoms")[0]["rows"]:
-        cells = [row["symptom"], row["metric"]]
-        for run in ("healthy", "ill", "cured"):
-            value = row["values"].get(run)
-            cells.append("-" if value is None else f"{value:.3g}")
-        if row["stopped"]:
-            cells[3] += " (stops)"
-        rows.append([*cells, row["cause"], row["cure"]])
+    symptoms, overoptimisation = records("symptoms")
+    for row in symptoms["rows"]:
+        seen = row["symptom"]
+        if seen not in HEALTHY:
+            continue
+        values = row["values"]
+        cells = [SEEN.get(seen, seen), f"`{row['metric']}`"]
+        cells.append(f"{values.get('healthy', values.get('cured')):.3g}")
+        cells.append(f"{values['ill']:.3g}" + (" (stops)" if row["stopped"] else ""))
+        rows.append([*cells, CAUSES.get(row["cause"], row["cause"]), HEALTHY[seen]])
+    ends = {}
+    for row in overoptimisation["rows"]:
+        if (row["algorithm"], row["seed"]) == ("PPO", 3) and row["labels"] in ("512", "4000"):
+            last = {kind: mean(row[kind][-len(row[kind]) // 4 :]) for kind in ("proxy", "gold")}
+            ends[row["labels"]] = f"{last['proxy']:.2f}, {last['gold']:.2f}"
+    cells = ["the score rises, the true score falls", "`objective/scores`, gold"]
+    cells += [ends["4000"], ends["512"], "a reward model of 512 labels, no KL penalty"]
+    rows.append([*cells, "a reward model of 4,000 labels"])
     return table(columns, rows)
 
 
@@ -292,7 +448,8 @@ def adam_table() -> str:
     columns = ["rollouts", "lr", "Adam", "approxkl after 1, 2, 3 steps", "clip fraction"]
     rows = []
     for row in records("adam")[0]["rows"]:
-        cells = [row["work"], f"{row['lr']:g}", names[row["adam"]]]
+        work = row["work"].replace("embedded default", "default run")
+        cells = [work, f"{row['lr']:g}", names[row["adam"]]]
         for kind in ("approxkl", "clipfrac"):
             cells.append(", ".join(f"{x:.3g}" for x in row[kind][1:]))
         rows.append(cells)
@@ -324,12 +481,22 @@ def ratio_table() -> str:
 
 
 def optimum_table() -> str:
-    """How near both come to the exact optimum."""
-    rows = []
+    """How near both come to the exact optimum, and what they leave of the way to it."""
+    found: dict[int, dict[str, dict[str, float]]] = {}
     for row in records("optimum")[0]["rows"]:
-        values = [f"{row[name]:.4f}" for name in ("j_ref", "j", "j_star")]
-        rows.append([row["algorithm"].upper(), row["seed"], *values, f"{row['gap']:.2%}"])
-    return table(["", "seed", "J, reference", "J, trained", "J*, exact", "gap"], rows)
+        found.setdefault(row["seed"], {})[row["algorithm"]] = row
+    rows = []
+    for seed, of_algorithm in found.items():
+        cells = [
+            seed,
+            f"{of_algorithm['ppo']['j_ref']:.4f}",
+            f"{of_algorithm['ppo']['j_star']:.4f}",
+        ]
+        for algorithm in ALGORITHMS:
+            row = of_algorithm[algorithm]
+            cells.append(f"{row['j']:.4f} ({row['gap']:.2%})")
+        rows.append(cells)
+    return table(["seed", "J of the reference", "J* of the optimum", "PPO's J", "RLOO's J"], rows)
 
 
 def estimated_table() -> str:
@@ -339,8 +506,8 @@ def estimated_table() -> str:
     for algorithm, record in zip(ALGORITHMS, records("estimated"), strict=True):
         row = record["rows"][0]
         reference = f"{row['reference_reward']:.2f}"
-        trained = f"{row['j_policy']:.2f} +- {row['j_policy_standard_error']:.2f}"
-        best = f"{row['j_star']:.2f} +- {row['standard_error']:.2f}"
+        trained = f"{row['j_policy']:.2f} ± {row['j_policy_standard_error']:.2f}"
+        best = f"{row['j_star']:.2f} ± {row['standard_error']:.2f}"
         kl = f"{row['kl_policy']:.1f}"
         rows.append([algorithm.upper(), row["beta"], reference, trained, best, kl])
     return table(columns, rows)
@@ -373,7 +540,7 @@ def memory_table() -> str:
 def work(args: dict[str, Any]) -> str:
     """A name for what a record of throughput.py has measured."""
     if args["shape"] == args["queries"] == "tiny":
-        return f"embedded default, {args['dtype']}"
+        return f"default run, {args['dtype']}"
     length = args["query_length"]
     queries = f"book ({length})" if args["queries"] == "book" else length
     tokens = f"{queries} + {args['response_length']}"
@@ -415,41 +582,49 @@ def compared(rows: dict[str, dict[str, Any]], algorithm: str) -> dict[str, float
     return values
 
 
-def bars_table() -> str:
+def bars_table(only: tuple[str, ...] | None = None) -> str:
     """The share of the floor, then ours against plain PyTorch, TRL and our PPO, and its memory.
-    Records of the same work share a row, with the lowest of their floors."""
+    Records of the same work share a row, with the lowest of their floors. `only` names columns."""
     titles = {
         "floor": "share of the floor",
-        "speed plain": "than plain",
-        "speed plain-fast": "plain, fast",
-        "speed trl": "TRL",
-        "speed trl-fast": "TRL, fast",
-        "speed ppo": "our PPO",
-        "memory plain": "peak memory, of plain",
-        "memory trl": "of TRL",
+        "speed plain": "faster than plain",
+        "speed plain-fast": "than plain, fast",
+        "speed trl": "than TRL",
+        "speed trl-fast": "than TRL, fast",
+        "speed ppo": "than our PPO",
+        "memory plain": "peak memory, share of plain's",
+        "memory trl": "share of TRL's",
     }
     found: dict[str, dict[str, float]] = {}
     for record in records("bars"):
         of_contender = {row["contender"]: row for row in record["rows"]}
         for algorithm in ALGORITHMS:
             if f"ours-{algorithm}" in of_contender:
-                row = found.setdefault(f"{work(record['args'])}, {algorithm.upper()}", {})
+                what = f"{work(record['args'])}, {algorithm.upper()}"
+                if only is not None:
+                    what = (
+                        f"{record['args']['shape']}, {record['args']['dtype']}, {algorithm.upper()}"
+                    )
+                row = found.setdefault(what, {})
                 values = compared(of_contender, algorithm)
                 if "floor" in row:
                     values["floor"] = min(row["floor"], values.get("floor", 1.0))
                 row.update(values)
     shown = [name for name in titles if any(name in values for values in found.values())]
+    if only is not None:
+        shown = [name for name in shown if name in only]
     rows = []
     for what, values in found.items():
         cells = [f"{values[name]:.2f}" if name in values else "-" for name in shown]
         rows.append([what, *cells])
-    return table(["tokens, episodes, dtype", *[titles[name] for name in shown]], rows)
+    first = "tokens, episodes, dtype" if only is None else "model, dtype, algorithm"
+    return table([first, *[titles[name] for name in shown]], rows)
 
 
 def versions_table() -> str:
     """Whole runs against those of a former version."""
     names = {
-        "tiny": "embedded default",
+        "tiny": "default run",
         "gpt2-rloo-16": "gpt2, book, 16 rows, fp32, RLOO",
         "gpt2-ppo-16": "gpt2, book, 16 rows, fp32, PPO",
         "gpt2-ppo-64": "gpt2, book, 64 rows in micro-batches of 16, fp32, PPO",
@@ -470,7 +645,11 @@ def versions_table() -> str:
 def equal_kl_table() -> str:
     """Choices at full length: gold at equal KL, less the base's, and how far each went."""
     record = records("equal_kl")[0]
-    columns = ["choice", "gold at equal KL, less the base's", level_names(record["table"][0])]
+    columns = [
+        "choice",
+        "gold at equal KL, difference from the base",
+        level_names(record["table"][0]),
+    ]
     columns += ["gold", "KL", "distinct", "explained by values", "failed"]
     explained: dict[str, list[float]] = {}
     for row in record["rows"]:
@@ -492,8 +671,8 @@ def slow_table(name: str) -> str:
     rate."""
     found = records(name)[0]["table"]
     levels = level_names(found[0])
-    columns = ["choice", "gold at equal KL, less the base's at this rate", levels]
-    columns += ["less its own at the default's rate", levels, "gold", "KL", "failed"]
+    columns = ["choice", "gold at equal KL, difference from the base at this rate", levels]
+    columns += ["difference from itself at the default's rate", levels, "gold", "KL", "failed"]
     rows = []
     for row in sorted(found, key=equal_kl_order):
         compared = [*equal_kl_cells(row), *equal_kl_cells(row, "beside")]
@@ -529,6 +708,34 @@ def real_model_table() -> str:
         cells.append(f"{row['length_after']:.1f}")
         rows.append([*cells, f"{row['seconds']:.0f}"])
     return table([*columns, "distinct", "ends", "tokens", "seconds"], rows)
+
+
+SIX = (  # arm, rate, seed of the runs in benchmark/README.md
+    ("PPO, reward model", "3e-5", 3),
+    ("RLOO, reward model", "3e-5", 3),
+    ("PPO, reward model", "3e-5", 1),
+    ("PPO, reward model", "1e-4", 1),
+    ("RLOO, reward model", "3e-5", 2),
+    ("chat", "1e-4", 1),
+)
+
+
+def real_six_table() -> str:
+    """Six runs that show what the others do, too."""
+    columns = ["run", "rate", "accuracy of the reward model"]
+    columns += ["gold, before and after", "wins over the reference", "KL", "minutes"]
+    of_run = {(row["arm"], row["lr"], row["seed"]): row for row in rows_of("real_six", "rows")}
+    rows = []
+    for arm, rate, seed in SIX:
+        row = of_run[arm, rate, seed]
+        name = "RLOO, chat, VADER's score" if arm == "chat" else f"{arm} {seed}"
+        if seed != 3 and "reward model" in arm:
+            name += r" \*"  # its labels include the openings of the evaluation
+        right = f"{row['reward_accuracy']:.0%}" if "reward_accuracy" in row else "-"
+        gold = f"{row['gold_before']:.2f} to {row['gold_after']:.2f}"
+        cells = [name, rate, right, gold, share(row["wins"]["win_rate"])]
+        rows.append([*cells, f"{row['kl_after']:.1f}", f"{row['seconds'] / 60:.0f}"])
+    return table(columns, rows)
 
 
 def real_duels_table() -> str:
@@ -590,39 +797,66 @@ def scaling_table() -> str:
 
 
 Blocks = dict[str, Callable[[], str]]
-BLOCKS: dict[str, Blocks] = {
-    "benchmark/README.md": {
-        "embedded": embedded_table,
-        "ablations": ablations_table,
-        "overoptimisation": overoptimisation_table,
-        "frontier": frontier_table,
-        "symptoms": symptoms_table,
-        "adam": adam_table,
-        "rewards": rewards_table,
-        "versions": versions_table,
-        "equal_kl": equal_kl_table,
-        "slow": functools.partial(slow_table, "slow"),
-        "long": functools.partial(slow_table, "long"),
-        "real_model": real_model_table,
-        "real_duels": real_duels_table,
-        "real_memory": real_memory_table,
-        "real_samples": real_samples_table,
-        "ratio": ratio_table,
-        "optimum": optimum_table,
-        "estimated": estimated_table,
-        "memory": memory_table,
-        "speed": speed_table,
-        "bars": bars_table,
-        "scaling": scaling_table,
-    },
+
+
+class Page(NamedTuple):
+    """Where a page finds the records, its tables, and whether it only links their records."""
+
+    results: str
+    tables: Blocks
+    is_brief: bool = False
+
+
+def study(**tables: Callable[[], str]) -> Page:
+    """A page in studies/."""
+    return Page("../results", tables)
+
+
+README = "benchmark/README.md"
+STUDIES = "benchmark/studies"
+RATIOS = ("speed plain", "speed plain-fast", "speed trl", "speed ppo")
+BLOCKS: dict[str, Page] = {
+    README: Page(
+        "results",
+        {
+            "rloo_ppo": rloo_ppo_table,
+            "matters": matters_table,
+            "real_six": real_six_table,
+            "real_samples": real_samples_table,
+            "weak_rewards": weak_rewards_table,
+            "optimum": optimum_table,
+            "ratios": functools.partial(bars_table, RATIOS),
+        },
+        is_brief=True,
+    ),
+    f"{STUDIES}/default-run.md": study(embedded=embedded_table, rewards=rewards_table),
+    f"{STUDIES}/full-length.md": study(equal_kl=equal_kl_table),
+    f"{STUDIES}/short-runs.md": study(ablations=ablations_table),
+    f"{STUDIES}/slow-rate.md": study(
+        slow=functools.partial(slow_table, "slow"), long=functools.partial(slow_table, "long")
+    ),
+    f"{STUDIES}/real-model.md": study(
+        real_model=real_model_table, real_duels=real_duels_table, real_memory=real_memory_table
+    ),
+    f"{STUDIES}/overoptimisation.md": study(
+        overoptimisation=overoptimisation_table, frontier=frontier_table
+    ),
+    f"{STUDIES}/optimum.md": study(estimated=estimated_table),
+    f"{STUDIES}/symptoms.md": study(symptoms=symptoms_table),
+    f"{STUDIES}/speed-memory.md": study(
+        bars=bars_table, speed=speed_table, memory=memory_table, versions=versions_table
+    ),
+    f"{STUDIES}/scaling.md": study(scaling=scaling_table),
+    f"{STUDIES}/adam.md": study(adam=adam_table),
+    f"{STUDIES}/bf16-ratios.md": study(ratio=ratio_table),
 }
 
 
-def write(path: Path, blocks: Blocks, check: bool) -> None:
+def write(path: Path, page: Page, check: bool) -> None:
     """Puts the tables between the markers of a file, or only says that they are not there."""
     old = text = path.read_text()
-    for name, make in blocks.items():
-        block = f"{make()}\n\n{origin(name)}\n"
+    for name, make in page.tables.items():
+        block = f"{make()}\n\n{origin(name, page)}\n"
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         replace = lambda match, block=block: match[1] + block + match[2]  # noqa: E731
         text, count = re.subn(pattern, replace, text, flags=re.S)
@@ -639,8 +873,8 @@ def main() -> None:
     help_of_check = "only say whether the tables are up to date"
     parser.add_argument("--check", action="store_true", help=help_of_check)
     check = parser.parse_args().check
-    for name, blocks in BLOCKS.items():
-        write(ROOT / name, blocks, check)
+    for name, page in BLOCKS.items():
+        write(ROOT / name, page, check)
     sys.stdout.write("up to date\n")
 
 

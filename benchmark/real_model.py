@@ -10,7 +10,7 @@ Scores, KL and texts are those that a run leaves in samples.jsonl, for held-out 
 after; win rates are VADER's too, against the reference and between PPO and RLOO of a seed. The arms
 "rate .." are a sweep of learning rates. Finished runs of the same scripts and flags are used again,
 and rows of the record that this call does not make stay, if they are of the same scripts. Writes
-results/real_model-<tag>.json and .png.
+results/real_model-<tag>.json; pictures.py draws it.
 """
 
 import hashlib
@@ -29,7 +29,6 @@ import numpy as np
 import ours
 import torch
 import win_rate
-from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vader import sentiment
 
@@ -44,7 +43,6 @@ CHAT = f"--start_text none --end_text none --query_length 64 --truncate_token eo
 CHAT += " --truncate_after 0 --mask_truncated --response_length 32"
 FUNCTION = "--reward_fn benchmark.vader:sentiment"
 SHORT = "--total_episodes 512"
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 LORA = "--lora_rank 16 --lora_alpha 32 --lr 3e-4"
 PPO = "ppo_rlhf.py"
 RLOO = "rloo_rlhf.py"
@@ -115,6 +113,7 @@ def label(base_model: str, path: Path, seed: int, num_labels: int, dtype: str) -
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     args = rloo_rlhf.Args(
         seed=seed,
+        rloo_k=1,
         base_model=base_model,
         query_dataset=str(OPENINGS),
         start_text=None,
@@ -127,14 +126,14 @@ def label(base_model: str, path: Path, seed: int, num_labels: int, dtype: str) -
     queries = ours.load_queries(tokenizer, args, num_labels)
     queries = queries[args.eval_queries :]
     lm, _ = rloo_rlhf.load_policy_and_reference(args, tokenizer, 64)
-    policy = rloo_rlhf.Actor(lm, k=1)
+    policy = ours.make_actor(rloo_rlhf, lm.to(common.device()), args)
     end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
     rows = []
     for i in range(num_labels // 16):
         asked = [queries[j % len(queries)] for j in range(16 * i, 16 * (i + 1))]
         contexts = [query.context for query in asked for _ in range(4)]
         u = rloo_rlhf.uniforms(seed, 10**6 + i, len(contexts), args.response_length)
-        responses = rloo_rlhf.sample(policy, contexts, u, args.temperature)
+        responses, _ = rloo_rlhf.sample(policy, contexts, u, args.temperature)
         until_end, _ = rloo_rlhf.truncate(responses, end, args.truncate_after)
         lengths = until_end.sum(1).tolist()
         cut = [row[:n] for row, n in zip(responses.tolist(), lengths, strict=True)]
@@ -287,39 +286,6 @@ def recorded(tag: str, part: str) -> list[dict[str, Any]]:
     return record[part] if record["commit"].startswith(common.commit()) else []
 
 
-def smooth(values: list[float], width: int = 4) -> np.ndarray:
-    """Means of `width` updates."""
-    whole = len(values) // width * width
-    return np.array(values[:whole]).reshape(-1, width).mean(1)
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Score, KL and length over the episodes, a line per run; shorter runs are left out."""
-    figure = Figure(figsize=(11, 3.2), layout="constrained")
-    panels = figure.subplots(1, 3)
-    labels = {
-        "objective/scores": "score of VADER or the reward model",
-        "objective/kl": "KL (nats per response)",
-        "objective/length": "tokens up to the end",
-    }
-    most = max(row["episodes"] for row in rows)
-    shown = [row for row in rows if row["episodes"] == most]
-    names = list(dict.fromkeys(row["arm"] for row in shown))
-    for axes, (metric, title) in zip(panels, labels.items(), strict=True):
-        for row in shown:
-            style = {"color": COLOURS[names.index(row["arm"])], "label": row["arm"]}
-            first = next(x for x in shown if x["arm"] == row["arm"])
-            if row is not first:  # a second seed, or another rate
-                line = "--" if row["lr"] == first["lr"] else ":"
-                style |= {"linestyle": line, "label": None}
-            axes.plot(smooth(row["ppo/episode"]), smooth(row[metric]), **style)
-        axes.set(xlabel="episodes", ylabel=title)
-        axes.grid(alpha=0.3)
-    panels[2].legend(fontsize=7)
-    figure.suptitle("SmolLM2-135M-Instruct", fontsize=10)
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
     parser = common.make_parser(__doc__)
     add = parser.add_argument
@@ -345,8 +311,7 @@ def main() -> None:
             known[key_of(row)] = row
             rows = [known[key] for key in sorted(known)]
             found = {"duels": duels(rows, folder, old), "reward_models": reward_models(folder)}
-            path = common.write("real_model", args.tag, args, rows, **found)
-            plot(rows, path.with_suffix(".png"))
+            common.write("real_model", args.tag, args, rows, **found)
     columns = "arm seed episodes gold_before gold_after score_after kl_after distinct_after seconds"
     common.show_rows([{name: row[name] for name in columns.split()} for row in rows])
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import common
 import torch
-from matplotlib.figure import Figure
 from ours import Frozen, Ours
 
 SWEEPS = {  # name: (default points, what it is)
@@ -38,7 +37,7 @@ SWEEPS = {  # name: (default points, what it is)
     "model": (["2x64", "4x128", "4x256", "8x256", "8x512"], "parameters"),
     "processes": ([1, 2, 4, 8], "processes, same batch, same machine"),
 }
-COLOURS = {"ppo": "#1f6fb4", "rloo": "#d9622b"}
+ALGORITHMS = ("ppo", "rloo")
 SIZES = ("batch_size", "query_length", "response_length", "rloo_k", "model")
 SIZES += ("num_epochs", "micro_batch_size", "dtype")
 PHASES = ("total", "sample", "score", "optimise")
@@ -204,57 +203,6 @@ def rank(algorithm: str, folder: str, sizes: dict[str, Any], repeats: int) -> No
 
 
 # --- what is shown --------------------------------------------------------------------------------
-def draw(rows: list[dict[str, Any]], path: Any) -> None:
-    """A panel for each sweep, both axes logarithmic."""
-    names = list(dict.fromkeys(row["sweep"] for row in rows))
-    columns = min(3, len(names))
-    lines = math.ceil(len(names) / columns)
-    figure = Figure(figsize=(3.6 * columns, 3.0 * lines), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False)
-    for axis, name in zip(axes.flat, names, strict=False):
-        draw_sweep(axis, [row for row in rows if row["sweep"] == name], name)
-    for axis in axes.flat[len(names) :]:
-        axis.set_visible(False)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("time of an update")
-    axes[0, 0].legend(frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-def draw_sweep(axis: Any, rows: list[dict[str, Any]], name: str) -> None:
-    """Ratios of one sweep; dashed: proportional to the size, or one over the GPUs."""
-    for algorithm, colour in COLOURS.items():
-        mine = [row for row in rows if row["algorithm"] == algorithm]
-        x = [row["x"] for row in mine]
-        y = [row["ratio"]["total"] for row in mine]
-        axis.plot(x, y, "o-", color=colour, label=algorithm.upper(), markersize=4)
-    labels = {row["x"]: str(row["value"]) for row in rows}
-    if name == "model":
-        labels = {x: millions(x) for x in labels}
-    x = sorted(labels)
-    powers = {"rloo_k": 0, "processes": -1 if torch.cuda.is_available() else 0}
-    expected = [(each / x[0]) ** powers.get(name, 1) for each in x]
-    axis.plot(x, expected, "--", color="#999999", linewidth=1, zorder=0)
-    ratios = [row["ratio"]["total"] for row in rows] + expected
-    lowest = 2 ** math.floor(math.log2(min(ratios)))
-    highest = 2 ** math.ceil(math.log2(max(ratios)))
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=2)
-    axis.set_ylim(0.93 * lowest, 1.07 * highest)
-    axis.set_xticks(x, [labels[each] for each in x])
-    axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-    axis.minorticks_off()
-    axis.set_xlabel(SWEEPS[name][1])
-    axis.grid(color="#eeeeee")
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def millions(parameters: int) -> str:
-    """1.2M."""
-    digits = 1 if parameters < 1e7 else 0
-    return f"{parameters / 1e6:.{digits}f}M"
-
-
 def table_row(row: dict[str, Any]) -> list[Any]:
     """What is shown of a point."""
     cells = [row["sweep"], row["value"], row["algorithm"]]
@@ -269,7 +217,7 @@ def main() -> None:
     add = parser.add_argument
     add("--tag", default=None, help="name of the record (default: device and dtype)")
     add("--sweeps", nargs="+", default=list(SWEEPS), choices=SWEEPS)
-    add("--algorithms", nargs="+", default=list(COLOURS), choices=COLOURS)
+    add("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS)
     for name, (points, what) in SWEEPS.items():
         kind = type(points[0])
         add(f"--points_{name}", nargs="+", type=kind, default=points, help=f"of the sweep: {what}")
@@ -300,7 +248,6 @@ def main() -> None:
         else:
             rows += sweep(name, options)
     path = common.write("scaling", options.tag, options, rows)
-    draw(rows, path.with_suffix(".png"))
     columns = ["sweep", "", "algorithm", "least s (median, most)", "ratio", *PHASES[1:]]
     common.show(columns, [table_row(row) for row in rows], path.name)
 

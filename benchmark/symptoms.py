@@ -8,8 +8,8 @@ A row has three short runs of the embedded default, which differ in what is name
 cured. What the scripts refuse or cannot do by a flag is patched into a copy, and their check is
 taken out there. VADER, which labelled the data, reads the trained responses in all runs: gold. A
 value is the mean over the last quarter of a run's updates. Rows that are in the record with the
-same runs are kept; finished runs of the same scripts are used again. Writes results/symptoms.json
-and .png.
+same runs are kept; finished runs of the same scripts are used again. Writes
+results/symptoms.json; pictures.py draws it.
 """
 
 import argparse
@@ -18,19 +18,16 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
 import numpy as np
-from ablations import DROPOUT, slug
-from matplotlib.figure import Figure
+from ablations import DROPOUT, UNCHECKED, slug
 
 Changes = tuple[tuple[str, str], ...]
 RECORD = common.RESULTS / "symptoms.json"
-COLOURS = {"healthy": "#999999", "ill": "#D55E00", "cured": "#0072B2"}
 LENGTH = 24  # tokens of a response
 SIZES = f"--batch_size 64 --response_length {LENGTH} --checkpoint_every 0"
 RATIO = "sampled / mean entropy"
@@ -43,12 +40,16 @@ GOLD = (
     (
         '            metrics["objective/kl_coef"] = kl_coef\n',
         '            metrics["objective/kl_coef"] = kl_coef\n'
-        "            read = sentiment([], tokenizer.batch_decode(batch.truncated))\n"
+        "            read = sentiment([], tokenizer.batch_decode(responses))\n"
         '            metrics["gold"] = sum(read) / len(read)\n',
     ),
 )
-TEMPERATURE = (("logits = logits[:, -1] / temperature\n", "logits = logits[:, -1]\n"),)
+TEMPERATURE = (
+    UNCHECKED,
+    ("logits = logits[:, -1] / temperature\n", "logits = logits[:, -1]\n"),
+)
 TOP_K = (
+    UNCHECKED,
     (
         "        logits = logits[:, -1] / temperature\n",
         "        logits = logits[:, -1] / temperature\n"
@@ -81,7 +82,7 @@ class Symptom(NamedTuple):
 
 
 FEW_LABELS = "--num_labels 128"
-NO_KL = "--kl_coef 0 --kl_target none --lr_schedule constant"
+NO_KL = "--kl_coef 0 --adaptive_kl_target none --lr_schedule constant"
 ALL_LABELS = Run(script=REWARD)
 SYMPTOMS = [
     Symptom(
@@ -101,14 +102,14 @@ SYMPTOMS = [
     Symptom(
         "sampled tokens are likelier than the policy's entropy says",
         RATIO,
-        "top-k sampling, k = 10 (a patch)",
+        "top-k sampling, k = 10 (a patch; the script stops here)",
         Run(changes=TOP_K),
         "draw from the whole distribution",
     ),
     Symptom(
         "sampled tokens are less likely than that",
         RATIO,
-        "the sampler forgets the temperature: 1 in place of 0.7 (a patch)",
+        "the sampler forgets the temperature: 1 in place of 0.7 (a patch; the script stops here)",
         Run(changes=TEMPERATURE),
         "one temperature for sampling and losses",
     ),
@@ -133,7 +134,7 @@ SYMPTOMS = [
         "ppo/policy/entropy",
         "no KL penalty and a constant --lr 1e-3",
         Run(f"{NO_KL} --lr 1e-3"),
-        "`--kl_coef 0.15 --kl_target 6`, a decaying --lr",
+        "`--kl_coef 0.15 --adaptive_kl_target 6`, a decaying --lr",
     ),
     Symptom(
         "the reward model is at the best constant answer",
@@ -247,31 +248,6 @@ def runs_of(symptom: Symptom, args: argparse.Namespace) -> list[Any]:
 
 
 # --- results --------------------------------------------------------------------------------------
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """A small panel for each symptom."""
-    height = -(-len(rows) // 4)
-    figure = Figure(figsize=(13, 2.5 * height + 0.3), layout="constrained")
-    panels = figure.subplots(height, 4, squeeze=False).flatten()
-    handles = {}
-    for panel, row in zip(panels, rows, strict=False):
-        for name, points in row["curves"].items():
-            x = range(1, len(points) + 1)
-            style = {"color": COLOURS[name], "marker": "x" if len(points) < 3 else None}
-            handles[name], *_ = panel.plot(x, points, **style)
-        highest = max(max(points) for points in row["curves"].values())
-        if highest > 1000:
-            panel.set_yscale("symlog", linthresh=1)
-        panel.set_title(textwrap.fill(row["symptom"], 32), fontsize=9)
-        panel.set_ylabel(row["metric"], fontsize=8)
-        panel.tick_params(labelsize=7)
-        panel.grid(alpha=0.3)
-        panel.set_xlabel("updates", fontsize=8)
-    for panel in panels[len(rows) :]:
-        panel.set_axis_off()
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = common.make_parser(__doc__)
     add = parser.add_argument
@@ -297,7 +273,6 @@ def main() -> None:
         row = rows[symptom.seen]
         kept = [rows[x.seen] for x in SYMPTOMS if x.seen in rows]
         common.write("symptoms", "", args, kept).rename(RECORD)
-        plot(kept, RECORD.with_suffix(".png"))
         sys.stdout.write(f"{number}. {row['symptom']}: {row['values']} {row['stopped']}\n")
         sys.stdout.flush()
 

@@ -107,7 +107,7 @@ class Setting:
     def args(self, name: str) -> Any:
         """All settings of a contender."""
         script = ours.SCRIPTS[CONTENDERS[name][1]]
-        return script.Args(kl_target=None, **self.sizes(name))
+        return script.Args(adaptive_kl_target=None, **self.sizes(name))
 
     def start(self, name: str) -> common.Worker:
         """A contender in a process of its own, which has made an update to warm up."""
