@@ -3,10 +3,10 @@
     python ppo_rlhf.py --reward_fn tiny.rewards:happy
     python ppo_rlhf.py --reward_fn tiny.rewards:classifier
 
-A function gets two lists of texts, queries and responses (cut after the truncate token; without
-special tokens), and returns a list of as many numbers. A parameter of another name, say `answer` or
-`messages`, gets the column of that name of --query_dataset, and `response_ids` the tokens. Each
-process calls it with its share of a batch, and with all held-out queries.
+A function gets two lists of texts, queries and responses. Responses end with their truncate token
+and have no special tokens. It returns a float for each response. A parameter of another name, say
+`answer` or `messages`, gets the column of that name of --query_dataset, and `**kwargs` gets them
+all. Each process calls the function with its share of a batch, and with all held-out queries.
 """
 
 import functools
