@@ -59,7 +59,6 @@ STEADY = "--lr 2e-4 --kl_coef 0.15 --temperature 0.7 --truncate_token . --trunca
 UNCHECKED = ("            check_ratios_and_kl(update, metrics, args)\n", "")
 DROPOUT = (
     UNCHECKED,
-    ("            is_dropout = ", "            is_dropout = False and "),
     ("    before = assess(", "    policy.train()\n    before = assess("),
     ("    policy.train(args.gradient_checkpointing)", "    policy.train()"),
     ("    policy.eval()\n", ""),
