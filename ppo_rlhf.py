@@ -894,8 +894,8 @@ def names_flag(load: Callable) -> Callable:
         except UserError:
             raise
         except Exception as error:
-            # The cause of a library's error often says more than the error.
-            reason = f"{getattr(args, flag)}: {error.__cause__ or error}"
+            # The cause of a library's error often says more than the error; some have no text.
+            reason = f"{getattr(args, flag)}: {error.__cause__ or str(error) or repr(error)}"
             raise UserError(f"--{flag} {reason}") from error
 
     return wrapper
@@ -966,6 +966,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     mask = ids.cumsum(1) > 0  # as if the first token were padding
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
+    cache.batch_repeat_interleave(1)  # as RLOO shares it; recurrent models have no such cache
     ours = hidden_states(model, ids[:, -1:], mask, 1, "fp32", cache)
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
     if not hasattr(model, "score"):
@@ -1359,8 +1360,9 @@ def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str
 def show_samples(samples: pd.DataFrame, folder: str) -> None:
     """Prints three queries with their responses before and after the training, and mean scores."""
     for row in samples.drop_duplicates("query").head(3).itertuples():
-        sys.stdout.write(f"\nquery: {row.query}\nbefore: {row.response}\n")
-        sys.stdout.write(f"after: {row.response_after}\n")
+        sys.stdout.write(
+            f"\nquery: {row.query}\nbefore: {row.response}\nafter: {row.response_after}\n"
+        )
     scores = f"{samples.score.mean():.2f} before, {samples.score_after.mean():.2f} after"
     sys.stdout.write(f"\nmean score {scores}; see {folder}/samples.jsonl\n")
 

@@ -186,7 +186,8 @@ def best_of_n(task: tuple[int, list[str], int, Path]) -> list[dict[str, Any]]:
 
 
 def smooth(values: list[float], window: int) -> np.ndarray:
-    """Means of so many updates."""
+    """Means of so many updates, or of all in a shorter run."""
+    window = min(window, len(values))
     whole = len(values) // window * window
     return np.array(values[:whole]).reshape(-1, window).mean(1)
 

@@ -309,8 +309,8 @@ def places_of_device(script: str) -> list[re.Match]:
 def test_a_device_that_is_left_out_is_found(number: int, tmp_path: Path) -> None:
     text = (ROOT / PPO).read_text()
     at = places_of_device(PPO)[number]
-    function = re.findall(r"\ndef (\w+)", text[: at.start()])[-1]
-    more = FUNCTION if function == "score_by_function" else MASKED
+    function = re.findall(r"\n *def (\w+)", text[: at.start()])[-1]
+    more = f"{FUNCTION} --critic shared" if function == "score_by_function" else MASKED
     (tmp_path / PPO).write_text(text[: at.start()] + text[at.end() :])
     script = str(tmp_path / PPO)
     code, errors = run_on_device(script, words_of(PPO, more), new_folder(tmp_path))

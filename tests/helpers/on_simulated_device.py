@@ -47,6 +47,19 @@ def return_on_host(module: ModuleType, name: str) -> None:
     setattr(module, name, changed)
 
 
+def reduce_on_device_alone(module: ModuleType) -> None:
+    """From now on the script's `reduce` refuses a tensor on the CPU, as NCCL does with several
+    processes; with one it would do nothing."""
+    function = module.reduce
+
+    def checked(x: torch.Tensor, how: str) -> torch.Tensor:
+        if x.device.type == "cpu":
+            raise simulated_device.MixedDevices("reduce of a tensor on the CPU")
+        return function(x, how)
+
+    module.reduce = checked
+
+
 def use_fused_adam(tf_adam: ModuleType) -> None:
     """tf_adam takes torch's fused kernels on CUDA: so it should here."""
     if hasattr(tf_adam, "can_be_fused"):
@@ -68,6 +81,8 @@ def main() -> None:
     module = importlib.import_module(script.stem)
     for name in options.host:
         return_on_host(module, name)
+    if not options.cpu and hasattr(module, "reduce"):
+        reduce_on_device_alone(module)
     module.main(*module.parse_args())
     if options.cpu:
         return
