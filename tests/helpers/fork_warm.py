@@ -2,6 +2,10 @@
 tidying up."""
 
 import gc
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the server has no path of ours
 
 import fork_tools  # noqa: F401
 import torch.distributed.checkpoint.state_dict  # noqa: F401
