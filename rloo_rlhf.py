@@ -255,9 +255,7 @@ def main(preset: str, args: Args) -> None:
     k = args.rloo_k
     check_settings(args, accelerator.num_processes * args.num_minibatches * k)
     if k < 2 or args.micro_batch_size % k or (args.sample_batch_size or k) % k:
-        raise UserError(
-            "--rloo_k must be at least 2, and divide --micro_batch_size and --sample_batch_size"
-        )
+        raise UserError(f"--rloo_k {k} must be above 1 and divide micro and sample batch sizes")
     choose_folder(preset, args)
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update

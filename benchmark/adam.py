@@ -76,12 +76,12 @@ def recorded(adam: str) -> dict[str, Any]:
     return row | epochs_of(policy, batch, epochs, args)
 
 
-def embedded(adam: str, lr: float, seeds: list[int]) -> dict[str, Any]:
+def embedded(adam: str, lr: float, seeds: list[int], batch_size: int) -> dict[str, Any]:
     """On the first rollout of the embedded default, means over seeds."""
     tokenizer = common.tokenizer()
     found = []
     for seed in seeds:
-        args = ppo_rlhf.Args(seed=seed, adam=adam, lr=lr)
+        args = ppo_rlhf.Args(seed=seed, adam=adam, lr=lr, batch_size=batch_size)
         num_queries = args.eval_queries + args.batch_size
         queries = ours.load_queries(tokenizer, args, num_queries)
         queries = queries[args.eval_queries :]
@@ -109,11 +109,12 @@ def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--tag", default="first-update", help="name of the record")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--batch_size", type=int, default=128, help="rows of the embedded default")
     args = parser.parse_args()
     ppo_rlhf.set_up_backend("fp32")
     rows = [recorded(adam) for adam in ("original", "tf", "torch")]
     for lr in (2e-4, 1e-5):
-        rows += [embedded(adam, lr, args.seeds) for adam in ("tf", "torch")]
+        rows += [embedded(adam, lr, args.seeds, args.batch_size) for adam in ("tf", "torch")]
     path = common.write("adam", args.tag, args, rows)
     table = []
     for row in rows:

@@ -218,9 +218,9 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, "--num_minibatches 4 --batch_size 6", "@must be a multiple of 4 "),
     (RLOO, "--rloo_k 4 --batch_size 6", "@must be a multiple of 4 "),
     (RLOO, "--rloo_k 2 --num_minibatches 2 --batch_size 6", "@must be a multiple of 4 "),
-    (RLOO, "--rloo_k 1", "--rloo_k must be at least 2, and divide --micro_batch_size"),
-    (RLOO, "--rloo_k 4", "--rloo_k must be at least 2, and divide --micro_batch_size"),
-    (RLOO, "--sample_batch_size 3", "--rloo_k must .* and divide .* --sample_batch_size"),
+    (RLOO, "--rloo_k 1", "--rloo_k 1 must be above 1"),
+    (RLOO, "--rloo_k 4", "--rloo_k 4 must .* and divide micro "),
+    (RLOO, "--sample_batch_size 3", "--rloo_k 2 must .* and divide .* sample batch sizes"),
     (REWARD, ["--start_text", "w1 w2"], r"--start_text 'w1 w2' must be one token.*\[1, 2\]"),
     (
         PPO,

@@ -50,7 +50,16 @@ def test_what_makes_a_symptom_applies(
 
 def pytest_with(script: Path, *words: str) -> tuple[int, str]:
     """Status and output of pytest on a copy of a script, called from the project's folder."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--script={script}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        f"--script={script}",
+    ]
     done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
