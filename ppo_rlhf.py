@@ -476,8 +476,8 @@ def ppo_update(
         for rows in groups:
             micro = select(mini, rows)
             is_last = rows is groups[-1]
-            gradients_wait = contextlib.nullcontext() if is_last else accelerator.no_sync(policy)
-            with gradients_wait:  # processes average gradients at the last micro-batch only
+            sync = contextlib.nullcontext() if is_last else accelerator.no_sync(policy)
+            with sync:  # processes average gradients at the last micro-batch only
                 all_logprobs, values = forward_response(policy, micro, args.temperature)
                 logprobs = selected_logprobs(all_logprobs, micro.responses)
                 policy_loss, value_loss, metrics = ppo_loss(
@@ -518,8 +518,8 @@ def set_advantages(batch: Batch, args: Args) -> None:
 
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For each term a tensor (2,) in fp64: its sum over mask, and the count of mask. reduce_means
-    divides them."""
+    """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
+    divide. In fp64, so that totals of many records stay exact."""
     count = mask.sum()
     sums = {}
     for name, term in terms.items():
@@ -529,8 +529,8 @@ def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     """Raises the coefficient where the KL is above --adaptive_kl_target, and lowers it where it is
-    below: times 1 + K e, with the relative error e clipped to +-0.2 and K = batch_size / kl_horizon
-    (Ziegler et al. 2019, section 2.2, where K is 0.1)."""
+    below: times 1 + c e, with the relative error e clipped to +-0.2 and c = batch_size / kl_horizon
+    (Ziegler et al. 2019, section 2.2, where c is called K_beta and is 0.1)."""
     if args.adaptive_kl_target is None:
         return kl_coef
     error = min(max(kl / args.adaptive_kl_target - 1, -0.2), 0.2)
@@ -822,7 +822,8 @@ class ActorCritic(Module):
 
 
 def micro_batches(rows: Tensor, token_rows: TokenRows, size: int) -> tuple[Tensor, ...]:
-    """The row numbers in groups of up to `size` rows of similar length: less padding."""
+    """The row numbers in groups of up to `size` rows of similar length: less padding. The sort is
+    stable, so a query's K rows stay together."""
     lengths = torch.tensor([len(token_rows[i]) for i in rows])
     return rows[lengths.argsort(stable=True)].split(size)
 
@@ -952,7 +953,8 @@ def load_model(
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     """Raises ValueError for too few embeddings, too short a window, or several labels; and for a
     model whose output for a padded text, read through a cache, is not what transformers gives for
-    the text alone. check_ratios_and_kl compares sampling and training on the run's own texts."""
+    the text alone. PPO and RLOO then compare sampling and training on the run's own texts: see
+    check_ratios_and_kl there."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -1171,7 +1173,8 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, need: int) -> list
 
 
 # --- the run's folder -----------------------------------------------------------------------------
-# What a resumed run may change. Anything else would make two experiments of one run.
+# What a resumed run may change: where, how fast and how long it runs, and its learning rates.
+# Anything else would make two experiments of one run.
 CHANGEABLE = """resume output_dir track wandb_project checkpoint_every eval_every total_episodes lr
 critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
 

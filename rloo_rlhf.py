@@ -186,7 +186,7 @@ class Args:
 
     # the algorithm
     cliprange: NonNegativeFloat = 0.2  # The probability ratio is clipped to 1 +- this
-    rloo_k: PositiveInt = 4  # Responses per query
+    rloo_k: PositiveInt = 4  # Responses per query, at least 2
 
 
 # Settings of OpenAI's launch.py, or of the scripts it starts. Queries in the label files are cut
@@ -296,7 +296,8 @@ def main(preset: str, args: Args) -> None:
             episodes = range(update * args.batch_size, (update + 1) * args.batch_size)[my_rows]
             asked = [queries[i // k % len(queries)] for i in episodes]
             u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
-            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # queries' rows
+            # Each query number becomes the numbers of its k rows.
+            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)
             # The rollout uses the first epoch's micro-batches, so in the first optimizer step
             # padding and rounding match, and every ratio is exactly 1.
             batch, responses = rollout(unwrapped, ref, asked, u, epochs[0], truncate_id, args)
@@ -305,7 +306,7 @@ def main(preset: str, args: Args) -> None:
             raw_scores = score(asked, responses)  # (B,)
             scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)
 
-            # 3. reward: the score minus a KL penalty, which PPO pays token by token
+            # 3. reward: the score minus a KL penalty for the whole response
             log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
             rewards = scores - kl_coef * log_ratio.sum(1)  # (B,)
             batch.advantages = rloo_advantages(rewards.view(-1, k)).flatten()
@@ -368,7 +369,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
     """Rewards (B / K, K) minus the mean of the other K - 1 in their row (Ahmadian et al. 2024)."""
-    # The mean difference to the others; that to itself is 0.
+    # As a mean of differences, so that equal rewards give exactly 0; that to itself is 0, too.
     return (rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / (rewards.shape[1] - 1)
 
 
@@ -376,7 +377,7 @@ def rloo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, args: Args
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped losses of whole responses (b,), and metrics (b,). Advantages are (b,), the others
-    (b, R). At a ratio of 1 the gradient is that of REINFORCE. Metrics of PPO keep its prefix."""
+    (b, R). At a ratio of 1 the gradient is that of REINFORCE."""
     log_ratio = ((logprobs - old_logprobs) * mask).sum(1)
     ratio = log_ratio.clamp(-40, 40).exp()  # clamped, so that it does not overflow
     policy_loss = -advantages * ratio
@@ -412,8 +413,8 @@ def rloo_update(
         for rows in groups:
             micro = select(mini, rows)
             is_last = rows is groups[-1]
-            gradients_wait = contextlib.nullcontext() if is_last else accelerator.no_sync(policy)
-            with gradients_wait:  # processes average gradients at the last micro-batch only
+            sync = contextlib.nullcontext() if is_last else accelerator.no_sync(policy)
+            with sync:  # processes average gradients at the last micro-batch only
                 all_logprobs, _ = forward_response(policy, micro, args.temperature)
                 logprobs = selected_logprobs(all_logprobs, micro.responses)
                 loss, metrics = rloo_loss(
@@ -438,8 +439,8 @@ def rloo_update(
 
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For each term a tensor (2,) in fp64: its sum over mask, and the count of mask. reduce_means
-    divides them."""
+    """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
+    divide. In fp64, so that totals of many records stay exact."""
     count = mask.sum()
     sums = {}
     for name, term in terms.items():
@@ -449,8 +450,8 @@ def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     """Raises the coefficient where the KL is above --adaptive_kl_target, and lowers it where it is
-    below: times 1 + K e, with the relative error e clipped to +-0.2 and K = batch_size / kl_horizon
-    (Ziegler et al. 2019, section 2.2, where K is 0.1)."""
+    below: times 1 + c e, with the relative error e clipped to +-0.2 and c = batch_size / kl_horizon
+    (Ziegler et al. 2019, section 2.2, where c is called K_beta and is 0.1)."""
     if args.adaptive_kl_target is None:
         return kl_coef
     error = min(max(kl / args.adaptive_kl_target - 1, -0.2), 0.2)
@@ -733,23 +734,24 @@ class Actor(Module):
         """Logits (b, last, V), in fp32, at the last tokens of ids (b, T); and 0, where PPO has
         values. The tokens before are the same in each group of k rows: they are read once."""
         n = ids.shape[1] - last  # the tokens before
-        unused = 0.0
+        query_state = 0.0
         if n > 0 and self.k > 1:
             if cache is None:
                 cache = DynamicCache(config=self.lm.config)
-            unused = hidden_states(
+            query_state = hidden_states(
                 self.lm, ids[:: self.k, :n], mask[:: self.k, :n], 1, self.dtype, cache
             ).sum()
             cache.batch_repeat_interleave(self.k)
             ids = ids[:, n:]
-        # With sharded weights every output must get a gradient: 0 * unused gives this one zeros.
-        states = hidden_states(self.lm, ids, mask, last, self.dtype, cache) + 0 * unused
+        # With sharded weights every output must get a gradient: the query's state gets zeros.
+        states = hidden_states(self.lm, ids, mask, last, self.dtype, cache) + 0 * query_state
         logits = lm_logits(self.lm, states)
         return logits, logits.new_zeros(())
 
 
 def micro_batches(rows: Tensor, token_rows: TokenRows, size: int) -> tuple[Tensor, ...]:
-    """The row numbers in groups of up to `size` rows of similar length: less padding."""
+    """The row numbers in groups of up to `size` rows of similar length: less padding. The sort is
+    stable, so a query's K rows stay together."""
     lengths = torch.tensor([len(token_rows[i]) for i in rows])
     return rows[lengths.argsort(stable=True)].split(size)
 
@@ -879,7 +881,8 @@ def load_model(
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     """Raises ValueError for too few embeddings, too short a window, or several labels; and for a
     model whose output for a padded text, read through a cache, is not what transformers gives for
-    the text alone. check_ratios_and_kl compares sampling and training on the run's own texts."""
+    the text alone. PPO and RLOO then compare sampling and training on the run's own texts: see
+    check_ratios_and_kl there."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -1089,7 +1092,8 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, need: int) -> list
 
 
 # --- the run's folder -----------------------------------------------------------------------------
-# What a resumed run may change. Anything else would make two experiments of one run.
+# What a resumed run may change: where, how fast and how long it runs, and its learning rates.
+# Anything else would make two experiments of one run.
 CHANGEABLE = """resume output_dir track wandb_project checkpoint_every eval_every total_episodes lr
 critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
 

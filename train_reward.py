@@ -122,26 +122,29 @@ class Args:
     # Train on the first so many rows of `train` (None: all). Held out are `test`, or else the rest
     num_labels: PositiveInt | None = None
     eval_labels: PositiveInt = 512  # Evaluate at most this many held-out labels
-    # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config] on the hub
+    # Queries whose samples set gain and bias; forms as for --label_dataset
     query_dataset: str = "tiny/queries"
-    query_length: PositiveInt = 32  # Longest query, in tokens
-    # What happens to longer queries (None: keep_start if there is an --end_text, else drop)
+    query_length: PositiveInt = 32  # Longest query, in tokens (not of labels with sample0, ...)
+    # What happens to longer queries (None: keep_start if there is an --end_text, else drop) and
+    # to longer prompts of chosen and rejected (None: drop)
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
     query_prefix: str | None = None  # Text before every query, not for the reward model
     query_suffix: str | None = None  # Text after every query, not for the reward model
     # One token: a query begins after its first occurrence; texts without it are dropped (None: off)
     start_text: str | None = "."
     end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: off)
-    response_length: PositiveInt = 24  # Tokens sampled per response
+    # Tokens sampled per response; chosen and rejected responses are cut to it
+    response_length: PositiveInt = 24
     temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
     # `eos`: chosen and rejected responses end at their first eos. Other tokens change nothing here
     truncate_token: str | None = "."
-    # Samples that set gain and bias, before and after the training (0: gain starts at 1, bias at 0)
+    # Samples that set gain and bias, before and after training (0: gain starts at 1, bias at 0)
     normalization_samples: NonNegativeInt = 512
 
     # updates and optimizer
     batch_size: PositiveInt = 8  # Comparisons per update, over all devices
-    micro_batch_size: PositiveInt = 128  # Labels per pass on one device; gradients accumulate
+    # Labels, or sampled rows, per pass on one device; gradients accumulate
+    micro_batch_size: PositiveInt = 128
     lr: NonNegativeFloat = 2e-3  # Learning rate, see the schedule
     lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
     # Number n of warm-up updates: update i (from 0) uses lr * (i + 1) / (n + 1)
@@ -222,7 +225,8 @@ def main(preset: str, args: Args) -> None:
     set_seed(args.seed)
     tokenizer = load_tokenizer("base_model", args)
     labels, held_out = load_labels("label_dataset", args, tokenizer)
-    # One half is to normalize before the training, the other after it. 0 would load all rows.
+    # One half is to normalize before the training, the other after it (load_queries takes 0 for
+    # all rows).
     queries = load_queries("query_dataset", args, tokenizer, max(1, 2 * args.normalization_samples))
     longest = max(len(query.context) for query in queries) + args.response_length
     for label in labels + held_out:
@@ -231,17 +235,21 @@ def main(preset: str, args: Args) -> None:
     hold_in_bf16(ref_lm.requires_grad_(False), args)
     ref = Reference(ref_lm, args.dtype).to(accelerator.device)
     model = load_model("base_model", args, AutoClassifier, tokenizer, longest, num_labels=1)
-    # transformers scores a text at its last token that is not padding. If eos were the padding, an
-    # eos at the end would be skipped. So there is no padding then, and transformers takes one text.
+    # transformers scores a text at its last token that is not padding. If eos were the padding, it
+    # would skip an eos at the end. Then the saved classifier has no padding token, and transformers
+    # takes one text at a time.
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = None
     model.config.pad_token_id = tokenizer.pad_token_id
-    torch.manual_seed(args.seed)  # the new head depends on the seed alone
+    torch.manual_seed(
+        args.seed
+    )  # the new head depends on the seed alone; normal, as the original's
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     set_up_backend(args.dtype)
     reward = RewardModel(model, args).to(accelerator.device)
 
-    # 1. normalize on samples of the reference policy; a resumed run loads gain and bias below
+    # 1. normalize on samples of the reference policy; when a run is resumed, its checkpoint's gain
+    # and bias take the place of these
     if args.normalization_samples > 0:
         rewards = reference_rewards(accelerator, reward, ref, queries, 0, args)
         normalize(rewards, reward.gain.data, reward.bias.data)
@@ -251,8 +259,8 @@ def main(preset: str, args: Args) -> None:
     with Run(accelerator, preset, args) as run:
         order = np.random.RandomState(args.seed).permutation(len(labels))
         for update in run.updates(len(labels) // args.batch_size):
-            # 2. train: one epoch; a single process has the original's order. Processes get equally
-            # many labels of a batch; labels that do not fill a last batch are left out.
+            # 2. train: one epoch; a single process has the original's order. Each process takes
+            # every world-th label of a batch; an incomplete last batch is left out.
             start = update * args.batch_size
             set_learning_rates(optimizer, update, start / len(labels), args)  # see tf_adam.py
             mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
@@ -272,15 +280,15 @@ def main(preset: str, args: Args) -> None:
             normalize(rewards, reward.gain.data, reward.bias.data)
 
         # 5. evaluate and save; all processes put the weights together
-        statistics = {"gain": reward.gain.item(), "bias": reward.bias.item()}
         samples = evaluate_labels(reward, held_out, tokenizer)
+        statistics = {"gain": reward.gain.item(), "bias": reward.bias.item()}
         if held_out:
             statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
             accelerator.log(statistics)
         weights = accelerator.get_state_dict(wrapped)
         if rank == 0:
             save_reward_model(model, weights, statistics, tokenizer, args.output_dir)
-        run.log_samples("samples", samples)  # a run's last file
+        run.log_samples("samples", samples)  # the last file, which marks a finished run
         logger.warning(f"{statistics}, see {args.output_dir}")
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # without this gloo can hang
     accelerator.end_training()
@@ -312,8 +320,8 @@ def reward_update(
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
     for rows in groups:
         is_last = rows is groups[-1]
-        gradients_wait = contextlib.nullcontext() if is_last else accelerator.no_sync(model)
-        with gradients_wait:  # for the last micro-batch, before processes average them
+        sync = contextlib.nullcontext() if is_last else accelerator.no_sync(model)
+        with sync:  # processes average gradients at the last micro-batch only
             rewards, best, is_hit = label_rewards(model, [labels[i] for i in rows])
             # -log softmax(rewards) at the best of N; for a pair -log sigmoid(chosen - rejected)
             losses = cross_entropy(rewards, best, reduction="none")  # (b,)
@@ -334,8 +342,8 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For each term a tensor (2,) in fp64: its sum over mask, and the count of mask. reduce_means
-    divides them."""
+    """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
+    divide. In fp64, so that totals of many records stay exact."""
     count = mask.sum()
     sums = {}
     for name, term in terms.items():
@@ -374,8 +382,8 @@ def reference_rewards(
     draw: int,
     args: Args,
 ) -> Tensor:
-    """Rewards (--normalization_samples,), gathered from all processes, of the reference's samples,
-    read at token --response_length: they are not truncated. Draw 0 is before the training, 1 after:
+    """Rewards (--normalization_samples,), gathered from all processes, of the reference's samples.
+    These are not truncated, and scored at their last token. Draw 0 is before the training, 1 after:
     each has its own queries and uniforms."""
     total = args.normalization_samples
     share = total // accelerator.num_processes
@@ -388,7 +396,7 @@ def reference_rewards(
         responses, _ = sample(ref, contexts, u[rows.to(u.device)], args.temperature)
         labels = []
         for query, response in zip(asked, responses.tolist(), strict=True):
-            labels.append(Comparison(query.input_ids, [response], 0))  # N = 1: `best` is not used
+            labels.append(Comparison(query.input_ids, [response], 0))  # only its reward is used
         rewards.append(label_rewards(reward, labels)[0].flatten())
     return accelerator.gather(torch.cat(rewards))
 
@@ -396,7 +404,8 @@ def reference_rewards(
 @torch.no_grad()
 def evaluate_labels(reward: Module, labels: list[Comparison], tokenizer: Tokenizer) -> pd.DataFrame:
     """A row for each held-out label: its texts, which response is best, all rewards, and whether
-    the best one has the highest. Every process evaluates all labels, one at a time."""
+    the best one has the highest. Every process evaluates all labels, since weights may be sharded,
+    and one at a time, so that there is no padding."""
     rows = []
     for label in labels:
         rewards, _, is_hit = label_rewards(reward, [label])
@@ -533,12 +542,12 @@ class RewardModel(Module):
         whole_mask = torch.cat([mask.repeat_interleave(repeats, 0), is_real], 1)
         if self.reads_once:
             cache = DynamicCache(config=self.lm.config)
-            unused = hidden_states(self.lm, ids, mask, 1, self.dtype, cache).sum()
+            query_state = hidden_states(self.lm, ids, mask, 1, self.dtype, cache).sum()
             cache.batch_repeat_interleave(repeats)
             states = hidden_states(self.lm, responses, whole_mask, size, self.dtype, cache)
-            # With sharded weights (FSDP) every output of a forward pass must get a gradient. Adding
-            # 0 * unused gives this one a gradient of zero.
-            states = states + 0 * unused
+            # With sharded weights (FSDP) every output of a forward pass must get a gradient. This
+            # gives the query's last state a gradient of zero.
+            states = states + 0 * query_state
         else:
             whole = torch.cat([ids.repeat_interleave(repeats, 0), responses], 1)
             states = hidden_states(self.lm, whole, whole_mask, size, self.dtype)
@@ -651,7 +660,8 @@ def load_model(
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     """Raises ValueError for too few embeddings, too short a window, or several labels; and for a
     model whose output for a padded text, read through a cache, is not what transformers gives for
-    the text alone. check_ratios_and_kl compares sampling and training on the run's own texts."""
+    the text alone. PPO and RLOO then compare sampling and training on the run's own texts: see
+    check_ratios_and_kl there."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -831,7 +841,7 @@ def read_preference(row: dict, coin: int, tokenizer: Tokenizer, args: Args) -> C
         responses.reverse()
     kept = cut_query(query, args.query_length, None, None, args.long_queries or "drop")
     if query and not kept:
-        responses = [[]]  # read_labels leaves it out
+        responses = [[]]  # an empty response, for which read_labels leaves the label out
     return Comparison(bos(tokenizer) + kept, responses, coin)
 
 
@@ -882,7 +892,8 @@ def load_labels(
 
 
 # --- the run's folder -----------------------------------------------------------------------------
-# What a resumed run may change. Anything else would make two experiments of one run.
+# What a resumed run may change: where, how fast and how long it runs, and its learning rates.
+# Anything else would make two experiments of one run.
 CHANGEABLE = """resume output_dir track wandb_project checkpoint_every eval_every total_episodes lr
 critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
 

@@ -245,7 +245,11 @@ def forest(records: dict[str, Record]) -> Figure:
         draw_forest(axes, record["table"], heading)
     label = "difference in true score from the base at equal KL (right: better)"
     panels[-1, 0].set_xlabel(label)
-    legend = {"PPO": PPO, "RLOO, against RLOO K 4": RLOO, "critic from the reward model": CRITIC}
+    legend = {
+        "PPO": PPO,
+        "RLOO (against RLOO K 4, where no other is named)": RLOO,
+        "critic from the reward model": CRITIC,
+    }
     for name, colour in legend.items():
         panels[0, 0].plot([], [], "o-", color=colour, label=name)
     style = {"color": PPO, "markerfacecolor": "white", "alpha": 0.6}
@@ -299,7 +303,7 @@ def full_length() -> Figure:
     explained.set_ylim(-0.2, 1)
     explained.xaxis.set_major_formatter("{x:,.0f}")
     explained.legend(fontsize=9, loc="upper left")
-    title(figure, "Better values do not mean much more true score at the same KL")
+    title(figure, "A critic that predicts much better gains a little true score at the same KL")
     return figure
 
 
@@ -425,7 +429,7 @@ def frontier() -> Figure:
     panels[1, 1].xaxis.set_major_formatter("{x:,.0f}")
     handles, names = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=9)
-    title(figure, "A KL penalty and a lower rate both buy true score per nat, for more episodes")
+    title(figure, "True score per nat: a KL penalty and, for PPO above all, a lower rate")
     return figure
 
 
@@ -519,23 +523,24 @@ def real_curves() -> Figure:
 
 # --- the optimum, scaling, symptoms ---------------------------------------------------------------
 def optimum(record: Record | None = None) -> Figure:
-    """J of every run over episodes, scaled so that the reference is 0 and the optimum 1."""
+    """The share of the way from the reference to the optimum that every run has left."""
     rows = (record or load("optimum-enumerated"))["rows"]
     figure, panels = new(1, 1, 3.4)
     axes = panels[0, 0]
-    draw_level(axes, 1, BEST_OF_N, "optimum J*, computed exactly")
     for name, colour in ALGORITHMS.items():
         runs = [row for row in rows if row["algorithm"] == name.lower()]
         for i, row in enumerate(runs):
             x, y = np.array(row["curve"]).T
             whole = row["j_star"] - row["j_ref"]
-            scaled = (y - row["j_ref"]) / whole
+            missing = (row["j_star"] - y) / whole
             label = None if i else f"{name}, a line for each of {len(runs)} seeds"
-            axes.plot(x, scaled, color=colour, linewidth=1.5, label=label)
-    axes.set(xlabel="episodes", ylabel="share of the way\nfrom reference to optimum")
-    axes.set_ylim(0, 1.08)
+            axes.plot(x, missing, color=colour, linewidth=1.5, label=label)
+    axes.set(xlabel="episodes", ylabel="share of the way from\nreference to optimum still missing")
+    axes.set_yscale("log")
+    axes.set_ylim(0.003, 1)
+    axes.yaxis.set_major_formatter("{x:.0%}")
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.legend(loc="lower right", fontsize=10)
+    axes.legend(loc="upper right", fontsize=10)
     title(figure, "Both come within 1.5 % of the optimum where it can be computed")
     return figure
 
@@ -584,7 +589,7 @@ def scaling(names: list[str] | None = None, record: Record | None = None) -> Fig
         axes.set_xlabel(SWEEPS[name])
     panels[0, 0].set_ylabel("time of an update\n(first point = 1)")
     panels[0, 0].legend(fontsize=9)
-    title(figure, "The time of an update grows about in proportion, or less")
+    title(figure, "The time of an update grows about in proportion to its size")
     return figure
 
 

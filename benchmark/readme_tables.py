@@ -723,7 +723,7 @@ SIX = (  # arm, rate, seed of the runs in benchmark/README.md
 def real_six_table() -> str:
     """Six runs that show what the others do, too."""
     columns = ["run", "rate", "accuracy of the reward model"]
-    columns += ["gold, before and after", "wins over the reference", "KL", "minutes"]
+    columns += ["gold, before and after", "wins over the reference", "KL"]
     of_run = {(row["arm"], row["lr"], row["seed"]): row for row in rows_of("real_six", "rows")}
     rows = []
     for arm, rate, seed in SIX:
@@ -734,7 +734,7 @@ def real_six_table() -> str:
         right = f"{row['reward_accuracy']:.0%}" if "reward_accuracy" in row else "-"
         gold = f"{row['gold_before']:.2f} to {row['gold_after']:.2f}"
         cells = [name, rate, right, gold, share(row["wins"]["win_rate"])]
-        rows.append([*cells, f"{row['kl_after']:.1f}", f"{row['seconds'] / 60:.0f}"])
+        rows.append([*cells, f"{row['kl_after']:.1f}"])
     return table(columns, rows)
 
 
