@@ -310,7 +310,7 @@ def main(preset: str, args: Args) -> None:
             raw_scores = score(asked, responses)  # (B,)
             scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)
 
-            # 3. reward: the score minus a KL penalty, which PPO pays token by token
+            # 3. reward: the score minus a KL penalty
             log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
             batch.rewards = at_last_token(scores, batch.mask) - kl_coef * log_ratio
 

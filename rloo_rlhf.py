@@ -296,8 +296,7 @@ def main(preset: str, args: Args) -> None:
             episodes = range(update * args.batch_size, (update + 1) * args.batch_size)[my_rows]
             asked = [queries[i // k % len(queries)] for i in episodes]
             u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
-            # Each query number becomes the numbers of its k rows.
-            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)
+            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # k rows each
             # The rollout uses the first epoch's micro-batches, so in the first optimizer step
             # padding and rounding match, and every ratio is exactly 1.
             batch, responses = rollout(unwrapped, ref, asked, u, epochs[0], truncate_id, args)
@@ -306,7 +305,7 @@ def main(preset: str, args: Args) -> None:
             raw_scores = score(asked, responses)  # (B,)
             scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)
 
-            # 3. reward: the score minus a KL penalty for the whole response
+            # 3. reward: the score minus a KL penalty
             log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
             rewards = scores - kl_coef * log_ratio.sum(1)  # (B,)
             batch.advantages = rloo_advantages(rewards.view(-1, k)).flatten()

@@ -124,9 +124,9 @@ class Args:
     eval_labels: PositiveInt = 512  # Evaluate at most this many held-out labels
     # Queries whose samples set gain and bias; forms as for --label_dataset
     query_dataset: str = "tiny/queries"
-    query_length: PositiveInt = 32  # Longest query, in tokens (not of labels with sample0, ...)
-    # What happens to longer queries (None: keep_start if there is an --end_text, else drop) and
-    # to longer prompts of chosen and rejected (None: drop)
+    query_length: PositiveInt = 32  # Longest query, in tokens
+    # What happens to longer queries (None: keep_start if there is an --end_text, else drop), and to
+    # longer prompts of chosen and rejected (None: drop). Labels with sample0, ... are not cut
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
     query_prefix: str | None = None  # Text before every query, not for the reward model
     query_suffix: str | None = None  # Text after every query, not for the reward model

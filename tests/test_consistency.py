@@ -25,8 +25,11 @@ OWN = {"Args", "Batch", "main", "forward", "PRESETS", "OPENAI", "BOOKS", "POSTS"
 DIFFERENT_FIELDS = {  # between train_reward.py and the others, and why
     "base_model": "a policy starts from it, or a reward model",
     "batch_size": "counts episodes, or comparisons",
+    "long_queries": "labels have prompts, too",
     "lr": "supervised learning of a new head takes larger steps",
     "micro_batch_size": "counts rows, or labels",
+    "query_dataset": "is for training, or sets gain and bias",
+    "response_length": "labels are cut to it, too",
     "truncate_token": "ends what is sampled, or what people compared",
 }
 SECTIONS = [
