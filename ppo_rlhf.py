@@ -95,20 +95,21 @@ logger = get_logger(__name__)  # prints on the first process only
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its text as one line, and ends. With
-    RLHF_DEBUG=1 in the environment it shows the traceback."""
+    """An error that the user can fix. The script prints its text, like that of an OSError, as one
+    line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
 
 
 @dataclass
 class Args:
     """Settings of a run. A preset may come first: sentiment, descriptiveness, cnndm, tldr."""
 
+    # The comment at a field is its help text. A blank line keeps a heading out of it.
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
     seed: NonNegativeInt = 1  # Fixes data order, sampling and new weights
     output_dir: str | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
-    # Continue the run in --output_dir (give it, too) with its settings; if there is none, start it
+    # Continue the run in --output_dir, which has to be given; if there is none, start it
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
     eval_every: NonNegativeInt = 0  # Updates between evaluations during the training (0: none)
@@ -176,7 +177,7 @@ class Args:
     kl_coef: NonNegativeFloat = 0.15  # Coefficient of the KL penalty at the start
     # KL (k1, in nats per response) that the coefficient is adapted to reach (None: fixed)
     adaptive_kl_target: PositiveFloat | None = 6.0
-    # The coefficient changes by at most 20 % in this many episodes
+    # The coefficient changes by about 20 % at most in this many episodes
     kl_horizon: PositiveFloat = 2_000.0
     # The run stops when the KL (nats per response) leaves the range of +- this
     max_kl: PositiveFloat = 200.0
@@ -189,7 +190,7 @@ class Args:
     lam: NonNegativeFloat = 0.95  # Lambda of generalised advantage estimation
     whiten_rewards: bool = True  # Scale rewards to variance 1, but keep their mean
     whiten_advantages: bool = True  # Shift and scale advantages to mean 0, variance 1
-    # The value head reads the policy's trunk, or a trained copy of it or of the --reward_model's
+    # The value head's trunk: the policy's, or its own, which starts as that or --reward_model's
     critic: Literal["shared", "policy", "reward"] = "shared"
     critic_lr: NonNegativeFloat | None = None  # Learning rate of value head and critic (None: --lr)
     critic_warmup: NonNegativeInt = 0  # In so many first updates only value head and critic learn
@@ -265,7 +266,7 @@ def main(preset: str, args: Args) -> None:
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
     my_rows = slice(rank * share, (rank + 1) * share)
 
-    # data and models; what cannot run fails here, before anything is written
+    # data and models; most of what cannot run fails here, before anything is written
     set_seed(args.seed)
     tokenizer = load_tokenizer("base_model", args)
     truncate_id = token_id("truncate_token", tokenizer, args)
@@ -278,7 +279,7 @@ def main(preset: str, args: Args) -> None:
     longest = max(len(query.context) for query in held_out + queries) + args.response_length
     score = load_reward(args, preset, tokenizer, longest)
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
-    critic = load_critic(args, tokenizer, longest)
+    critic = load_critic(args, tokenizer, longest)  # after load_reward, which finds --reward_model
     set_up_backend(args.dtype)
     policy = ActorCritic(lm, args.dtype, critic)
     ref = ActorCritic(ref_lm, args.dtype).to(accelerator.device)  # its values are not used
@@ -303,7 +304,7 @@ def main(preset: str, args: Args) -> None:
             u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
             epochs = next(shuffles)  # row numbers (num_epochs, num_minibatches, b)
             # The rollout uses the first epoch's micro-batches, so in the first optimizer step
-            # padding and rounding match, and every ratio is exactly 1.
+            # padding and rounding match: every ratio is 1, on a CPU exactly.
             batch, responses = rollout(unwrapped, ref, asked, u, epochs[0], truncate_id, args)
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
@@ -400,8 +401,8 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool) -> Tensor:
 def gae(
     values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantages (Schulman et al. 2016, arXiv:1506.02438) and returns, (b, R) each. No
-    value follows the last token. Outside mask all is 0."""
+    """Generalised advantages (Schulman et al. 2016, arXiv:1506.02438) and returns, (b, R) each. The
+    value after the last token is 0. Outside mask all is 0."""
     values = values * mask
     rewards = rewards * mask
     advantages = torch.zeros_like(values)
@@ -459,7 +460,7 @@ def ppo_update(
     """Makes all optimizer steps on one batch, and returns what is logged of them. epochs
     (num_epochs, num_minibatches, b) says which rows are in which minibatch."""
     records = []
-    one = torch.ones((), device=batch.mask.device)  # the count for a metric that is a mean already
+    one = torch.ones((), device=batch.mask.device)  # the count of a mean, a maximum or a norm
     policy.train(args.gradient_checkpointing)  # else in eval mode, see load_model
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
@@ -567,7 +568,7 @@ def reduce_means(records: list[dict]) -> dict:
     need the same metrics, in the same order."""
     totals = Counter()
     for record in records:
-        totals.update(record)  # adds to what is there
+        totals.update(record)  # adds to what is there, also tensors
     reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
     return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
 
@@ -607,7 +608,7 @@ def sample(
     for t in range(u.shape[1]):
         logits, _ = policy(ids, mask, cache=cache)
         logits = logits[:, -1] / temperature
-        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1); the cache has the others
+        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1); the cache has all before
         mask = pad(mask, (0, 1), value=True)
         responses[:, t : t + 1] = ids
         logprobs[:, t : t + 1] = logits.log_softmax(-1).gather(1, ids)
@@ -832,10 +833,10 @@ def forward_response(policy: Module, batch: Batch, temperature: float) -> tuple:
     """Log-probabilities (b, R, V) of all tokens at each step of the batch's responses; and the
     policy's values (b, R), or 0 in RLOO."""
     ids, mask = pad_rows(batch.contexts)
-    responses = batch.responses[:, :-1]  # the last token predicts nothing
-    ids = torch.cat([ids, responses], 1)
-    mask = pad(mask, (0, responses.shape[1]), value=True)
-    logits, values = policy(ids, mask, last=responses.shape[1] + 1)
+    inputs = batch.responses[:, :-1]  # the last token predicts nothing
+    ids = torch.cat([ids, inputs], 1)
+    mask = pad(mask, (0, inputs.shape[1]), value=True)
+    logits, values = policy(ids, mask, last=inputs.shape[1] + 1)
     return logits.div_(temperature).log_softmax(-1), values  # in place, as V is large
 
 
@@ -862,7 +863,7 @@ def set_up_backend(dtype: str) -> None:
         if (x @ x - x.double() @ x.double()).abs().max() > 1e-4:  # too coarse, as on some CPUs
             torch.set_float32_matmul_precision("highest")
     elif dtype != "fp32":
-        torch.set_float32_matmul_precision("high")  # TF32; with bf16 for the heads, kept in fp32
+        torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
     # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
     torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionMaskInterface.register("sdpa", full_sdpa_mask)
@@ -916,11 +917,11 @@ def load_model(
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
     the original. `config` replaces values of its config; if there is any, the head may be new."""
-    name = local_path(getattr(args, flag))
-    if os.path.exists(f"{name}/adapter_config.json"):
+    path = local_path(getattr(args, flag))
+    if os.path.exists(f"{path}/adapter_config.json"):
         raise ValueError("is an adapter: merge it first (peft's merge_and_unload)")
     model, info = auto_class.from_pretrained(
-        name,
+        path,
         dtype=torch.float32,
         # the faster one of each kind of device
         attn_implementation="eager" if PartialState().device.type == "cpu" else "sdpa",
@@ -965,7 +966,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     if hasattr(model, "score") and model.config.num_labels > 1:
         raise ValueError("has several labels: use a --reward_fn")
     ids = torch.arange(min(longest, 64)).unsqueeze(0) % num_embeddings
-    mask = ids.cumsum(1) > 0  # as if the first token were padding
+    mask = ids.cumsum(1) > 0  # False at token 0 alone, which plays padding
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
     cache.batch_repeat_interleave(1)  # as RLOO shares it; recurrent models have no such cache
@@ -979,9 +980,9 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
 
 
 def scalar_head(model: Model) -> nn.Linear:
-    """A new linear layer from states (..., d) to (..., 1). For a classifier it computes the reward,
-    gain * logit + bias; train_reward.py wrote both numbers to config.json. With --critic reward it
-    is the value head at the start. For any other model it is a value head that starts at 0."""
+    """A new linear layer from states (..., d) to (..., 1): a classifier's reward, or a value head.
+    A classifier's computes gain * logit + bias; train_reward.py wrote both numbers to config.json.
+    With --critic reward the value head starts as that, and otherwise at 0."""
     weight = getattr(model, "score", model.get_output_embeddings()).weight.detach()
     gain = getattr(model.config, "reward_gain", 1.0) if hasattr(model, "score") else 0.0
     head = nn.Linear(weight.shape[1], 1, device=model.device)
@@ -1259,7 +1260,7 @@ class Run:
             write(log, "".join(lines[: self.state["update"]]))  # those of the updates made
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.note)
-        self.start = time.monotonic()
+        self.last_log = time.monotonic()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -1285,8 +1286,8 @@ class Run:
         """Adds the seconds since the last call (with evaluations and checkpoints), for each of
         `counts` the number per second, and the peak memory of the GPU or else of this process. Then
         writes a line of metrics.jsonl, and logs where --track asks for it."""
-        seconds = time.monotonic() - self.start
-        self.start += seconds
+        seconds = time.monotonic() - self.last_log
+        self.last_log += seconds
         metrics["seconds"] = seconds
         for name, count in counts.items():
             metrics[f"{name}_per_second"] = count / seconds
@@ -1390,11 +1391,14 @@ def parse_args() -> tuple[str, Args]:
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(PRESETS)}")
     args = tyro.cli(Args, default=PRESETS[preset], args=words)
+    if args.resume and not args.output_dir:
+        raise UserError("--resume needs --output_dir, the folder of the run")
     path = Path(f"{args.output_dir}/args.json").expanduser()
     if args.resume and path.exists():
         old_run = json.loads(path.read_text())
-        if [old_run["script"], old_run["preset"]] != [FILE.stem, preset]:
-            raise UserError(f"{path} was written by {old_run['script']}.py {old_run['preset']}")
+        writer = f"{old_run['script']}.py {old_run['preset']}"
+        if writer != f"{FILE.name} {preset}":
+            raise UserError(f"{path} was written by {writer}")
         old_args = validated(old_run["args"])
         default = replace(old_args)
         default.reward_fn = None  # code is run only if it is named again

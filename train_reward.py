@@ -89,20 +89,21 @@ logger = get_logger(__name__)  # prints on the first process only
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The script prints its text as one line, and ends. With
-    RLHF_DEBUG=1 in the environment it shows the traceback."""
+    """An error that the user can fix. The script prints its text, like that of an OSError, as one
+    line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
 
 
 @dataclass
 class Args:
     """Settings of a run. A preset may come first: sentiment, descriptiveness, cnndm, tldr."""
 
+    # The comment at a field is its help text. A blank line keeps a heading out of it.
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
     seed: NonNegativeInt = 1  # Fixes data order, sampling and new weights
     output_dir: str | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
-    # Continue the run in --output_dir (give it, too) with its settings; if there is none, start it
+    # Continue the run in --output_dir, which has to be given; if there is none, start it
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
@@ -221,7 +222,7 @@ def main(preset: str, args: Args) -> None:
         raise UserError(f"--batch_size, --normalization_samples: multiples of {world} (processes)")
     choose_folder(preset, args)
 
-    # data and models; what cannot run fails here, before anything is written
+    # data and models; most of what cannot run fails here, before anything is written
     set_seed(args.seed)
     tokenizer = load_tokenizer("base_model", args)
     labels, held_out = load_labels("label_dataset", args, tokenizer)
@@ -356,7 +357,7 @@ def reduce_means(records: list[dict]) -> dict:
     need the same metrics, in the same order."""
     totals = Counter()
     for record in records:
-        totals.update(record)  # adds to what is there
+        totals.update(record)  # adds to what is there, also tensors
     reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
     return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
 
@@ -446,7 +447,7 @@ def sample(
     for t in range(u.shape[1]):
         logits, _ = policy(ids, mask, cache=cache)
         logits = logits[:, -1] / temperature
-        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1); the cache has the others
+        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1); the cache has all before
         mask = pad(mask, (0, 1), value=True)
         responses[:, t : t + 1] = ids
         logprobs[:, t : t + 1] = logits.log_softmax(-1).gather(1, ids)
@@ -569,7 +570,7 @@ def set_up_backend(dtype: str) -> None:
         if (x @ x - x.double() @ x.double()).abs().max() > 1e-4:  # too coarse, as on some CPUs
             torch.set_float32_matmul_precision("highest")
     elif dtype != "fp32":
-        torch.set_float32_matmul_precision("high")  # TF32; with bf16 for the heads, kept in fp32
+        torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
     # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
     torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionMaskInterface.register("sdpa", full_sdpa_mask)
@@ -623,11 +624,11 @@ def load_model(
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
     the original. `config` replaces values of its config; if there is any, the head may be new."""
-    name = local_path(getattr(args, flag))
-    if os.path.exists(f"{name}/adapter_config.json"):
+    path = local_path(getattr(args, flag))
+    if os.path.exists(f"{path}/adapter_config.json"):
         raise ValueError("is an adapter: merge it first (peft's merge_and_unload)")
     model, info = auto_class.from_pretrained(
-        name,
+        path,
         dtype=torch.float32,
         # the faster one of each kind of device
         attn_implementation="eager" if PartialState().device.type == "cpu" else "sdpa",
@@ -672,7 +673,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     if hasattr(model, "score") and model.config.num_labels > 1:
         raise ValueError("has several labels: use a --reward_fn")
     ids = torch.arange(min(longest, 64)).unsqueeze(0) % num_embeddings
-    mask = ids.cumsum(1) > 0  # as if the first token were padding
+    mask = ids.cumsum(1) > 0  # False at token 0 alone, which plays padding
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
     cache.batch_repeat_interleave(1)  # as RLOO shares it; recurrent models have no such cache
@@ -978,7 +979,7 @@ class Run:
             write(log, "".join(lines[: self.state["update"]]))  # those of the updates made
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.note)
-        self.start = time.monotonic()
+        self.last_log = time.monotonic()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -1004,8 +1005,8 @@ class Run:
         """Adds the seconds since the last call (with evaluations and checkpoints), for each of
         `counts` the number per second, and the peak memory of the GPU or else of this process. Then
         writes a line of metrics.jsonl, and logs where --track asks for it."""
-        seconds = time.monotonic() - self.start
-        self.start += seconds
+        seconds = time.monotonic() - self.last_log
+        self.last_log += seconds
         metrics["seconds"] = seconds
         for name, count in counts.items():
             metrics[f"{name}_per_second"] = count / seconds
@@ -1082,11 +1083,14 @@ def parse_args() -> tuple[str, Args]:
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(PRESETS)}")
     args = tyro.cli(Args, default=PRESETS[preset], args=words)
+    if args.resume and not args.output_dir:
+        raise UserError("--resume needs --output_dir, the folder of the run")
     path = Path(f"{args.output_dir}/args.json").expanduser()
     if args.resume and path.exists():
         old_run = json.loads(path.read_text())
-        if [old_run["script"], old_run["preset"]] != [FILE.stem, preset]:
-            raise UserError(f"{path} was written by {old_run['script']}.py {old_run['preset']}")
+        writer = f"{old_run['script']}.py {old_run['preset']}"
+        if writer != f"{FILE.name} {preset}":
+            raise UserError(f"{path} was written by {writer}")
         old_args = validated(old_run["args"])
         default = replace(old_args)
         default.reward_fn = None  # code is run only if it is named again
