@@ -38,9 +38,6 @@ TESTS_OF_COPIES = (
     "test_engines.py",
     "test_simulated_device.py",
 )
-# Files whose tests share finished runs of the scripts.
-SHARED_RUNS = """test_bad_input test_copies test_end_to_end test_engines test_faults_of_runs
-test_options test_resume test_safety"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -105,16 +102,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not any(golden_files(config, pattern) for pattern in patterns):
         folder = config.getoption("--golden")
         raise pytest.UsageError(f"--golden {folder}: has no recordings, 02*.npz to 09*.npz")
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of a file, and those that share runs, go to one of pytest's processes, so that what
-    they share is made once."""
-    for item in items:
-        name = item.path.stem
-        group = "runs" if name in SHARED_RUNS.split() else name
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
