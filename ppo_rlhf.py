@@ -279,7 +279,7 @@ def main(preset: str, args: Args) -> None:
     longest = max(len(query.context) for query in held_out + queries) + args.response_length
     score = load_reward(args, preset, tokenizer, longest)
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
-    critic = load_critic(args, tokenizer, longest)  # after load_reward, which finds --reward_model
+    critic = load_critic(args, tokenizer, longest)  # after load_reward, which may set --reward_model
     set_up_backend(args.dtype)
     policy = ActorCritic(lm, args.dtype, critic)
     ref = ActorCritic(ref_lm, args.dtype).to(accelerator.device)  # its values are not used
@@ -520,7 +520,7 @@ def set_advantages(batch: Batch, args: Args) -> None:
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
     """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
-    divide. In fp64, so that totals of many records stay exact."""
+    divide. In fp64, so that adding many records loses little."""
     count = mask.sum()
     sums = {}
     for name, term in terms.items():
@@ -852,7 +852,7 @@ def entropy(all_logprobs: Tensor) -> Tensor:
 
 # --- models ---------------------------------------------------------------------------------------
 def set_up_backend(dtype: str) -> None:
-    """Settings for speed. They change results by rounding only."""
+    """Settings for speed, and no attention of cuDNN. They change results by rounding only."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # make glibc keep freed memory: saves 10 % of the time
         libc.mallopt(-4, 0)  # M_MMAP_MAX
@@ -1267,7 +1267,7 @@ class Run:
         self.lock.release()
 
     def note(self, number: int, frame: object) -> None:
-        """Handles a signal for the first time."""
+        """Notes a signal. The next one of its kind ends the process."""
         self.signals.append(number)
         signal.signal(number, signal.SIG_DFL)
 

@@ -344,7 +344,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
     """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
-    divide. In fp64, so that totals of many records stay exact."""
+    divide. In fp64, so that adding many records loses little."""
     count = mask.sum()
     sums = {}
     for name, term in terms.items():
@@ -559,7 +559,7 @@ class RewardModel(Module):
 
 # --- models ---------------------------------------------------------------------------------------
 def set_up_backend(dtype: str) -> None:
-    """Settings for speed. They change results by rounding only."""
+    """Settings for speed, and no attention of cuDNN. They change results by rounding only."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # make glibc keep freed memory: saves 10 % of the time
         libc.mallopt(-4, 0)  # M_MMAP_MAX
@@ -986,7 +986,7 @@ class Run:
         self.lock.release()
 
     def note(self, number: int, frame: object) -> None:
-        """Handles a signal for the first time."""
+        """Notes a signal. The next one of its kind ends the process."""
         self.signals.append(number)
         signal.signal(number, signal.SIG_DFL)
 

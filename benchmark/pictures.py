@@ -190,7 +190,7 @@ def embedded() -> Figure:
     panels[0, 2].legend(handles=target, loc="lower right", fontsize=9)
     handles, names = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=9)
-    title(figure, "Both raise the true score; RLOO has a small lead")
+    title(figure, "Both algorithms raise the true score")
     return figure
 
 
