@@ -279,7 +279,7 @@ def main(preset: str, args: Args) -> None:
     longest = max(len(query.context) for query in held_out + queries) + args.response_length
     score = load_reward(args, preset, tokenizer, longest)
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
-    critic = load_critic(args, tokenizer, longest)  # after load_reward, which may set --reward_model
+    critic = load_critic(args, tokenizer, longest)  # after load_reward: it may set --reward_model
     set_up_backend(args.dtype)
     policy = ActorCritic(lm, args.dtype, critic)
     ref = ActorCritic(ref_lm, args.dtype).to(accelerator.device)  # its values are not used
