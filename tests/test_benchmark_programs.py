@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 SMALL = "--batch_size 4 --query_length 8 --response_length 4 --num_epochs 1"
 PROGRAMS = {
     "adam": "--seeds 1 --batch_size 4",
+    "architectures": "--models gpt2 mamba",
     "bf16_ratio": "--models tiny --algorithms rloo --episodes 4 --lengths 4 --dtypes fp32",
     "memory_speed": "--shape 1x32 --variants ppo-value-model rloo-2 --batch_size 4 --repeats 1"
     " --response_length 4 --num_epochs 1 --speed_only",
