@@ -1,4 +1,4 @@
-"""RLOO from human preferences for language models, in one file.
+"""RLOO from human preferences for language models, in one file (its optimizer: tf_adam.py).
 
 A policy continues queries, and a reward model (train_reward.py) scores the continuations. The
 policy moves towards higher scores, while a penalty on the KL divergence keeps it near the
@@ -266,8 +266,8 @@ def main(preset: str, args: Args) -> None:
     set_seed(args.seed)
     tokenizer = load_tokenizer("base_model", args)
     truncate_id = token_id("truncate_token", tokenizer, args)
-    need = args.eval_queries + num_updates * args.batch_size
-    queries = load_queries("query_dataset", args, tokenizer, need)
+    num_queries = args.eval_queries + num_updates * args.batch_size
+    queries = load_queries("query_dataset", args, tokenizer, num_queries)
     held_out = [query for query in queries[: args.eval_queries] for _ in range(k)]  # k rows each
     queries = queries[args.eval_queries :]
     if not queries:
@@ -295,15 +295,17 @@ def main(preset: str, args: Args) -> None:
 
             # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
             episodes = range(update * args.batch_size, (update + 1) * args.batch_size)[my_rows]
-            asked = [queries[i // k % len(queries)] for i in episodes]
+            batch_queries = [queries[i // k % len(queries)] for i in episodes]
             u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
             epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # k rows each
             # The rollout uses the first epoch's micro-batches, so in the first optimizer step
             # padding and rounding match: every ratio is 1, on a CPU exactly.
-            batch, responses = rollout(unwrapped, ref, asked, u, epochs[0], truncate_id, args)
+            batch, responses = rollout(
+                unwrapped, ref, batch_queries, u, epochs[0], truncate_id, args
+            )
 
             # 2. score: the reward of the truncated response, or a penalty where it never ends
-            raw_scores = score(asked, responses)  # (B,)
+            raw_scores = score(batch_queries, responses)  # (B,)
             scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)
 
             # 3. reward: the score minus a KL penalty
@@ -336,7 +338,7 @@ def main(preset: str, args: Args) -> None:
                 metrics |= samples.mean(numeric_only=True).add_prefix("eval/").to_dict()
             tokens = args.batch_size * args.response_length
             run.log(metrics, episodes=args.batch_size, tokens=tokens)
-            check_ratios_and_kl(update, metrics, args)
+            check_update(update, metrics, args)
 
             # 6. adapt the KL coefficient; leave a checkpoint
             run.state["kl_coef"] = adapt_kl_coef(kl_coef, metrics["objective/kl"], args)
@@ -360,11 +362,6 @@ def penalize_missing_end(scores: Tensor, found_end: Tensor, args: Args) -> Tenso
     is added to it (--penalty_mode)."""
     kept = scores if args.penalty_mode == "add" else 0.0
     return torch.where(found_end, scores, kept + args.penalty_reward_value)
-
-
-def sum_over_ranks(x: Tensor) -> Tensor:
-    """The sum of all elements of x on all processes."""
-    return reduce(x.sum(), "sum")
 
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
@@ -438,16 +435,6 @@ def rloo_update(
     return records
 
 
-def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
-    divide. In fp64, so that adding many records loses little."""
-    count = mask.sum()
-    sums = {}
-    for name, term in terms.items():
-        sums[name] = torch.stack([(term.detach() * mask).sum(), count]).double()
-    return sums
-
-
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     """Raises the coefficient where the KL is above --adaptive_kl_target, and lowers it where it is
     below: times 1 + c e, with the relative error e clipped to +-0.2 and c = batch_size / kl_horizon
@@ -458,13 +445,39 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
+# --- metrics and checks ---------------------------------------------------------------------------
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """The sum of all elements of x on all processes."""
+    return reduce(x.sum(), "sum")
+
+
+def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
+    divide. In fp64, so that adding many records loses little."""
+    count = mask.sum()
+    sums = {}
+    for name, term in terms.items():
+        sums[name] = torch.stack([(term.detach() * mask).sum(), count]).double()
+    return sums
+
+
+def reduce_means(records: list[dict]) -> dict:
+    """Sum / count of every metric over all records and processes, in one collective. All processes
+    need the same metrics, in the same order."""
+    totals = Counter()
+    for record in records:
+        totals.update(record)  # adds to what is there, also tensors
+    reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
+    return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
+
+
 # The differences of log-probabilities that rounding explains: between the rollout's pass and the
 # same pass in the update; and between that and sampling, token by token through a cache. What is
 # compared is the largest difference in a micro-batch, averaged over micro-batches and processes.
 TOLERANCES = {"fp32": (1e-3, 0.01), "tf32": (0.01, 0.2), "bf16": (0.02, 1.0)}
 
 
-def check_ratios_and_kl(update: int, metrics: dict, args: Args) -> None:
+def check_update(update: int, metrics: dict, args: Args) -> None:
     """Raises UserError unless gradients were finite, the first ratios were 1, tokens were sampled
     from the distribution that the loss sees, and the KL was 0 in the first update and then within
     +-max_kl. docs/metrics.md says what may be wrong. `not` makes NaN raise, too."""
@@ -481,16 +494,6 @@ def check_ratios_and_kl(update: int, metrics: dict, args: Args) -> None:
                 f"{name} is {metrics[name]:.3g}, its limit {limit:.3g}: --lr may be too high, a "
                 "reward may not be finite, or forward passes differ: see docs/metrics.md"
             )
-
-
-def reduce_means(records: list[dict]) -> dict:
-    """Sum / count of every metric over all records and processes, in one collective. All processes
-    need the same metrics, in the same order."""
-    totals = Counter()
-    for record in records:
-        totals.update(record)  # adds to what is there, also tensors
-    reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
-    return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
 
 
 # --- rollout and scoring --------------------------------------------------------------------------
@@ -510,48 +513,6 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; 2 and 3 are for data
     u = generator.random((batch, length), dtype=np.float32)
     return torch.tensor(u, device=PartialState().device)
-
-
-@torch.no_grad()
-def sample(
-    policy: Module,
-    contexts: TokenRows,
-    u: Tensor,
-    temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
-    the log-probabilities of their tokens. All have R tokens; truncate finds their ends later."""
-    cache = DynamicCache(config=policy.lm.config)
-    ids, mask = pad_rows(contexts)
-    responses = torch.zeros_like(u, dtype=torch.long)
-    logprobs = torch.zeros_like(u)
-    for t in range(u.shape[1]):
-        logits, _ = policy(ids, mask, cache=cache)
-        logits = logits[:, -1] / temperature
-        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1); the cache has all before
-        mask = pad(mask, (0, 1), value=True)
-        responses[:, t : t + 1] = ids
-        logprobs[:, t : t + 1] = logits.log_softmax(-1).gather(1, ids)
-    return responses, logprobs
-
-
-def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). In fp32 the
-    sum over a large vocabulary would round the steps of rare tokens away."""
-    cdf = probs.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
-
-
-def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:
-    """A mask (B, R) of the tokens up to and including the first `token` at index `after` or later,
-    or of all if there is none; and whether there is one, (B,). With token None all is True."""
-    if token is None:
-        everything = torch.ones_like(responses, dtype=torch.bool)
-        return everything, everything.all(1)
-    index = torch.arange(responses.shape[1], device=responses.device)
-    is_end = (responses == token) & (index >= after)
-    ends_before = is_end.cumsum(1) - is_end.long()
-    return ends_before == 0, is_end.any(1)
 
 
 @torch.no_grad()
@@ -603,6 +564,48 @@ def rollout(
             batch.ref_logprobs[index] = selected_logprobs(all_logprobs, micro.responses)
     truncated = torch.where(until_end, responses, -1).tolist()  # waits for the GPU
     return batch, [[token for token in row if token >= 0] for row in truncated]
+
+
+@torch.no_grad()
+def sample(
+    policy: Module,
+    contexts: TokenRows,
+    u: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
+    the log-probabilities of their tokens. All have R tokens; truncate finds their ends later."""
+    cache = DynamicCache(config=policy.lm.config)
+    ids, mask = pad_rows(contexts)
+    responses = torch.zeros_like(u, dtype=torch.long)
+    logprobs = torch.zeros_like(u)
+    for t in range(u.shape[1]):
+        logits, _ = policy(ids, mask, cache=cache)
+        logits = logits[:, -1] / temperature
+        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1); the cache has all before
+        mask = pad(mask, (0, 1), value=True)
+        responses[:, t : t + 1] = ids
+        logprobs[:, t : t + 1] = logits.log_softmax(-1).gather(1, ids)
+    return responses, logprobs
+
+
+def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). In fp32 the
+    sum over a large vocabulary would round the steps of rare tokens away."""
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
+
+
+def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:
+    """A mask (B, R) of the tokens up to and including the first `token` at index `after` or later,
+    or of all if there is none; and whether there is one, (B,). With token None all is True."""
+    if token is None:
+        everything = torch.ones_like(responses, dtype=torch.bool)
+        return everything, everything.all(1)
+    index = torch.arange(responses.shape[1], device=responses.device)
+    is_end = (responses == token) & (index >= after)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    return ends_before == 0, is_end.any(1)
 
 
 def select(batch: Batch, rows: Tensor) -> Batch:
@@ -670,12 +673,57 @@ def evaluate(
 
 
 # --- forward passes -------------------------------------------------------------------------------
-def pad_rows(rows: TokenRows, side: str = "left") -> tuple[Tensor, Tensor]:
-    """Token ids (B, T), padded on one side, and a mask, which is False at padding."""
-    tensors = [torch.tensor(row) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
-    ids = ids.to(PartialState().device)
-    return ids.clamp(min=0), ids >= 0
+def forward_response(policy: Module, batch: Batch, temperature: float) -> tuple:
+    """Log-probabilities (b, R, V) of all tokens at each step of the batch's responses; and the
+    policy's values (b, R), or 0 in RLOO."""
+    ids, mask = pad_rows(batch.contexts)
+    inputs = batch.responses[:, :-1]  # the last token predicts nothing
+    ids = torch.cat([ids, inputs], 1)
+    mask = pad(mask, (0, inputs.shape[1]), value=True)
+    logits, values = policy(ids, mask, last=inputs.shape[1] + 1)
+    return logits.div_(temperature).log_softmax(-1), values  # in place, as V is large
+
+
+def selected_logprobs(all_logprobs: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probabilities (b, R) of tokens (b, R), among those of all (b, R, V)."""
+    return all_logprobs.gather(2, tokens.unsqueeze(2)).squeeze(2)
+
+
+def entropy(all_logprobs: Tensor) -> Tensor:
+    """Entropies (b, R) of the distributions with these log-probabilities (b, R, V)."""
+    return -(all_logprobs.exp() * all_logprobs).sum(-1)
+
+
+class Actor(Module):
+    """A policy. The k responses to a query are always adjacent rows, so the query is read once."""
+
+    def __init__(self, lm: Model, args: Args) -> None:
+        super().__init__()
+        self.lm = lm
+        self.tie_weights = lm.tie_weights  # accelerate calls it where it loads weights anew
+        self.dtype = args.dtype
+        # Gradient checkpointing goes without caches, so then each response reads its query.
+        self.k = 1 if args.gradient_checkpointing else args.rloo_k
+
+    def forward(
+        self, ids: Tensor, mask: Tensor, last: int = 1, cache: DynamicCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (b, last, V), in fp32, at the last tokens of ids (b, T); and 0, where PPO has
+        values. The tokens before are the same in each group of k rows: they are read once."""
+        n = ids.shape[1] - last  # the tokens before
+        query_state = 0.0
+        if n > 0 and self.k > 1:
+            if cache is None:
+                cache = DynamicCache(config=self.lm.config)
+            query_state = hidden_states(
+                self.lm, ids[:: self.k, :n], mask[:: self.k, :n], 1, self.dtype, cache
+            ).sum()
+            cache.batch_repeat_interleave(self.k)
+            ids = ids[:, n:]
+        # With sharded weights every output must get a gradient: the query's state gets zeros.
+        states = hidden_states(self.lm, ids, mask, last, self.dtype, cache) + 0 * query_state
+        logits = lm_logits(self.lm, states)
+        return logits, logits.new_zeros(())
 
 
 def hidden_states(
@@ -717,36 +765,24 @@ def lm_logits(lm: Model, states: Tensor) -> Tensor:
     return logits
 
 
-class Actor(Module):
-    """A policy. The k responses to a query are always adjacent rows, so the query is read once."""
+def scalar_head(model: Model) -> nn.Linear:
+    """A new linear layer from states (..., d) to (..., 1): a classifier's reward, or a value head.
+    A classifier's computes gain * logit + bias; train_reward.py wrote both numbers to config.json.
+    With --critic reward the value head starts as that, and otherwise at 0."""
+    weight = getattr(model, "score", model.get_output_embeddings()).weight.detach()
+    gain = getattr(model.config, "reward_gain", 1.0) if hasattr(model, "score") else 0.0
+    head = nn.Linear(weight.shape[1], 1, device=model.device)
+    head.weight.data.copy_(gain * weight[:1])
+    nn.init.constant_(head.bias, getattr(model.config, "reward_bias", 0.0))
+    return head
 
-    def __init__(self, lm: Model, args: Args) -> None:
-        super().__init__()
-        self.lm = lm
-        self.tie_weights = lm.tie_weights  # accelerate calls it where it loads weights anew
-        self.dtype = args.dtype
-        # Gradient checkpointing goes without caches, so then each response reads its query.
-        self.k = 1 if args.gradient_checkpointing else args.rloo_k
 
-    def forward(
-        self, ids: Tensor, mask: Tensor, last: int = 1, cache: DynamicCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Logits (b, last, V), in fp32, at the last tokens of ids (b, T); and 0, where PPO has
-        values. The tokens before are the same in each group of k rows: they are read once."""
-        n = ids.shape[1] - last  # the tokens before
-        query_state = 0.0
-        if n > 0 and self.k > 1:
-            if cache is None:
-                cache = DynamicCache(config=self.lm.config)
-            query_state = hidden_states(
-                self.lm, ids[:: self.k, :n], mask[:: self.k, :n], 1, self.dtype, cache
-            ).sum()
-            cache.batch_repeat_interleave(self.k)
-            ids = ids[:, n:]
-        # With sharded weights every output must get a gradient: the query's state gets zeros.
-        states = hidden_states(self.lm, ids, mask, last, self.dtype, cache) + 0 * query_state
-        logits = lm_logits(self.lm, states)
-        return logits, logits.new_zeros(())
+def pad_rows(rows: TokenRows, side: str = "left") -> tuple[Tensor, Tensor]:
+    """Token ids (B, T), padded on one side, and a mask, which is False at padding."""
+    tensors = [torch.tensor(row) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
+    ids = ids.to(PartialState().device)
+    return ids.clamp(min=0), ids >= 0
 
 
 def micro_batches(rows: Tensor, token_rows: TokenRows, size: int) -> tuple[Tensor, ...]:
@@ -756,63 +792,7 @@ def micro_batches(rows: Tensor, token_rows: TokenRows, size: int) -> tuple[Tenso
     return rows[lengths.argsort(stable=True)].split(size)
 
 
-def forward_response(policy: Module, batch: Batch, temperature: float) -> tuple:
-    """Log-probabilities (b, R, V) of all tokens at each step of the batch's responses; and the
-    policy's values (b, R), or 0 in RLOO."""
-    ids, mask = pad_rows(batch.contexts)
-    inputs = batch.responses[:, :-1]  # the last token predicts nothing
-    ids = torch.cat([ids, inputs], 1)
-    mask = pad(mask, (0, inputs.shape[1]), value=True)
-    logits, values = policy(ids, mask, last=inputs.shape[1] + 1)
-    return logits.div_(temperature).log_softmax(-1), values  # in place, as V is large
-
-
-def selected_logprobs(all_logprobs: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probabilities (b, R) of tokens (b, R), among those of all (b, R, V)."""
-    return all_logprobs.gather(2, tokens.unsqueeze(2)).squeeze(2)
-
-
-def entropy(all_logprobs: Tensor) -> Tensor:
-    """Entropies (b, R) of the distributions with these log-probabilities (b, R, V)."""
-    return -(all_logprobs.exp() * all_logprobs).sum(-1)
-
-
 # --- models ---------------------------------------------------------------------------------------
-def set_up_backend(dtype: str) -> None:
-    """Settings for speed, and no attention of cuDNN. They change results by rounding only."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # make glibc keep freed memory: saves 10 % of the time
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
-    if PartialState().device.type == "cpu":
-        torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16
-        x = torch.randn(256, 256)
-        if (x @ x - x.double() @ x.double()).abs().max() > 1e-4:  # too coarse, as on some CPUs
-            torch.set_float32_matmul_precision("highest")
-    elif dtype != "fp32":
-        torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
-    # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    AttentionMaskInterface.register("sdpa", full_sdpa_mask)
-
-
-def full_sdpa_mask(**named: object) -> Tensor:
-    """transformers' mask for `sdpa` attention. Its own function first checks whether the mask is
-    True everywhere and could be left out. That check waits for the GPU at every sampled token."""
-    return sdpa_mask(**named | {"allow_is_causal_skip": False})
-
-
-def local_path(name: str) -> str:
-    """The local path of a file or folder, which may be beside this script, or which is downloaded
-    for hf://datasets/owner/name/file. Any other name is a hub id, and is returned as it is."""
-    if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
-        return hf_hub_download(*match.groups(), repo_type="dataset")
-    for path in (Path(name).expanduser(), FILE.parent / name):
-        if path.exists():
-            return str(path.absolute())
-    return name
-
-
 def names_flag(load: Callable) -> Callable:
     """Decorator: an error of load(flag, args, ...) becomes a UserError that names the flag, its
     value and the cause."""
@@ -837,85 +817,31 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
     return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
+def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
+    """A function from (queries, responses) to scores (B,), made of --reward_fn, --reward_model, or
+    the newest reward model that train_reward.py made for the preset."""
+    if args.reward_fn:
+        function = load_function("reward_fn", args)
+        return functools.partial(score_by_function, function, tokenizer)
+
+    if args.reward_model is None:
+        found = Path.cwd().glob(f"runs/train_reward-{preset}-*/reward_model")
+        newest = max(found, key=os.path.getmtime, default=None)
+        if not newest:
+            raise UserError(f"--reward_model None: `python train_reward.py {preset}` makes one")
+        args.reward_model = str(newest)  # args.json will name it
+    if load_tokenizer("reward_model", args).get_vocab() != tokenizer.get_vocab():
+        raise UserError("--reward_model has another tokenizer than --base_model: use a --reward_fn")
+    model = load_model("reward_model", args, AutoClassifier, tokenizer, longest)
+    hold_in_bf16(model.requires_grad_(False), args)
+    return functools.partial(score_by_model, model.to(PartialState().device), args)
+
+
 @names_flag
-@torch.no_grad()
-def load_model(
-    flag: str, args: Args, auto_class: type, tokenizer: Tokenizer, longest: int, **config: object
-) -> Model:
-    """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
-    the original. `config` replaces values of its config; if there is any, the head may be new."""
-    path = local_path(getattr(args, flag))
-    if os.path.exists(f"{path}/adapter_config.json"):
-        raise ValueError("is an adapter: merge it first (peft's merge_and_unload)")
-    model, info = auto_class.from_pretrained(
-        path,
-        dtype=torch.float32,
-        # the faster one of each kind of device
-        attn_implementation="eager" if PartialState().device.type == "cpu" else "sdpa",
-        use_safetensors=True,
-        trust_remote_code=False,  # None would ask
-        output_loading_info=True,
-        **config,
-    )
-    # Unexpected weights of a layer (`h.3.`) are wrong; those of an unused head are not.
-    wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}
-    if not config:
-        wrong |= info["missing_keys"]
-    if wrong:
-        raise ValueError(f"its config and its weights do not agree on {min(wrong)}")
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # else a pad that is also the eos gets no gradient
-        if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
-            module.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
-    check_model(model, tokenizer, longest)
-    if args.gradient_checkpointing:  # needs train mode, in which dropout would act
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        for part in [*model.modules(), model.config]:  # some layers read it from the config
-            for name, value in vars(part).items():
-                if isinstance(value, float) and "drop" in f"{type(part)} {name}":
-                    setattr(part, name, 0.0)
-    return model
-
-
-def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """Raises ValueError for too few embeddings, too short a window, or several labels; and for a
-    model whose output for a padded text, read through a cache, is not what transformers gives for
-    the text alone. PPO and RLOO then compare sampling and training on the run's own texts: see
-    check_ratios_and_kl there."""
-    num_embeddings = model.get_input_embeddings().num_embeddings
-    top_token = max(tokenizer.get_vocab().values())
-    if top_token >= num_embeddings:
-        raise ValueError(f"has {num_embeddings} embeddings for token {top_token}")
-    window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
-    if longest > window:
-        raise ValueError(f"has a window of {window} for {longest} tokens")
-    if hasattr(model, "score") and model.config.num_labels > 1:
-        raise ValueError("has several labels: use a --reward_fn")
-    ids = torch.arange(min(longest, 64)).unsqueeze(0) % num_embeddings
-    mask = ids.cumsum(1) > 0  # False at token 0 alone, which plays padding
-    cache = DynamicCache(config=model.config)
-    hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
-    cache.batch_repeat_interleave(1)  # as RLOO shares it; recurrent models have no such cache
-    ours = hidden_states(model, ids[:, -1:], mask, 1, "fp32", cache)
-    plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
-    if not hasattr(model, "score"):
-        ours = lm_logits(model, ours)
-        plain = model(ids[:, 1:]).logits[:, -1:]
-    if not (ours - plain).abs().max() < 1e-3 * plain.std():
-        raise ValueError("gives other results with padding and a cache: not supported")
-
-
-def scalar_head(model: Model) -> nn.Linear:
-    """A new linear layer from states (..., d) to (..., 1): a classifier's reward, or a value head.
-    A classifier's computes gain * logit + bias; train_reward.py wrote both numbers to config.json.
-    With --critic reward the value head starts as that, and otherwise at 0."""
-    weight = getattr(model, "score", model.get_output_embeddings()).weight.detach()
-    gain = getattr(model.config, "reward_gain", 1.0) if hasattr(model, "score") else 0.0
-    head = nn.Linear(weight.shape[1], 1, device=model.device)
-    head.weight.data.copy_(gain * weight[:1])
-    nn.init.constant_(head.bias, getattr(model.config, "reward_bias", 0.0))
-    return head
+def load_function(flag: str, args: Args) -> Callable:
+    """The function `module:name` that the flag names, from here or from an installed package."""
+    sys.path.insert(0, os.getcwd())
+    return pkgutil.resolve_name(getattr(args, flag))
 
 
 def load_policy_and_reference(
@@ -950,6 +876,79 @@ def add_adapters(model: Model, args: Args) -> None:
         hold_in_bf16(model, args)
 
 
+@names_flag
+@torch.no_grad()
+def load_model(
+    flag: str, args: Args, auto_class: type, tokenizer: Tokenizer, longest: int, **config: object
+) -> Model:
+    """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
+    the original. `config` replaces values of its config; if there is any, the head may be new."""
+    path = local_path(getattr(args, flag))
+    if os.path.exists(f"{path}/adapter_config.json"):
+        raise ValueError("is an adapter: merge it first (peft's merge_and_unload)")
+    model, info = auto_class.from_pretrained(
+        path,
+        dtype=torch.float32,
+        # the faster one of each kind of device
+        attn_implementation="eager" if PartialState().device.type == "cpu" else "sdpa",
+        use_safetensors=True,
+        trust_remote_code=False,  # None would ask
+        output_loading_info=True,
+        **config,
+    )
+
+    # transformers only warns of weights that a model lacks, or that it has no layer for. Unexpected
+    # weights of a layer (`h.3.`) are wrong; those of an unused head are not.
+    wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}
+    if not config:
+        wrong |= info["missing_keys"]
+    if wrong:
+        raise ValueError(f"its config and its weights do not agree on {min(wrong)}")
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # else a pad that is also the eos gets no gradient
+        if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
+            module.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
+    check_model(model, tokenizer, longest)
+
+    if args.gradient_checkpointing:  # needs train mode, in which dropout would act: it is set to 0
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for part in [*model.modules(), model.config]:  # some layers read it from the config
+            for name, value in vars(part).items():
+                if isinstance(value, float) and "drop" in f"{type(part)} {name}":
+                    setattr(part, name, 0.0)
+    return model
+
+
+def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
+    """Raises ValueError for too few embeddings, too short a window, or several labels; and for a
+    model whose output for a padded text, read through a cache, is not what transformers gives for
+    the text alone. PPO and RLOO then compare sampling and training on the run's own texts: see
+    check_update there."""
+    num_embeddings = model.get_input_embeddings().num_embeddings
+    top_token = max(tokenizer.get_vocab().values())
+    if top_token >= num_embeddings:
+        raise ValueError(f"has {num_embeddings} embeddings for token {top_token}")
+    window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > window:
+        raise ValueError(f"has a window of {window} for {longest} tokens")
+    if hasattr(model, "score") and model.config.num_labels > 1:
+        raise ValueError("has several labels: use a --reward_fn")
+    ids = torch.arange(min(longest, 64)).unsqueeze(0) % num_embeddings
+    mask = ids.cumsum(1) > 0  # False at token 0 alone, which plays padding
+    cache = DynamicCache(config=model.config)
+    hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
+    cache.batch_repeat_interleave(1)  # as RLOO shares it; recurrent models have no such cache
+    ours = hidden_states(model, ids[:, -1:], mask, 1, "fp32", cache)
+    plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
+    if not hasattr(model, "score"):
+        ours = lm_logits(model, ours)
+        plain = model(ids[:, 1:]).logits[:, -1:]
+    if not (ours - plain).abs().max() < 1e-3 * plain.std():
+        raise ValueError("gives other results with padding and a cache: not supported")
+
+
 def hold_in_bf16(model: Model, args: Args) -> None:
     """With --dtype bf16 frozen linear layers are held in bf16, in half the memory; autocast would
     round them anyway. Biases, the head, embeddings and norms stay in fp32."""
@@ -959,48 +958,73 @@ def hold_in_bf16(model: Model, args: Args) -> None:
             module.weight.data = module.weight.bfloat16()  # the bias is not: Falcon adds it apart
 
 
-@names_flag
-def load_function(flag: str, args: Args) -> Callable:
-    """The function `module:name` that the flag names, from here or from an installed package."""
-    sys.path.insert(0, os.getcwd())
-    return pkgutil.resolve_name(getattr(args, flag))
+def local_path(name: str) -> str:
+    """The local path of a file or folder, which may be beside this script, or which is downloaded
+    for hf://datasets/owner/name/file. Any other name is a hub id, and is returned as it is."""
+    if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
+        return hf_hub_download(*match.groups(), repo_type="dataset")
+    for path in (Path(name).expanduser(), FILE.parent / name):
+        if path.exists():
+            return str(path.absolute())
+    return name
 
 
-def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
-    """A function from (queries, responses) to scores (B,), made of --reward_fn, --reward_model, or
-    the newest reward model that train_reward.py made for the preset."""
-    if args.reward_fn:
-        function = load_function("reward_fn", args)
-        return functools.partial(score_by_function, function, tokenizer)
+def set_up_backend(dtype: str) -> None:
+    """Settings for speed, and no attention of cuDNN. They change results by rounding only."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # make glibc keep freed memory: saves 10 % of the time
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
+    if PartialState().device.type == "cpu":
+        torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16
+        x = torch.randn(256, 256)
+        if (x @ x - x.double() @ x.double()).abs().max() > 1e-4:  # too coarse, as on some CPUs
+            torch.set_float32_matmul_precision("highest")
+    elif dtype != "fp32":
+        torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
+    # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    AttentionMaskInterface.register("sdpa", full_sdpa_mask)
 
-    if args.reward_model is None:
-        found = Path.cwd().glob(f"runs/train_reward-{preset}-*/reward_model")
-        newest = max(found, key=os.path.getmtime, default=None)
-        if not newest:
-            raise UserError(f"--reward_model None: `python train_reward.py {preset}` makes one")
-        args.reward_model = str(newest)  # args.json will name it
-    if load_tokenizer("reward_model", args).get_vocab() != tokenizer.get_vocab():
-        raise UserError("--reward_model has another tokenizer than --base_model: use a --reward_fn")
-    model = load_model("reward_model", args, AutoClassifier, tokenizer, longest)
-    hold_in_bf16(model.requires_grad_(False), args)
-    return functools.partial(score_by_model, model.to(PartialState().device), args)
+
+def full_sdpa_mask(**named: object) -> Tensor:
+    """transformers' mask for `sdpa` attention. Its own function first checks whether the mask is
+    True everywhere and could be left out. That check waits for the GPU at every sampled token."""
+    return sdpa_mask(**named | {"allow_is_causal_skip": False})
 
 
 # --- data -----------------------------------------------------------------------------------------
 PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
 
 
-def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
-    """The one token that the flag's text is (`eos`: the tokenizer's end of sequence)."""
-    text = getattr(args, flag)
-    if text is None:
-        return None
-    known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
-    # encode alone is not enough: Llama 2's tokenizer puts a space before `.`, another token.
-    ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1 or None in ids:
-        raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
-    return ids[0]
+@names_flag
+def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) -> list[Query]:
+    """Up to `num_queries` queries of the flag's table, in an order drawn from --seed."""
+    begin = bos(tokenizer)
+    prefix = encode(args.query_prefix, tokenizer)
+    suffix = encode(args.query_suffix, tokenizer)
+    start = token_id("start_text", tokenizer, args)
+    end = token_id("end_text", tokenizer, args)
+    long = args.long_queries or ("drop" if end is None else "keep_start")
+    table = load_table(getattr(args, flag))["train"]
+    table = table.shuffle(generator=np.random.default_rng([args.seed, 2]))
+    names = "query prompt messages text article content".split()
+    column = next((name for name in names if name in table.column_names), None)
+    if column is None:
+        raise ValueError(f"none of its columns {table.column_names} is one of {names}")
+    queries = []
+    for row in table:
+        tokens = encode(row[column], tokenizer)
+        query = cut_query(tokens, args.query_length, start, end, long)
+        if query:
+            queries.append(Query(begin + query, begin + prefix + query + suffix, row))
+        if len(queries) == num_queries:
+            break
+    if not queries:
+        raise ValueError("no query is left: see --query_length, --start_text and --end_text")
+    first = tokenizer.decode(queries[0].context)
+    logger.warning(f"--{flag}: {len(queries)} queries of {len(table)} rows, first {first!r}")
+    return queries
 
 
 def cut_query(
@@ -1022,10 +1046,17 @@ def cut_query(
     return tokens if end is None else []
 
 
-def bos(tokenizer: Tokenizer) -> list[int]:
-    """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
-    first = tokenizer("").input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] else []
+def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
+    """The one token that the flag's text is (`eos`: the tokenizer's end of sequence)."""
+    text = getattr(args, flag)
+    if text is None:
+        return None
+    known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
+    # encode alone is not enough: Llama 2's tokenizer puts a space before `.`, another token.
+    ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1 or None in ids:
+        raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
+    return ids[0]
 
 
 def encode(value: object, tokenizer: Tokenizer) -> list[int]:
@@ -1048,6 +1079,12 @@ def encode(value: object, tokenizer: Tokenizer) -> list[int]:
     return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
 
 
+def bos(tokenizer: Tokenizer) -> list[int]:
+    """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
+    first = tokenizer("").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
 def load_table(name: str) -> datasets.DatasetDict:
     """The splits of a file, a folder, or owner/name[:config] on the hub."""
     path = Path(local_path(name))
@@ -1061,52 +1098,7 @@ def load_table(name: str) -> datasets.DatasetDict:
     return splits
 
 
-@names_flag
-def load_queries(flag: str, args: Args, tokenizer: Tokenizer, need: int) -> list[Query]:
-    """Up to `need` queries of the flag's table, in an order drawn from --seed."""
-    begin = bos(tokenizer)
-    prefix = encode(args.query_prefix, tokenizer)
-    suffix = encode(args.query_suffix, tokenizer)
-    start = token_id("start_text", tokenizer, args)
-    end = token_id("end_text", tokenizer, args)
-    long = args.long_queries or ("drop" if end is None else "keep_start")
-    table = load_table(getattr(args, flag))["train"]
-    table = table.shuffle(generator=np.random.default_rng([args.seed, 2]))
-    names = "query prompt messages text article content".split()
-    column = next((name for name in names if name in table.column_names), None)
-    if column is None:
-        raise ValueError(f"none of its columns {table.column_names} is one of {names}")
-    queries = []
-    for row in table:
-        tokens = encode(row[column], tokenizer)
-        query = cut_query(tokens, args.query_length, start, end, long)
-        if query:
-            queries.append(Query(begin + query, begin + prefix + query + suffix, row))
-        if len(queries) == need:
-            break
-    if not queries:
-        raise ValueError("no query is left: see --query_length, --start_text and --end_text")
-    first = tokenizer.decode(queries[0].context)
-    logger.warning(f"--{flag}: {len(queries)} queries of {len(table)} rows, first {first!r}")
-    return queries
-
-
 # --- the run's folder -----------------------------------------------------------------------------
-# What a resumed run may change: where, how fast and how long it runs, and its learning rates.
-# Anything else would make two experiments of one run.
-CHANGEABLE = """resume output_dir track wandb_project checkpoint_every eval_every total_episodes lr
-critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
-
-
-def validated(values: dict) -> Args:
-    """Args with these values; UserError for one that is not what its type says."""
-    try:
-        return pydantic.TypeAdapter(Args).validate_python(values)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
-
-
 def choose_folder(preset: str, args: Args) -> None:
     """Sets args.output_dir. UserError if it has a run that is not to be resumed."""
     default = f"runs/{FILE.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -1137,9 +1129,13 @@ class Run:
     def __enter__(self) -> "Run":
         """Starts the run, or continues it at its newest checkpoint."""
         accelerator = self.accelerator
+
+        # the folder
         if accelerator.is_main_process:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
         choose_folder(self.preset, self.args)  # again: another run may have used it since
+
+        # the newest checkpoint, if there is one
         if newest := self.checkpoints()[-1:]:
             saved = json.loads((newest[0] / "state.json").read_text())
             if saved["processes"] != self.state["processes"]:  # shuffles are per process
@@ -1148,6 +1144,8 @@ class Run:
             self.state = saved
         elif (self.folder / "samples.jsonl").exists():
             raise UserError(f"--output_dir {self.folder}: no checkpoint to go on from")
+
+        # Weights & Biases
         if self.args.track:
             self.state.setdefault("wandb_id", os.urandom(4).hex())
             wandb = {
@@ -1157,6 +1155,8 @@ class Run:
                 "save_code": True,
             }
             accelerator.init_trackers(self.args.wandb_project, vars(self.args), {"wandb": wandb})
+
+        # the files: what the run is, and metrics.jsonl without the updates after the checkpoint
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             about = {
@@ -1175,7 +1175,9 @@ class Run:
             log = self.folder / "metrics.jsonl"
             log.touch()
             lines = log.read_text().splitlines(keepends=True)
-            write(log, "".join(lines[: self.state["update"]]))  # those of the updates made
+            write(log, "".join(lines[: self.state["update"]]))
+
+        # from here on signals stop the run between updates
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.note)
         self.last_log = time.monotonic()
@@ -1301,6 +1303,12 @@ def check_settings(args: Args, divisor: int) -> None:
         raise UserError(f"--truncate_after {args.truncate_after} must be below --response_length")
 
 
+# What a resumed run may change: where, how fast and how long it runs, and its learning rates.
+# Anything else would make two experiments of one run.
+CHANGEABLE = """resume output_dir track wandb_project checkpoint_every eval_every total_episodes lr
+critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
+
+
 def parse_args() -> tuple[str, Args]:
     """Name of the preset (`tiny` if a flag comes first) and Args: preset < args.json < flags."""
     # For tyro, which reads None but not none: `--flag none` and `--flag=none` are changed.
@@ -1325,6 +1333,15 @@ def parse_args() -> tuple[str, Args]:
             if name not in CHANGEABLE.split() and getattr(args, name) != old:
                 raise UserError(f"--output_dir {args.output_dir} was started with --{name} {old}")
     return preset, validated(vars(args))
+
+
+def validated(values: dict) -> Args:
+    """Args with these values; UserError for one that is not what its type says."""
+    try:
+        return pydantic.TypeAdapter(Args).validate_python(values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
 
 
 if __name__ == "__main__":

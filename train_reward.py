@@ -337,31 +337,6 @@ def reward_update(
     return records
 
 
-def sum_over_ranks(x: Tensor) -> Tensor:
-    """The sum of all elements of x on all processes."""
-    return reduce(x.sum(), "sum")
-
-
-def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
-    divide. In fp64, so that adding many records loses little."""
-    count = mask.sum()
-    sums = {}
-    for name, term in terms.items():
-        sums[name] = torch.stack([(term.detach() * mask).sum(), count]).double()
-    return sums
-
-
-def reduce_means(records: list[dict]) -> dict:
-    """Sum / count of every metric over all records and processes, in one collective. All processes
-    need the same metrics, in the same order."""
-    totals = Counter()
-    for record in records:
-        totals.update(record)  # adds to what is there, also tensors
-    reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
-    return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
-
-
 def normalize(rewards: Tensor, gain: Tensor, bias: Tensor) -> None:
     """Sets gain and bias so that these rewards, computed with the old ones, would have mean 0 and
     (biased) standard deviation 1: the original's rewards.py, set_reward_norm."""
@@ -421,6 +396,32 @@ def evaluate_labels(reward: Module, labels: list[Comparison], tokenizer: Tokeniz
     return pd.DataFrame(rows)
 
 
+# --- metrics and checks ---------------------------------------------------------------------------
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """The sum of all elements of x on all processes."""
+    return reduce(x.sum(), "sum")
+
+
+def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
+    divide. In fp64, so that adding many records loses little."""
+    count = mask.sum()
+    sums = {}
+    for name, term in terms.items():
+        sums[name] = torch.stack([(term.detach() * mask).sum(), count]).double()
+    return sums
+
+
+def reduce_means(records: list[dict]) -> dict:
+    """Sum / count of every metric over all records and processes, in one collective. All processes
+    need the same metrics, in the same order."""
+    totals = Counter()
+    for record in records:
+        totals.update(record)  # adds to what is there, also tensors
+    reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
+    return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
+
+
 # --- rollout and scoring --------------------------------------------------------------------------
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
@@ -462,53 +463,6 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 
 
 # --- forward passes -------------------------------------------------------------------------------
-def pad_rows(rows: TokenRows, side: str = "left") -> tuple[Tensor, Tensor]:
-    """Token ids (B, T), padded on one side, and a mask, which is False at padding."""
-    tensors = [torch.tensor(row) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
-    ids = ids.to(PartialState().device)
-    return ids.clamp(min=0), ids >= 0
-
-
-def hidden_states(
-    model: Model,
-    ids: Tensor,
-    mask: Tensor,
-    last: int,
-    dtype: str,
-    cache: DynamicCache | None = None,
-) -> Tensor:
-    """States (B, last, d), in fp32, of the `last` newest tokens of ids (B, T). With a cache, ids
-    follow the tokens in it, and mask covers both. Positions count real tokens, as the original's
-    do. dtype is --dtype: bf16 is for the trunk alone, because it would round a logit of about 100
-    by up to 0.25."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype == "bf16"):
-        output = model.base_model(
-            ids,
-            attention_mask=mask,
-            position_ids=positions[:, -ids.shape[1] :],
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
-    return output.last_hidden_state[:, -last:].float()
-
-
-def lm_logits(lm: Model, states: Tensor) -> Tensor:
-    """Logits (..., V) of states (..., d). Some models scale logits, here by scaling the states, as
-    their heads have no bias; or cap them."""
-    config = lm.config.get_text_config()
-    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    # The product is a contiguous copy of states. If they are not contiguous and the head is frozen,
-    # torch copies the head's weights for each row of states, and takes 2 to 50 times as long.
-    logits = lm.get_output_embeddings()(states * factor)
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    if cap:
-        logits = cap * (logits / cap).tanh()
-    return logits
-
-
 class Reference(Module):
     """A language model with the interface that sample() expects of a policy."""
 
@@ -557,42 +511,54 @@ class RewardModel(Module):
         return self.gain * self.lm.score(last).squeeze(1) + self.bias
 
 
+def hidden_states(
+    model: Model,
+    ids: Tensor,
+    mask: Tensor,
+    last: int,
+    dtype: str,
+    cache: DynamicCache | None = None,
+) -> Tensor:
+    """States (B, last, d), in fp32, of the `last` newest tokens of ids (B, T). With a cache, ids
+    follow the tokens in it, and mask covers both. Positions count real tokens, as the original's
+    do. dtype is --dtype: bf16 is for the trunk alone, because it would round a logit of about 100
+    by up to 0.25."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype == "bf16"):
+        output = model.base_model(
+            ids,
+            attention_mask=mask,
+            position_ids=positions[:, -ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+    return output.last_hidden_state[:, -last:].float()
+
+
+def lm_logits(lm: Model, states: Tensor) -> Tensor:
+    """Logits (..., V) of states (..., d). Some models scale logits, here by scaling the states, as
+    their heads have no bias; or cap them."""
+    config = lm.config.get_text_config()
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    # The product is a contiguous copy of states. If they are not contiguous and the head is frozen,
+    # torch copies the head's weights for each row of states, and takes 2 to 50 times as long.
+    logits = lm.get_output_embeddings()(states * factor)
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    if cap:
+        logits = cap * (logits / cap).tanh()
+    return logits
+
+
+def pad_rows(rows: TokenRows, side: str = "left") -> tuple[Tensor, Tensor]:
+    """Token ids (B, T), padded on one side, and a mask, which is False at padding."""
+    tensors = [torch.tensor(row) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
+    ids = ids.to(PartialState().device)
+    return ids.clamp(min=0), ids >= 0
+
+
 # --- models ---------------------------------------------------------------------------------------
-def set_up_backend(dtype: str) -> None:
-    """Settings for speed, and no attention of cuDNN. They change results by rounding only."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # make glibc keep freed memory: saves 10 % of the time
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
-    if PartialState().device.type == "cpu":
-        torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16
-        x = torch.randn(256, 256)
-        if (x @ x - x.double() @ x.double()).abs().max() > 1e-4:  # too coarse, as on some CPUs
-            torch.set_float32_matmul_precision("highest")
-    elif dtype != "fp32":
-        torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
-    # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    AttentionMaskInterface.register("sdpa", full_sdpa_mask)
-
-
-def full_sdpa_mask(**named: object) -> Tensor:
-    """transformers' mask for `sdpa` attention. Its own function first checks whether the mask is
-    True everywhere and could be left out. That check waits for the GPU at every sampled token."""
-    return sdpa_mask(**named | {"allow_is_causal_skip": False})
-
-
-def local_path(name: str) -> str:
-    """The local path of a file or folder, which may be beside this script, or which is downloaded
-    for hf://datasets/owner/name/file. Any other name is a hub id, and is returned as it is."""
-    if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
-        return hf_hub_download(*match.groups(), repo_type="dataset")
-    for path in (Path(name).expanduser(), FILE.parent / name):
-        if path.exists():
-            return str(path.absolute())
-    return name
-
-
 def names_flag(load: Callable) -> Callable:
     """Decorator: an error of load(flag, args, ...) becomes a UserError that names the flag, its
     value and the cause."""
@@ -637,19 +603,23 @@ def load_model(
         output_loading_info=True,
         **config,
     )
-    # Unexpected weights of a layer (`h.3.`) are wrong; those of an unused head are not.
+
+    # transformers only warns of weights that a model lacks, or that it has no layer for. Unexpected
+    # weights of a layer (`h.3.`) are wrong; those of an unused head are not.
     wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}
     if not config:
         wrong |= info["missing_keys"]
     if wrong:
         raise ValueError(f"its config and its weights do not agree on {min(wrong)}")
+
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # else a pad that is also the eos gets no gradient
         if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
             module.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
     check_model(model, tokenizer, longest)
-    if args.gradient_checkpointing:  # needs train mode, in which dropout would act
+
+    if args.gradient_checkpointing:  # needs train mode, in which dropout would act: it is set to 0
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for part in [*model.modules(), model.config]:  # some layers read it from the config
             for name, value in vars(part).items():
@@ -662,7 +632,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     """Raises ValueError for too few embeddings, too short a window, or several labels; and for a
     model whose output for a padded text, read through a cache, is not what transformers gives for
     the text alone. PPO and RLOO then compare sampling and training on the run's own texts: see
-    check_ratios_and_kl there."""
+    check_update there."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -695,21 +665,73 @@ def hold_in_bf16(model: Model, args: Args) -> None:
             module.weight.data = module.weight.bfloat16()  # the bias is not: Falcon adds it apart
 
 
+def local_path(name: str) -> str:
+    """The local path of a file or folder, which may be beside this script, or which is downloaded
+    for hf://datasets/owner/name/file. Any other name is a hub id, and is returned as it is."""
+    if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
+        return hf_hub_download(*match.groups(), repo_type="dataset")
+    for path in (Path(name).expanduser(), FILE.parent / name):
+        if path.exists():
+            return str(path.absolute())
+    return name
+
+
+def set_up_backend(dtype: str) -> None:
+    """Settings for speed, and no attention of cuDNN. They change results by rounding only."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # make glibc keep freed memory: saves 10 % of the time
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
+    if PartialState().device.type == "cpu":
+        torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16
+        x = torch.randn(256, 256)
+        if (x @ x - x.double() @ x.double()).abs().max() > 1e-4:  # too coarse, as on some CPUs
+            torch.set_float32_matmul_precision("highest")
+    elif dtype != "fp32":
+        torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
+    # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    AttentionMaskInterface.register("sdpa", full_sdpa_mask)
+
+
+def full_sdpa_mask(**named: object) -> Tensor:
+    """transformers' mask for `sdpa` attention. Its own function first checks whether the mask is
+    True everywhere and could be left out. That check waits for the GPU at every sampled token."""
+    return sdpa_mask(**named | {"allow_is_causal_skip": False})
+
+
 # --- data -----------------------------------------------------------------------------------------
 PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
 
 
-def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
-    """The one token that the flag's text is (`eos`: the tokenizer's end of sequence)."""
-    text = getattr(args, flag)
-    if text is None:
-        return None
-    known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
-    # encode alone is not enough: Llama 2's tokenizer puts a space before `.`, another token.
-    ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1 or None in ids:
-        raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
-    return ids[0]
+@names_flag
+def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) -> list[Query]:
+    """Up to `num_queries` queries of the flag's table, in an order drawn from --seed."""
+    begin = bos(tokenizer)
+    prefix = encode(args.query_prefix, tokenizer)
+    suffix = encode(args.query_suffix, tokenizer)
+    start = token_id("start_text", tokenizer, args)
+    end = token_id("end_text", tokenizer, args)
+    long = args.long_queries or ("drop" if end is None else "keep_start")
+    table = load_table(getattr(args, flag))["train"]
+    table = table.shuffle(generator=np.random.default_rng([args.seed, 2]))
+    names = "query prompt messages text article content".split()
+    column = next((name for name in names if name in table.column_names), None)
+    if column is None:
+        raise ValueError(f"none of its columns {table.column_names} is one of {names}")
+    queries = []
+    for row in table:
+        tokens = encode(row[column], tokenizer)
+        query = cut_query(tokens, args.query_length, start, end, long)
+        if query:
+            queries.append(Query(begin + query, begin + prefix + query + suffix, row))
+        if len(queries) == num_queries:
+            break
+    if not queries:
+        raise ValueError("no query is left: see --query_length, --start_text and --end_text")
+    first = tokenizer.decode(queries[0].context)
+    logger.warning(f"--{flag}: {len(queries)} queries of {len(table)} rows, first {first!r}")
+    return queries
 
 
 def cut_query(
@@ -731,73 +753,69 @@ def cut_query(
     return tokens if end is None else []
 
 
-def bos(tokenizer: Tokenizer) -> list[int]:
-    """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
-    first = tokenizer("").input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] else []
-
-
-def encode(value: object, tokenizer: Tokenizer) -> list[int]:
-    """Token ids, without BOS, of a text, a chat (list of messages) or a padded row of token ids; []
-    for anything else. ValueError for ids that the tokenizer does not have; ids of another model
-    that it does have are not noticed, so read the first query and label, which are printed."""
-    kind = type(value[0]) if isinstance(value, list) and value else None
-    tokens = []
-    if kind is int:
-        size = len(tokenizer)
-        tokens = [token for token in value if token != PADDING or PADDING < size]
-        if not all(0 <= token < size for token in tokens):
-            raise ValueError("has token ids of another model")
-    if kind is dict:
-        if not {"role", "content"} <= value[0].keys():
-            raise ValueError("has messages without `role` and `content`")
-        value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
-    if isinstance(value, str):
-        tokens = tokenizer(value, add_special_tokens=False).input_ids
-    return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
-
-
-def load_table(name: str) -> datasets.DatasetDict:
-    """The splits of a file, a folder, or owner/name[:config] on the hub."""
-    path = Path(local_path(name))
-    if path.is_file():
-        splits = datasets.load_dataset(str(path.parent), data_files=glob.escape(str(path)))
-    else:
-        where = [str(path)] if path.exists() else name.split(":")
-        splits = datasets.load_dataset(*where)
-    if "train" not in splits:
-        raise ValueError(f"has splits {list(splits)}, but no `train`")
-    return splits
-
-
 @names_flag
-def load_queries(flag: str, args: Args, tokenizer: Tokenizer, need: int) -> list[Query]:
-    """Up to `need` queries of the flag's table, in an order drawn from --seed."""
-    begin = bos(tokenizer)
-    prefix = encode(args.query_prefix, tokenizer)
-    suffix = encode(args.query_suffix, tokenizer)
-    start = token_id("start_text", tokenizer, args)
-    end = token_id("end_text", tokenizer, args)
-    long = args.long_queries or ("drop" if end is None else "keep_start")
-    table = load_table(getattr(args, flag))["train"]
-    table = table.shuffle(generator=np.random.default_rng([args.seed, 2]))
-    names = "query prompt messages text article content".split()
-    column = next((name for name in names if name in table.column_names), None)
-    if column is None:
-        raise ValueError(f"none of its columns {table.column_names} is one of {names}")
-    queries = []
-    for row in table:
-        tokens = encode(row[column], tokenizer)
-        query = cut_query(tokens, args.query_length, start, end, long)
-        if query:
-            queries.append(Query(begin + query, begin + prefix + query + suffix, row))
-        if len(queries) == need:
-            break
-    if not queries:
-        raise ValueError("no query is left: see --query_length, --start_text and --end_text")
-    first = tokenizer.decode(queries[0].context)
-    logger.warning(f"--{flag}: {len(queries)} queries of {len(table)} rows, first {first!r}")
-    return queries
+def load_labels(
+    flag: str, args: Args, tokenizer: Tokenizer
+) -> tuple[list[Comparison], list[Comparison]]:
+    """Labels to train on, the first --num_labels of `train`, and held-out ones: the first
+    --eval_labels of the split `test`, or else of the rest of `train`."""
+    splits = load_table(getattr(args, flag))
+    table = splits["train"]
+    count = args.num_labels or len(table)
+    # A list, because select refuses an empty range that starts at the end of the table.
+    rest = table.select(list(range(count, len(table))))
+    held_out = splits.get("test", rest)
+    held_out = held_out.select(range(min(args.eval_labels, len(held_out))))
+    labels = read_labels(table.select(range(count)), tokenizer, args)
+    if len(labels) < args.batch_size:
+        raise ValueError(f"has {len(labels)} labels for --batch_size {args.batch_size}")
+    first = tokenizer.batch_decode([labels[0].query, *labels[0].responses])
+    logger.warning(f"--{flag}: {len(labels)}, first {first}, best is {labels[0].best}")
+    return labels, read_labels(held_out, tokenizer, args)
+
+
+def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> list[Comparison]:
+    """Labels of a table in either format, but for those with an empty text or equal responses. For
+    preferences a coin decides which response comes first, so that no constant answer beats chance.
+    """
+    coins = np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)).tolist()
+    names = [f"sample{i}" for i in range(100) if f"sample{i}" in table.column_names]
+    labels = []
+    for row, coin in zip(table, coins, strict=True):
+        if "chosen" in row and "rejected" in row:
+            label = read_preference(row, coin, tokenizer, args)
+        elif "query" in row and row.get("best") in range(len(names)):
+            responses = [encode(row[name], tokenizer) for name in names]
+            query = bos(tokenizer) + encode(row["query"], tokenizer)
+            label = Comparison(query, responses, int(row["best"]))
+        else:
+            raise ValueError(f"has no query, sample0, .., best, nor chosen, rejected: {row}")
+        is_whole = label.query and all(label.responses)
+        if is_whole and any(x != label.responses[0] for x in label.responses):
+            labels.append(label)
+    if len(labels) < 0.9 * len(table):
+        why = "a text is empty, the prompt is too long, or responses are equal"
+        raise ValueError(f"{len(labels)} of {len(table)} labels are of use; in the others {why}")
+    return labels
+
+
+def read_preference(row: dict, coin: int, tokenizer: Tokenizer, args: Args) -> Comparison:
+    """A preference as a comparison with N = 2, whose chosen response goes to index `coin`. With
+    --truncate_token eos a response ends at its first eos, and gets one if it has none; then it is
+    cut to --response_length. A prompt above --query_length is dropped or cut (--long_queries; None:
+    dropped); --start_text and --end_text are not used."""
+    query, *responses = [encode(text, tokenizer) for text in preference_texts(row, tokenizer)]
+    if args.truncate_token == "eos":
+        end = token_id("truncate_token", tokenizer, args)
+        # [*x, end].index(end) is the place of the first eos, or the length if there is none.
+        responses = [x[: [*x, end].index(end)] + [end] for x in responses]
+    responses = [x[: args.response_length] for x in responses]
+    if coin:
+        responses.reverse()
+    kept = cut_query(query, args.query_length, None, None, args.long_queries or "drop")
+    if query and not kept:
+        responses = [[]]  # an empty response, for which read_labels leaves the label out
+    return Comparison(bos(tokenizer) + kept, responses, coin)
 
 
 def preference_texts(row: dict, tokenizer: Tokenizer) -> list[str]:
@@ -827,87 +845,59 @@ def preference_texts(row: dict, tokenizer: Tokenizer) -> list[str]:
     return [prompt, *answers]
 
 
-def read_preference(row: dict, coin: int, tokenizer: Tokenizer, args: Args) -> Comparison:
-    """A preference as a comparison with N = 2, whose chosen response goes to index `coin`. With
-    --truncate_token eos a response ends at its first eos, and gets one if it has none; then it is
-    cut to --response_length. A prompt above --query_length is dropped or cut (--long_queries; None:
-    dropped); --start_text and --end_text are not used."""
-    query, *responses = [encode(text, tokenizer) for text in preference_texts(row, tokenizer)]
-    if args.truncate_token == "eos":
-        end = token_id("truncate_token", tokenizer, args)
-        # [*x, end].index(end) is the place of the first eos, or the length if there is none.
-        responses = [x[: [*x, end].index(end)] + [end] for x in responses]
-    responses = [x[: args.response_length] for x in responses]
-    if coin:
-        responses.reverse()
-    kept = cut_query(query, args.query_length, None, None, args.long_queries or "drop")
-    if query and not kept:
-        responses = [[]]  # an empty response, for which read_labels leaves the label out
-    return Comparison(bos(tokenizer) + kept, responses, coin)
+def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
+    """The one token that the flag's text is (`eos`: the tokenizer's end of sequence)."""
+    text = getattr(args, flag)
+    if text is None:
+        return None
+    known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
+    # encode alone is not enough: Llama 2's tokenizer puts a space before `.`, another token.
+    ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1 or None in ids:
+        raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
+    return ids[0]
 
 
-def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> list[Comparison]:
-    """Labels of a table in either format, but for those with an empty text or equal responses. For
-    preferences a coin decides which response comes first, so that no constant answer beats chance.
-    """
-    coins = np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)).tolist()
-    names = [f"sample{i}" for i in range(100) if f"sample{i}" in table.column_names]
-    labels = []
-    for row, coin in zip(table, coins, strict=True):
-        if "chosen" in row and "rejected" in row:
-            label = read_preference(row, coin, tokenizer, args)
-        elif "query" in row and row.get("best") in range(len(names)):
-            responses = [encode(row[name], tokenizer) for name in names]
-            query = bos(tokenizer) + encode(row["query"], tokenizer)
-            label = Comparison(query, responses, int(row["best"]))
-        else:
-            raise ValueError(f"has no query, sample0, .., best, nor chosen, rejected: {row}")
-        is_whole = label.query and all(label.responses)
-        if is_whole and any(x != label.responses[0] for x in label.responses):
-            labels.append(label)
-    if len(labels) < 0.9 * len(table):
-        why = "a text is empty, the prompt is too long, or responses are equal"
-        raise ValueError(f"{len(labels)} of {len(table)} labels are of use; in the others {why}")
-    return labels
+def encode(value: object, tokenizer: Tokenizer) -> list[int]:
+    """Token ids, without BOS, of a text, a chat (list of messages) or a padded row of token ids; []
+    for anything else. ValueError for ids that the tokenizer does not have; ids of another model
+    that it does have are not noticed, so read the first query and label, which are printed."""
+    kind = type(value[0]) if isinstance(value, list) and value else None
+    tokens = []
+    if kind is int:
+        size = len(tokenizer)
+        tokens = [token for token in value if token != PADDING or PADDING < size]
+        if not all(0 <= token < size for token in tokens):
+            raise ValueError("has token ids of another model")
+    if kind is dict:
+        if not {"role", "content"} <= value[0].keys():
+            raise ValueError("has messages without `role` and `content`")
+        value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
+    if isinstance(value, str):
+        tokens = tokenizer(value, add_special_tokens=False).input_ids
+    return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
 
 
-@names_flag
-def load_labels(
-    flag: str, args: Args, tokenizer: Tokenizer
-) -> tuple[list[Comparison], list[Comparison]]:
-    """Labels to train on, the first --num_labels of `train`, and held-out ones: the first
-    --eval_labels of the split `test`, or else of the rest of `train`."""
-    splits = load_table(getattr(args, flag))
-    table = splits["train"]
-    count = args.num_labels or len(table)
-    # A list, because select refuses an empty range that starts at the end of the table.
-    rest = table.select(list(range(count, len(table))))
-    held_out = splits.get("test", rest)
-    held_out = held_out.select(range(min(args.eval_labels, len(held_out))))
-    labels = read_labels(table.select(range(count)), tokenizer, args)
-    if len(labels) < args.batch_size:
-        raise ValueError(f"has {len(labels)} labels for --batch_size {args.batch_size}")
-    first = tokenizer.batch_decode([labels[0].query, *labels[0].responses])
-    logger.warning(f"--{flag}: {len(labels)}, first {first}, best is {labels[0].best}")
-    return labels, read_labels(held_out, tokenizer, args)
+def bos(tokenizer: Tokenizer) -> list[int]:
+    """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
+    first = tokenizer("").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def load_table(name: str) -> datasets.DatasetDict:
+    """The splits of a file, a folder, or owner/name[:config] on the hub."""
+    path = Path(local_path(name))
+    if path.is_file():
+        splits = datasets.load_dataset(str(path.parent), data_files=glob.escape(str(path)))
+    else:
+        where = [str(path)] if path.exists() else name.split(":")
+        splits = datasets.load_dataset(*where)
+    if "train" not in splits:
+        raise ValueError(f"has splits {list(splits)}, but no `train`")
+    return splits
 
 
 # --- the run's folder -----------------------------------------------------------------------------
-# What a resumed run may change: where, how fast and how long it runs, and its learning rates.
-# Anything else would make two experiments of one run.
-CHANGEABLE = """resume output_dir track wandb_project checkpoint_every eval_every total_episodes lr
-critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
-
-
-def validated(values: dict) -> Args:
-    """Args with these values; UserError for one that is not what its type says."""
-    try:
-        return pydantic.TypeAdapter(Args).validate_python(values)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
-
-
 def choose_folder(preset: str, args: Args) -> None:
     """Sets args.output_dir. UserError if it has a run that is not to be resumed."""
     default = f"runs/{FILE.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -938,9 +928,13 @@ class Run:
     def __enter__(self) -> "Run":
         """Starts the run, or continues it at its newest checkpoint."""
         accelerator = self.accelerator
+
+        # the folder
         if accelerator.is_main_process:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
         choose_folder(self.preset, self.args)  # again: another run may have used it since
+
+        # the newest checkpoint, if there is one
         if newest := self.checkpoints()[-1:]:
             saved = json.loads((newest[0] / "state.json").read_text())
             if saved["processes"] != self.state["processes"]:  # shuffles are per process
@@ -949,6 +943,8 @@ class Run:
             self.state = saved
         elif (self.folder / "samples.jsonl").exists():
             raise UserError(f"--output_dir {self.folder}: no checkpoint to go on from")
+
+        # Weights & Biases
         if self.args.track:
             self.state.setdefault("wandb_id", os.urandom(4).hex())
             wandb = {
@@ -958,6 +954,8 @@ class Run:
                 "save_code": True,
             }
             accelerator.init_trackers(self.args.wandb_project, vars(self.args), {"wandb": wandb})
+
+        # the files: what the run is, and metrics.jsonl without the updates after the checkpoint
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             about = {
@@ -976,7 +974,9 @@ class Run:
             log = self.folder / "metrics.jsonl"
             log.touch()
             lines = log.read_text().splitlines(keepends=True)
-            write(log, "".join(lines[: self.state["update"]]))  # those of the updates made
+            write(log, "".join(lines[: self.state["update"]]))
+
+        # from here on signals stop the run between updates
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.note)
         self.last_log = time.monotonic()
@@ -1075,6 +1075,12 @@ def save_reward_model(
 
 
 # --- entry point ----------------------------------------------------------------------------------
+# What a resumed run may change: where, how fast and how long it runs, and its learning rates.
+# Anything else would make two experiments of one run.
+CHANGEABLE = """resume output_dir track wandb_project checkpoint_every eval_every total_episodes lr
+critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
+
+
 def parse_args() -> tuple[str, Args]:
     """Name of the preset (`tiny` if a flag comes first) and Args: preset < args.json < flags."""
     # For tyro, which reads None but not none: `--flag none` and `--flag=none` are changed.
@@ -1099,6 +1105,15 @@ def parse_args() -> tuple[str, Args]:
             if name not in CHANGEABLE.split() and getattr(args, name) != old:
                 raise UserError(f"--output_dir {args.output_dir} was started with --{name} {old}")
     return preset, validated(vars(args))
+
+
+def validated(values: dict) -> Args:
+    """Args with these values; UserError for one that is not what its type says."""
+    try:
+        return pydantic.TypeAdapter(Args).validate_python(values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
 
 
 if __name__ == "__main__":

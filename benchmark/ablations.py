@@ -56,7 +56,7 @@ RLOO = rloo_rlhf.__file__
 # A system's own settings are for models of billions, and for responses that end with an EOS.
 STEADY = "--lr 2e-4 --kl_coef 0.15 --temperature 0.7 --truncate_token . --truncate_after 16"
 # The script would stop there.
-UNCHECKED = ("            check_ratios_and_kl(update, metrics, args)\n", "")
+UNCHECKED = ("            check_update(update, metrics, args)\n", "")
 DROPOUT = (
     UNCHECKED,
     ("    before = assess(", "    policy.train()\n    before = assess("),

@@ -38,7 +38,7 @@ import ppo_rlhf
 import rloo_rlhf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LIMITS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}  # the scripts' check_ratios_and_kl has these
+LIMITS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}  # the scripts' check_update has these
 CLIPRANGE = 0.2
 TEMPERATURE = 0.7
 COPIES = {"ppo": 1, "rloo": 4}

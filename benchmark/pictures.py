@@ -24,7 +24,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
-from readme_tables import MASKED, RENAMED
+from readme_tables import MASKED, named
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Record = dict[str, Any]
@@ -165,7 +165,7 @@ def readme() -> Figure:
     draw_true_score(axes, load("ablations-full"))
     axes.set_ylabel("true score (VADER, from -1 to 1)")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 0.08), fontsize=10)
-    title(figure, "PPO and RLOO learn to write the cheerful stories that the labels ask for")
+    title(figure, "PPO and RLOO learn to write cheerful stories")
     return figure
 
 
@@ -223,7 +223,7 @@ def draw_forest(axes: Axes, table: list[Row], heading: str) -> None:
         if choice in MASKED:
             style |= {"markerfacecolor": "white", "alpha": 0.6}
         axes.errorbar(line["equal_kl"], y, xerr=line["equal_kl_interval"], **style)
-        names.append(RENAMED.get(choice, choice))
+        names.append(named(choice))
     axes.set_yticks(range(len(compared)), names, fontsize=8.5)
     for line, label in zip(compared, axes.get_yticklabels(), strict=True):
         label.set_fontweight("bold" if line["equal_kl_holds"] else "normal")
@@ -247,7 +247,7 @@ def forest(records: dict[str, Record]) -> Figure:
     panels[-1, 0].set_xlabel(label)
     legend = {
         "PPO": PPO,
-        "RLOO (against RLOO K 4, where no other is named)": RLOO,
+        "RLOO (base: RLOO K 4, where no other is named)": RLOO,
         "critic from the reward model": CRITIC,
     }
     for name, colour in legend.items():
@@ -265,7 +265,7 @@ def ablations() -> Figure:
         "2,560 episodes, 4 seeds, at 1, 2 and 3 nats": load("ablations-tiny"),
     }
     figure = forest(records)
-    title(figure, "Only one difference (bold) is clear of 0 after Holm's correction")
+    title(figure, "One of 45 differences (bold) survives Holm's correction")
     return figure
 
 
@@ -333,7 +333,7 @@ def slow_rate() -> Figure:
     panels[0, 0].set_title("at the same KL: more on the way", fontsize=10)
     panels[0, 1].set_title("over the episodes: slower", fontsize=10)
     panels[0, 0].legend(fontsize=9, loc="lower right")
-    title(figure, "A quarter of the learning rate buys more true score per nat, for more episodes")
+    title(figure, "A quarter of the learning rate gives more true score per nat, for more episodes")
     return figure
 
 
@@ -486,7 +486,7 @@ def real_model(records: dict[str, Record], episodes: int | None = None) -> Figur
     for name, colour in legend.items():
         gold.plot([], [], "o", color=colour, label=name)
     figure.legend(loc="outside lower center", ncols=3, fontsize=9)
-    title(figure, "SmolLM2: most runs win; how much depends on the reward model and the rate")
+    title(figure, "SmolLM2, 15 of 19 runs: how much they win depends on the reward model and the rate")
     return figure
 
 

@@ -193,7 +193,7 @@ def ablations_table() -> str:
     rows = []
     bold = {kind: not_zero(found, kind) for kind in ("gold", "kl")}
     for row in sorted(found, key=equal_kl_order):
-        cells = [row["choice"], *equal_kl_cells(row)]
+        cells = [named(row["choice"]), *equal_kl_cells(row)]
         for kind, digits in (("gold", 2), ("kl", 1)):
             cells.append(f"{row[kind]:.{digits}f}")
             difference = with_interval(row, kind, digits)
@@ -229,21 +229,31 @@ MATTERS = {
         "recipe qwen",
     ],
 }
-# What a choice is called where readers have not seen the list of all.
+# What a choice of ablations.py is called in tables and pictures.
 RENAMED = {
-    "RLOO, K 4": "RLOO, K 4, against PPO",
+    "EMA 0.8": "average of the weights (EMA, 0.8)",
     "GRPO (KL in the loss)": "GRPO, against RLOO",
+    "KL by abs": "abs(k1) as the KL penalty",
     "KL by k3": "k3 as the KL penalty",
+    "KL over the vocabulary": "KL over the vocabulary as the penalty",
+    "RLOO, K 4": "RLOO, K 4, against PPO",
     "no penalty": "no penalty for a missing end",
     "penalty added": "penalty for a missing end added",
-    "recipe qwen": "settings of Qwen",
     "recipe deepspeed_chat": "settings of DeepSpeed-Chat",
-    "recipe llama2": "settings of Llama 2",
-    "recipe trl_0.9": "settings of TRL 0.9",
     "recipe instructgpt": "settings of InstructGPT",
+    "recipe llama2": "settings of Llama 2",
+    "recipe qwen": "settings of Qwen",
+    "recipe trl_0.9": "settings of TRL 0.9",
     "torch's Adam": "PyTorch's Adam",
     "whitening by rank, of 4": "whitening per process, of 4",
 }
+
+
+def named(choice: str) -> str:
+    """The choice's name for readers."""
+    return RENAMED.get(choice, choice)
+
+
 MASKED = ("truncated tokens masked", "recipe qwen", "recipe llama2", "recipe deepspeed_chat")
 
 
@@ -261,7 +271,7 @@ def matters_table() -> str:
             if name in MASKED:
                 difference += ", not comparable"
             ends = [f"{row['gold']:.2f}", f"{row['kl']:.1f}", failed_cell(row)]
-            rows.append([RENAMED.get(name, name), episodes, difference, *ends])
+            rows.append([named(name), episodes, difference, *ends])
     return table(columns, rows)
 
 
@@ -662,7 +672,7 @@ def equal_kl_table() -> str:
         values = [f"{row['gold']:.2f}", f"{row['kl']:.1f}", f"{row['distinct']:.0%}"]
         last = explained[row["choice"]]
         values.append(f"{mean(last):.2f}" if last else "-")
-        rows.append([row["choice"], *equal_kl_cells(row), *values, failed_cell(row)])
+        rows.append([named(row["choice"]), *equal_kl_cells(row), *values, failed_cell(row)])
     return table(columns, rows)
 
 
@@ -677,7 +687,7 @@ def slow_table(name: str) -> str:
     for row in sorted(found, key=equal_kl_order):
         compared = [*equal_kl_cells(row), *equal_kl_cells(row, "beside")]
         ends = [f"{row['gold']:.2f}", f"{row['kl']:.1f}"]
-        rows.append([row["choice"], *compared, *ends, failed_cell(row)])
+        rows.append([named(row["choice"]), *compared, *ends, failed_cell(row)])
     return table(columns, rows)
 
 

@@ -335,7 +335,7 @@ GOOD |= {"sampling_error": 0.0, "objective/kl": 0.0}
 )
 def test_a_run_stops_beyond_these_limits(update: int, metric: str, limit: float) -> None:
     args = rloo_rlhf.Args(max_kl=5.0)
-    rloo_rlhf.check_ratios_and_kl(update, GOOD | {metric: 0.99 * limit}, args)
+    rloo_rlhf.check_update(update, GOOD | {metric: 0.99 * limit}, args)
     for value in (1.01 * limit, -1.01 * limit, torch.nan):
         with pytest.raises(rloo_rlhf.UserError, match=metric):
-            rloo_rlhf.check_ratios_and_kl(update, GOOD | {metric: value}, args)
+            rloo_rlhf.check_update(update, GOOD | {metric: value}, args)

@@ -309,13 +309,13 @@ def test_first_passes_that_differ_and_a_far_policy_stop_a_run(
         ("ppo/policy/gradient_norm", "first_ratio_error", "sampling_error", "objective/kl"), 0.0
     )
     for sign in (-1, 1):
-        module.check_ratios_and_kl(update, fine | {name: 0.99 * sign * limit}, args)
+        module.check_update(update, fine | {name: 0.99 * sign * limit}, args)
         with pytest.raises(module.UserError, match=f"^{name} is .*, its limit "):
-            module.check_ratios_and_kl(update, fine | {name: 1.01 * sign * limit}, args)
+            module.check_update(update, fine | {name: 1.01 * sign * limit}, args)
     for bad in ("nan", "inf"):
         for wrong in (name, "ppo/policy/gradient_norm"):
             with pytest.raises(module.UserError, match=f"^{wrong} is {bad}"):
-                module.check_ratios_and_kl(update, fine | {wrong: float(bad)}, args)
+                module.check_update(update, fine | {wrong: float(bad)}, args)
 
 
 def test_a_metric_is_the_sum_over_the_count_of_all_records() -> None:

@@ -130,10 +130,10 @@ def test_the_limits_of_gradients_ratios_and_kls(script: str) -> None:
             "objective/kl": kl,
         }
         if goes_on:
-            module.check_ratios_and_kl(update, metrics, args)
+            module.check_update(update, metrics, args)
         else:
             with pytest.raises(module.UserError, match=" is .*, its limit "):
-                module.check_ratios_and_kl(update, metrics, args)
+                module.check_update(update, metrics, args)
 
 
 # A function whose call of that number is as it says; the first is the evaluation's, before the run

@@ -176,7 +176,7 @@ def assert_largest_is_found(
             metrics = first_epoch(script, policy, batch, epochs, args)
             assert metrics[name] == pytest.approx(4 / num_groups, abs=rounding)
             with pytest.raises(script.UserError, match=f"^{name} is "):
-                script.check_ratios_and_kl(0, metrics | {"objective/kl": 0.0}, args)
+                script.check_update(0, metrics | {"objective/kl": 0.0}, args)
             logprobs.copy_(kept)
         logprobs += 9.0 * ~batch.mask
         assert first_epoch(script, policy, batch, epochs, args)[name] < rounding

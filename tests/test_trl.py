@@ -262,7 +262,7 @@ def run_main(
         "draw_epochs": lambda *_: iter(shuffles),
     } | recording.replaced()
     given["evaluate"] = lambda *_: pd.DataFrame({"query": [""], "score": [0.0]})
-    for name in "check_ratios_and_kl save_policy show_samples".split():
+    for name in "check_update save_policy show_samples".split():
         given[name] = lambda *_: None  # the first because the policy starts off the reference
     for name, function in given.items():
         patch.setattr(script, name, function)
