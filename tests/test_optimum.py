@@ -2,14 +2,15 @@
 find it."""
 
 import importlib
-import multiprocessing
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from accelerate import PartialState
 from conftest import ROOT
+from fork_tools import FORKS
 
 ALGORITHMS = ("ppo", "rloo")
 
@@ -23,14 +24,16 @@ def optimum() -> Iterator[ModuleType]:
 
 
 def train(algorithm: str) -> dict[str, Any]:
-    """A run of 200 updates; in a process of its own, forked from one that has the imports."""
+    """A run of 200 updates, in a process of its own. (A fork of this one would wait forever for its
+    OpenMP threads, where there are several.)"""
+    torch.set_num_threads(1)  # two such processes on two cores
     return importlib.import_module("optimum").train(algorithm, 1, updates=200, points=5)
 
 
 @pytest.fixture(scope="module")
 def rows(optimum: ModuleType) -> dict[str, dict[str, Any]]:
     """What both algorithms reach, side by side."""
-    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+    with FORKS.Pool(2, maxtasksperchild=1) as pool:
         return dict(zip(ALGORITHMS, pool.map(train, ALGORITHMS, 1), strict=True))
 
 
