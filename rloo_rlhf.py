@@ -8,9 +8,9 @@ reference, which is the model that it started from. "The original" is OpenAI's l
 RLOO (REINFORCE leave-one-out, Ahmadian et al. 2024, arXiv:2402.14740) has no value function: from
 the reward of each of K responses to a query it subtracts the mean reward of the other K - 1.
 
-    python train_reward.py                                     # first: a reward model
-    python rloo_rlhf.py                                        # tiny model and data
-    accelerate launch --num_processes 8 rloo_rlhf.py sentiment # eight GPUs share --batch_size
+    python train_reward.py                                      # first: a reward model
+    python rloo_rlhf.py                                         # tiny model and data
+    accelerate launch --num_processes 8 rloo_rlhf.py sentiment  # eight GPUs share --batch_size
 
 A run needs a reward model, which train_reward.py makes, or a --reward_fn. This file leaves out
 generation engines, several reward models, and what only one published system does; for the last,
@@ -295,17 +295,15 @@ def main(preset: str, args: Args) -> None:
 
             # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
             episodes = range(update * args.batch_size, (update + 1) * args.batch_size)[my_rows]
-            batch_queries = [queries[i // k % len(queries)] for i in episodes]
+            my_queries = [queries[i // k % len(queries)] for i in episodes]
             u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
-            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # k rows each
+            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # their k rows
             # The rollout uses the first epoch's micro-batches, so in the first optimizer step
             # padding and rounding match: every ratio is 1, on a CPU exactly.
-            batch, responses = rollout(
-                unwrapped, ref, batch_queries, u, epochs[0], truncate_id, args
-            )
+            batch, responses = rollout(unwrapped, ref, my_queries, u, epochs[0], truncate_id, args)
 
-            # 2. score: the reward of the truncated response, or a penalty where it never ends
-            raw_scores = score(batch_queries, responses)  # (B,)
+            # 2. score: that of the truncated response, or a penalty where it never ends
+            raw_scores = score(my_queries, responses)  # (B,)
             scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)
 
             # 3. reward: the score minus a KL penalty
@@ -366,7 +364,7 @@ def penalize_missing_end(scores: Tensor, found_end: Tensor, args: Args) -> Tenso
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
     """Rewards (B / K, K) minus the mean of the other K - 1 in their row (Ahmadian et al. 2024)."""
-    # As a mean of differences, so that equal rewards give exactly 0; that to itself is 0, too.
+    # The sum of r_i - r_j over j, divided by K - 1. Equal rewards give exactly 0, as does j = i.
     return (rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / (rewards.shape[1] - 1)
 
 
@@ -374,7 +372,7 @@ def rloo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, args: Args
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped losses of whole responses (b,), and metrics (b,). Advantages are (b,), the others
-    (b, R). At a ratio of 1 the gradient is that of REINFORCE."""
+    (b, R). A ratio is that of a whole response. Where it is 1, the gradient is REINFORCE's."""
     log_ratio = ((logprobs - old_logprobs) * mask).sum(1)
     ratio = log_ratio.clamp(-40, 40).exp()  # clamped, so that it does not overflow
     policy_loss = -advantages * ratio
@@ -405,7 +403,7 @@ def rloo_update(
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
         # The loss is the mean over the minibatch's responses on all processes: each micro-batch
-        # adds its sum, divided by the count of this one. Gradients are averaged over processes.
+        # adds its sum, divided by this process's count, which all have. Gradients are averaged.
         groups = micro_batches(torch.arange(len(minibatch)), mini.contexts, args.micro_batch_size)
         for rows in groups:
             micro = select(mini, rows)
@@ -453,12 +451,12 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
     """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
-    divide. In fp64, so that adding many records loses little."""
+    divide. They are in fp64, so that adding up many records loses little."""
     count = mask.sum()
-    sums = {}
-    for name, term in terms.items():
-        sums[name] = torch.stack([(term.detach() * mask).sum(), count]).double()
-    return sums
+    return {
+        name: torch.stack([(term.detach() * mask).sum(), count]).double()
+        for name, term in terms.items()
+    }
 
 
 def reduce_means(records: list[dict]) -> dict:
@@ -466,7 +464,7 @@ def reduce_means(records: list[dict]) -> dict:
     need the same metrics, in the same order."""
     totals = Counter()
     for record in records:
-        totals.update(record)  # adds to what is there, also tensors
+        totals.update(record)  # a Counter adds to what is there, tensors too
     reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
     return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
 
@@ -510,7 +508,7 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
     take their rows of one array, so these numbers do not depend on how many processes there are."""
-    generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; 2 and 3 are for data
+    generator = np.random.default_rng([seed, 1, draw])  # 2: load_queries, 3: read_labels
     u = generator.random((batch, length), dtype=np.float32)
     return torch.tensor(u, device=PartialState().device)
 
@@ -568,25 +566,22 @@ def rollout(
 
 @torch.no_grad()
 def sample(
-    policy: Module,
-    contexts: TokenRows,
-    u: Tensor,
-    temperature: float,
+    policy: Module, contexts: TokenRows, u: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
     the log-probabilities of their tokens. All have R tokens; truncate finds their ends later."""
     cache = DynamicCache(config=policy.lm.config)
     ids, mask = pad_rows(contexts)
-    responses = torch.zeros_like(u, dtype=torch.long)
-    logprobs = torch.zeros_like(u)
-    for t in range(u.shape[1]):
+    responses, logprobs = [], []
+    for column in u.split(1, 1):  # (B, 1), one for each token
         logits, _ = policy(ids, mask, cache=cache)
         logits = logits[:, -1] / temperature
-        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1); the cache has all before
+        # From now on the model reads only the newest token: the cache has all before it.
+        ids = inverse_cdf(logits.softmax(-1), column)
         mask = pad(mask, (0, 1), value=True)
-        responses[:, t : t + 1] = ids
-        logprobs[:, t : t + 1] = logits.log_softmax(-1).gather(1, ids)
-    return responses, logprobs
+        responses.append(ids)
+        logprobs.append(logits.log_softmax(-1).gather(1, ids))
+    return torch.cat(responses, 1), torch.cat(logprobs, 1)
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
@@ -711,17 +706,17 @@ class Actor(Module):
         """Logits (b, last, V), in fp32, at the last tokens of ids (b, T); and 0, where PPO has
         values. The tokens before are the same in each group of k rows: they are read once."""
         n = ids.shape[1] - last  # the tokens before
-        query_state = 0.0
+        unused = 0.0
         if n > 0 and self.k > 1:
             if cache is None:
                 cache = DynamicCache(config=self.lm.config)
-            query_state = hidden_states(
+            unused = hidden_states(
                 self.lm, ids[:: self.k, :n], mask[:: self.k, :n], 1, self.dtype, cache
             ).sum()
             cache.batch_repeat_interleave(self.k)
             ids = ids[:, n:]
         # With sharded weights every output must get a gradient: the query's state gets zeros.
-        states = hidden_states(self.lm, ids, mask, last, self.dtype, cache) + 0 * query_state
+        states = hidden_states(self.lm, ids, mask, last, self.dtype, cache) + 0 * unused
         logits = lm_logits(self.lm, states)
         return logits, logits.new_zeros(())
 
@@ -738,7 +733,7 @@ def hidden_states(
     follow the tokens in it, and mask covers both. Positions count real tokens, as the original's
     do. dtype is --dtype: bf16 is for the trunk alone, because it would round a logit of about 100
     by up to 0.25."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding has position 0, but is masked
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype == "bf16"):
         output = model.base_model(
             ids,
@@ -804,8 +799,8 @@ def names_flag(load: Callable) -> Callable:
             raise
         except Exception as error:
             # The cause of a library's error often says more than the error; some have no text.
-            reason = f"{getattr(args, flag)}: {error.__cause__ or str(error) or repr(error)}"
-            raise UserError(f"--{flag} {reason}") from error
+            reason = error.__cause__ or str(error) or repr(error)
+            raise UserError(f"--{flag} {getattr(args, flag)}: {reason}") from error
 
     return wrapper
 
@@ -813,8 +808,7 @@ def names_flag(load: Callable) -> Callable:
 @names_flag
 def load_tokenizer(flag: str, args: Args) -> Tokenizer:
     """The tokenizer of the model that the flag names."""
-    name = local_path(getattr(args, flag))
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(local_path(getattr(args, flag)), trust_remote_code=False)
 
 
 def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
@@ -897,28 +891,32 @@ def load_model(
         **config,
     )
 
-    # transformers only warns of weights that a model lacks, or that it has no layer for. Unexpected
-    # weights of a layer (`h.3.`) are wrong; those of an unused head are not.
+    # transformers only warns if the files lack weights of the model, or have weights that it has no
+    # place for. Such weights of a layer (`h.3.`) are wrong; those of an unused head are not.
     wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}
     if not config:
         wrong |= info["missing_keys"]
     if wrong:
         raise ValueError(f"its config and its weights do not agree on {min(wrong)}")
 
+    change_layers(model, args)
+    check_model(model, tokenizer, longest)
+    return model
+
+
+def change_layers(model: Model, args: Args) -> None:
+    """What the model's own layers have to do differently, for speed, padding and memory."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # else a pad that is also the eos gets no gradient
         if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
             module.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
-    check_model(model, tokenizer, longest)
-
     if args.gradient_checkpointing:  # needs train mode, in which dropout would act: it is set to 0
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for part in [*model.modules(), model.config]:  # some layers read it from the config
             for name, value in vars(part).items():
                 if isinstance(value, float) and "drop" in f"{type(part)} {name}":
                     setattr(part, name, 0.0)
-    return model
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
@@ -933,13 +931,15 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if longest > window:
         raise ValueError(f"has a window of {window} for {longest} tokens")
-    if hasattr(model, "score") and model.config.num_labels > 1:
+    if hasattr(model, "score") and model.config.num_labels > 1:  # `score`: a classifier's head
         raise ValueError("has several labels: use a --reward_fn")
+    # Ours: token 0 as padding, the others but the last into a cache, and the last one through it.
+    # Plain: all but token 0, at once.
     ids = torch.arange(min(longest, 64)).unsqueeze(0) % num_embeddings
-    mask = ids.cumsum(1) > 0  # False at token 0 alone, which plays padding
+    mask = ids.cumsum(1) > 0  # False at token 0 alone
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
-    cache.batch_repeat_interleave(1)  # as RLOO shares it; recurrent models have no such cache
+    cache.batch_repeat_interleave(1)  # as RLOO and RewardModel do; recurrent models cannot
     ours = hidden_states(model, ids[:, -1:], mask, 1, "fp32", cache)
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
     if not hasattr(model, "score"):
@@ -955,7 +955,7 @@ def hold_in_bf16(model: Model, args: Args) -> None:
     for module in model.base_model.modules():
         is_frozen = isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad
         if is_frozen and args.dtype == "bf16":
-            module.weight.data = module.weight.bfloat16()  # the bias is not: Falcon adds it apart
+            module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
 
 
 def local_path(name: str) -> str:
@@ -976,9 +976,10 @@ def set_up_backend(dtype: str) -> None:
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
     if PartialState().device.type == "cpu":
-        torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16
+        # "medium" is faster. But on some CPUs it multiplies in bf16: then it is taken back.
+        torch.set_float32_matmul_precision("medium")
         x = torch.randn(256, 256)
-        if (x @ x - x.double() @ x.double()).abs().max() > 1e-4:  # too coarse, as on some CPUs
+        if (x @ x - x.double() @ x.double()).abs().max() > 1e-4:
             torch.set_float32_matmul_precision("highest")
     elif dtype != "fp32":
         torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
@@ -994,12 +995,23 @@ def full_sdpa_mask(**named: object) -> Tensor:
 
 
 # --- data -----------------------------------------------------------------------------------------
-PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
+def load_table(name: str) -> datasets.DatasetDict:
+    """The splits of a file, a folder, or owner/name[:config] on the hub."""
+    path = Path(local_path(name))
+    if path.is_file():
+        splits = datasets.load_dataset(str(path.parent), data_files=glob.escape(str(path)))
+    else:
+        where = [str(path)] if path.exists() else name.split(":")
+        splits = datasets.load_dataset(*where)
+    if "train" not in splits:
+        raise ValueError(f"has splits {list(splits)}, but no `train`")
+    return splits
 
 
 @names_flag
 def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) -> list[Query]:
-    """Up to `num_queries` queries of the flag's table, in an order drawn from --seed."""
+    """Up to `num_queries` queries (at least one) of the flag's table, in an order drawn from
+    --seed."""
     begin = bos(tokenizer)
     prefix = encode(args.query_prefix, tokenizer)
     suffix = encode(args.query_suffix, tokenizer)
@@ -1009,17 +1021,17 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
     table = load_table(getattr(args, flag))["train"]
     table = table.shuffle(generator=np.random.default_rng([args.seed, 2]))
     names = "query prompt messages text article content".split()
-    column = next((name for name in names if name in table.column_names), None)
-    if column is None:
+    found = [name for name in names if name in table.column_names]
+    if not found:
         raise ValueError(f"none of its columns {table.column_names} is one of {names}")
     queries = []
     for row in table:
-        tokens = encode(row[column], tokenizer)
+        tokens = encode(row[found[0]], tokenizer)
         query = cut_query(tokens, args.query_length, start, end, long)
         if query:
             queries.append(Query(begin + query, begin + prefix + query + suffix, row))
-        if len(queries) == num_queries:
-            break
+            if len(queries) >= num_queries:
+                break
     if not queries:
         raise ValueError("no query is left: see --query_length, --start_text and --end_text")
     first = tokenizer.decode(queries[0].context)
@@ -1031,8 +1043,9 @@ def cut_query(
     tokens: list[int], length: int, start: int | None, end: int | None, long: str
 ) -> list[int]:
     """The query in these tokens (lm_human_preferences/language/datasets.py): what comes after the
-    first `start` (all, if that is the last token), truncated to `length` (or as `long` says), then
-    cut back to the last `end`, which stays. [] if there is none."""
+    first `start` (all, if that is the last token), of at most `length` tokens (longer ones are
+    dropped or cut, as `long` says), cut back to the last `end`, which stays. [] if nothing is left,
+    or if there is no `start` or no `end` in them."""
     if start is not None:
         if start not in tokens:
             return []
@@ -1059,14 +1072,25 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
     return ids[0]
 
 
+def bos(tokenizer: Tokenizer) -> list[int]:
+    """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
+    first = tokenizer("").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
+
+
 def encode(value: object, tokenizer: Tokenizer) -> list[int]:
     """Token ids, without BOS, of a text, a chat (list of messages) or a padded row of token ids; []
     for anything else. ValueError for ids that the tokenizer does not have; ids of another model
     that it does have are not noticed, so read the first query and label, which are printed."""
+    # int: token ids; dict: a chat
     kind = type(value[0]) if isinstance(value, list) and value else None
     tokens = []
     if kind is int:
         size = len(tokenizer)
+        # 50259 is padding, unless this tokenizer has so many tokens.
         tokens = [token for token in value if token != PADDING or PADDING < size]
         if not all(0 <= token < size for token in tokens):
             raise ValueError("has token ids of another model")
@@ -1077,25 +1101,6 @@ def encode(value: object, tokenizer: Tokenizer) -> list[int]:
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
     return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
-
-
-def bos(tokenizer: Tokenizer) -> list[int]:
-    """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
-    first = tokenizer("").input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] else []
-
-
-def load_table(name: str) -> datasets.DatasetDict:
-    """The splits of a file, a folder, or owner/name[:config] on the hub."""
-    path = Path(local_path(name))
-    if path.is_file():
-        splits = datasets.load_dataset(str(path.parent), data_files=glob.escape(str(path)))
-    else:
-        where = [str(path)] if path.exists() else name.split(":")
-        splits = datasets.load_dataset(*where)
-    if "train" not in splits:
-        raise ValueError(f"has splits {list(splits)}, but no `train`")
-    return splits
 
 
 # --- the run's folder -----------------------------------------------------------------------------
@@ -1142,7 +1147,7 @@ class Run:
                 raise UserError(f"--resume needs {saved['processes']} processes")
             accelerator.load_state(str(newest[0]))
             self.state = saved
-        elif (self.folder / "samples.jsonl").exists():
+        elif (self.folder / "samples.jsonl").exists():  # a finished run: it must not start anew
             raise UserError(f"--output_dir {self.folder}: no checkpoint to go on from")
 
         # Weights & Biases
@@ -1194,20 +1199,20 @@ class Run:
     def updates(self, total: int) -> tqdm:
         """The numbers of the updates that are left, with a progress bar."""
         done = self.state["update"]
-        self.bar = tqdm(
+        self.total = total
+        return tqdm(
             range(done, total),
             initial=done,
             total=total,
             disable=not self.accelerator.is_main_process,
         )
-        return self.bar
 
     def log(self, metrics: dict, **counts: int) -> None:
         """Adds the seconds since the last call (with evaluations and checkpoints), for each of
         `counts` the number per second, and the peak memory of the GPU or else of this process. Then
         writes a line of metrics.jsonl, and logs where --track asks for it."""
         seconds = time.monotonic() - self.last_log
-        self.last_log += seconds
+        self.last_log += seconds  # now
         metrics["seconds"] = seconds
         for name, count in counts.items():
             metrics[f"{name}_per_second"] = count / seconds
@@ -1240,7 +1245,8 @@ class Run:
         self.state["update"] += 1
         updates_made = self.state["update"]
         every = self.args.checkpoint_every
-        is_due = updates_made == self.bar.total or every and updates_made % every == 0
+        is_due = updates_made == self.total or (every > 0 and updates_made % every == 0)
+        # A signal may reach one process only, so all add theirs up.
         count = torch.tensor(len(self.signals), device=self.accelerator.device)
         is_stopping = sum_over_ranks(count) > 0
         if is_due or is_stopping:
@@ -1303,19 +1309,20 @@ def check_settings(args: Args, divisor: int) -> None:
         raise UserError(f"--truncate_after {args.truncate_after} must be below --response_length")
 
 
-# What a resumed run may change: where, how fast and how long it runs, and its learning rates.
-# Anything else would make two experiments of one run.
+# What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
+# learning rates. Anything else would make two experiments of one run.
 CHANGEABLE = """resume output_dir track wandb_project checkpoint_every eval_every total_episodes lr
 critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
 
 
 def parse_args() -> tuple[str, Args]:
     """Name of the preset (`tiny` if a flag comes first) and Args: preset < args.json < flags."""
-    # For tyro, which reads None but not none: `--flag none` and `--flag=none` are changed.
+    # People write `--flag none` or `--flag=none`. tyro reads only None.
     words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
     preset = words.pop(0) if words and not words[0].startswith("-") else "tiny"
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(PRESETS)}")
+    # Parsed once to learn --resume and --output_dir, then again with the old run's as defaults.
     args = tyro.cli(Args, default=PRESETS[preset], args=words)
     if args.resume and not args.output_dir:
         raise UserError("--resume needs --output_dir, the folder of the run")
@@ -1326,8 +1333,8 @@ def parse_args() -> tuple[str, Args]:
         if writer != f"{FILE.name} {preset}":
             raise UserError(f"{path} was written by {writer}")
         old_args = validated(old_run["args"])
-        default = replace(old_args)
-        default.reward_fn = None  # code is run only if it is named again
+        default = replace(old_args)  # a copy
+        default.reward_fn = None  # code is run only if it is named again (train_reward.py has none)
         args = tyro.cli(Args, default=default, args=words)
         for name, old in vars(old_args).items():
             if name not in CHANGEABLE.split() and getattr(args, name) != old:

@@ -1,24 +1,25 @@
 """A reward model from human comparisons, in one file.
 
 A language model with a scalar head learns which of N responses to a query people like best. It is
-trained with cross entropy, for one epoch. The reward is gain * logit + bias. Before and after the
-training these two are set so that rewards of the reference policy's samples have mean 0 and
-deviation 1. "The original" is OpenAI's lm-human-preferences (Ziegler et al. 2019,
-arXiv:1909.08593). The tests replay recordings of it.
+trained for one epoch on the loss -log softmax(reward_1, ..., reward_N)[best], which for a pair is
+-log sigmoid(chosen - rejected). The reward is gain * logit + bias. These two are set so that the
+rewards of the reference policy's samples have mean 0 and deviation 1: before the training, to begin
+at a sensible scale, and after it, because training moves them. "The original" is OpenAI's
+lm-human-preferences (Ziegler et al. 2019, arXiv:1909.08593). The tests replay recordings of it.
 
     python train_reward.py                                         # tiny model and data
     accelerate launch --num_processes 8 train_reward.py sentiment  # eight GPUs share --batch_size
 
 A table of labels has the columns query, sample0, sample1, ... (token ids or texts) and best, the
-number of the sample that people liked best; or chosen, rejected and perhaps prompt (texts or
-messages). The result, reward_model/, is a Hugging Face folder of a classifier, which gives the
+number of the sample that people liked best, from 0; or chosen, rejected and perhaps prompt (texts
+or messages). The result, reward_model/, is a Hugging Face folder of a classifier, which gives the
 logit; gain and bias are reward_gain and reward_bias of its config.json.
 
 A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
 train_reward.py is identical in all of them: what seems out of place here is needed there.
 
-Shapes: b comparisons in a micro-batch, N responses in each, B rows of any kind, R tokens in a
-response, T in a row, V in the vocabulary, d hidden units.
+Shapes: b labels in a micro-batch, N responses in each (b N rows, label by label), B rows of any
+kind, R tokens in a response, T in a row, V in the vocabulary, d hidden units.
 """
 
 # /// script
@@ -123,7 +124,7 @@ class Args:
     # Train on the first so many rows of `train` (None: all). Held out are `test`, or else the rest
     num_labels: PositiveInt | None = None
     eval_labels: PositiveInt = 512  # Evaluate at most this many held-out labels
-    # Queries whose samples set gain and bias; forms as for --label_dataset
+    # Queries whose samples set gain and bias, loaded in any case; forms as for --label_dataset
     query_dataset: str = "tiny/queries"
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop), and to
@@ -137,7 +138,7 @@ class Args:
     # Tokens sampled per response; chosen and rejected responses are cut to it
     response_length: PositiveInt = 24
     temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
-    # `eos`: chosen and rejected responses end at their first eos. Other tokens change nothing here
+    # Only `eos` matters here: with it chosen and rejected responses end at their first eos
     truncate_token: str | None = "."
     # Samples that set gain and bias, before and after training (0: gain starts at 1, bias at 0)
     normalization_samples: NonNegativeInt = 512
@@ -181,7 +182,7 @@ NEWS = replace(POSTS, query_prefix="Article:\n\n", temperature=0.5)
 
 
 def with_files(preset: Args, name: str) -> Args:
-    """The preset with one of OpenAI's label files, whose queries are sampled from, too."""
+    """The preset on one of OpenAI's label files; its queries are those to sample from, too."""
     return replace(preset, label_dataset=f"{FILES}/{name}", query_dataset=f"{FILES}/{name}")
 
 
@@ -205,7 +206,7 @@ class Query:
 
 @dataclass
 class Comparison:
-    """A human comparison of N responses to a query; a pair has N = 2."""
+    """A label: which of N responses to a query people liked best. A pair has N = 2."""
 
     query: list[int]
     responses: TokenRows  # N rows of token ids, not padded
@@ -219,16 +220,17 @@ def main(preset: str, args: Args) -> None:
     world = accelerator.num_processes
     rank = accelerator.process_index
     if args.batch_size % world or args.normalization_samples % world:
-        raise UserError(f"--batch_size, --normalization_samples: multiples of {world} (processes)")
+        raise UserError(
+            f"--batch_size and --normalization_samples must be multiples of {world} (processes)"
+        )
     choose_folder(preset, args)
 
     # data and models; most of what cannot run fails here, before anything is written
-    set_seed(args.seed)
     tokenizer = load_tokenizer("base_model", args)
     labels, held_out = load_labels("label_dataset", args, tokenizer)
-    # One half is to normalize before the training, the other after it (load_queries takes 0 for
-    # all rows).
-    queries = load_queries("query_dataset", args, tokenizer, max(1, 2 * args.normalization_samples))
+    # The first half is to normalize before the training, the second half after it.
+    queries = load_queries("query_dataset", args, tokenizer, 2 * args.normalization_samples)
+    # the longest text that a model reads
     longest = max(len(query.context) for query in queries) + args.response_length
     for label in labels + held_out:
         longest = max(longest, len(label.query) + max(map(len, label.responses)))
@@ -236,15 +238,8 @@ def main(preset: str, args: Args) -> None:
     hold_in_bf16(ref_lm.requires_grad_(False), args)
     ref = Reference(ref_lm, args.dtype).to(accelerator.device)
     model = load_model("base_model", args, AutoClassifier, tokenizer, longest, num_labels=1)
-    # transformers scores a text at its last token that is not padding. If eos were the padding, it
-    # would skip an eos at the end. Then the saved classifier has no padding token, and transformers
-    # takes one text at a time.
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:
-        tokenizer.pad_token = None
-    model.config.pad_token_id = tokenizer.pad_token_id
-    torch.manual_seed(
-        args.seed
-    )  # the new head depends on the seed alone; normal, as the original's
+    # The new head is normal, as the original's, and depends on the seed alone.
+    set_seed(args.seed)
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     set_up_backend(args.dtype)
     reward = RewardModel(model, args).to(accelerator.device)
@@ -253,7 +248,7 @@ def main(preset: str, args: Args) -> None:
     # and bias take the place of these
     if args.normalization_samples > 0:
         rewards = reference_rewards(accelerator, reward, ref, queries, 0, args)
-        normalize(rewards, reward.gain.data, reward.bias.data)
+        normalize(rewards, reward.gain, reward.bias)
     wrapped, optimizer = accelerator.prepare(reward, make_optimizer([reward], [], args))
     reward = accelerator.unwrap_model(wrapped)  # the same module, without DDP around it
 
@@ -261,9 +256,10 @@ def main(preset: str, args: Args) -> None:
         order = np.random.RandomState(args.seed).permutation(len(labels))
         for update in run.updates(len(labels) // args.batch_size):
             # 2. train: one epoch; a single process has the original's order. Each process takes
-            # every world-th label of a batch; an incomplete last batch is left out.
+            # every world-th label of a batch. An incomplete last batch is left out, but as in the
+            # original it counts for the learning rate: tf_adam.py has the schedule.
             start = update * args.batch_size
-            set_learning_rates(optimizer, update, start / len(labels), args)  # see tf_adam.py
+            set_learning_rates(optimizer, update, start / len(labels), args)
             mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
             records = reward_update(accelerator, wrapped, optimizer, mine, args)
 
@@ -278,14 +274,17 @@ def main(preset: str, args: Args) -> None:
         # 4. normalize again
         if args.normalization_samples > 0:
             rewards = reference_rewards(accelerator, reward, ref, queries, 1, args)
-            normalize(rewards, reward.gain.data, reward.bias.data)
+            normalize(rewards, reward.gain, reward.bias)
 
         # 5. evaluate and save; all processes put the weights together
         samples = evaluate_labels(reward, held_out, tokenizer)
-        statistics = {"gain": reward.gain.item(), "bias": reward.bias.item()}
+        statistics = {}
+        for name, x in (("gain", reward.gain), ("bias", reward.bias)):
+            statistics[name] = getattr(x, "full_tensor", x.detach)().item()  # FSDP may shard them
         if held_out:
             statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
-            accelerator.log(statistics)
+        accelerator.log(statistics)
+        # After the statistics: FSDP may have normalized a gathered copy, which this discards.
         weights = accelerator.get_state_dict(wrapped)
         if rank == 0:
             save_reward_model(model, weights, statistics, tokenizer, args.output_dir)
@@ -337,16 +336,16 @@ def reward_update(
     return records
 
 
+@torch.no_grad()
 def normalize(rewards: Tensor, gain: Tensor, bias: Tensor) -> None:
     """Sets gain and bias so that these rewards, computed with the old ones, would have mean 0 and
     (biased) standard deviation 1: the original's rewards.py, set_reward_norm."""
-    logits = (rewards - bias) / gain
-    mean = logits.mean()
-    std = logits.std(correction=0)
+    mean = rewards.mean().item()  # numbers, because gain and bias may be sharded tensors
+    std = rewards.std(correction=0).item()
     if not std > 0:  # NaN raises, too
-        raise UserError(f"--normalization_samples: the logits have mean {mean}, deviation {std}")
-    gain.copy_(1 / std)
-    bias.copy_(-mean / std)
+        raise UserError(f"--normalization_samples: the rewards have mean {mean}, deviation {std}")
+    gain.div_(std)
+    bias.sub_(mean).div_(std)
 
 
 @torch.no_grad()
@@ -358,9 +357,9 @@ def reference_rewards(
     draw: int,
     args: Args,
 ) -> Tensor:
-    """Rewards (--normalization_samples,), gathered from all processes, of the reference's samples.
-    These are not truncated, and scored at their last token. Draw 0 is before the training, 1 after:
-    each has its own queries and uniforms."""
+    """One reward for each of --normalization_samples, which the reference samples: in the order of
+    the processes. Samples are not truncated, and are scored at their last token. Draw 0 is before
+    the training, 1 after: each has its own queries and uniforms."""
     total = args.normalization_samples
     share = total // accelerator.num_processes
     first = accelerator.process_index * share
@@ -370,10 +369,8 @@ def reference_rewards(
         asked = [queries[(draw * total + i) % len(queries)] for i in rows]
         contexts = [query.context for query in asked]
         responses, _ = sample(ref, contexts, u[rows.to(u.device)], args.temperature)
-        labels = []
-        for query, response in zip(asked, responses.tolist(), strict=True):
-            labels.append(Comparison(query.input_ids, [response], 0))  # only its reward is used
-        rewards.append(label_rewards(reward, labels)[0].flatten())
+        ids, mask = pad_rows([query.input_ids for query in asked])
+        rewards.append(reward(ids, mask, responses, responses >= 0))  # all of their tokens are real
     return accelerator.gather(torch.cat(rewards))
 
 
@@ -381,18 +378,19 @@ def reference_rewards(
 def evaluate_labels(reward: Module, labels: list[Comparison], tokenizer: Tokenizer) -> pd.DataFrame:
     """A row for each held-out label: its texts, which response is best, all rewards, and whether
     the best one has the highest. Every process evaluates all labels, since weights may be sharded,
-    and one at a time, so that there is no padding."""
+    and one at a time, so that no query is padded."""
     rows = []
     for label in labels:
         rewards, _, is_hit = label_rewards(reward, [label])
-        row = {
-            "query": tokenizer.decode(label.query),
-            "responses": tokenizer.batch_decode(label.responses),
-            "best": label.best,
-            "rewards": rewards[0].tolist(),
-            "is_hit": is_hit.item(),
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "query": tokenizer.decode(label.query),
+                "responses": tokenizer.batch_decode(label.responses),
+                "best": label.best,
+                "rewards": rewards[0].tolist(),
+                "is_hit": is_hit.item(),
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -404,12 +402,12 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
     """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
-    divide. In fp64, so that adding many records loses little."""
+    divide. They are in fp64, so that adding up many records loses little."""
     count = mask.sum()
-    sums = {}
-    for name, term in terms.items():
-        sums[name] = torch.stack([(term.detach() * mask).sum(), count]).double()
-    return sums
+    return {
+        name: torch.stack([(term.detach() * mask).sum(), count]).double()
+        for name, term in terms.items()
+    }
 
 
 def reduce_means(records: list[dict]) -> dict:
@@ -417,7 +415,7 @@ def reduce_means(records: list[dict]) -> dict:
     need the same metrics, in the same order."""
     totals = Counter()
     for record in records:
-        totals.update(record)  # adds to what is there, also tensors
+        totals.update(record)  # a Counter adds to what is there, tensors too
     reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
     return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
 
@@ -427,32 +425,29 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
     take their rows of one array, so these numbers do not depend on how many processes there are."""
-    generator = np.random.default_rng([seed, 1, draw])  # 1: sampling; 2 and 3 are for data
+    generator = np.random.default_rng([seed, 1, draw])  # 2: load_queries, 3: read_labels
     u = generator.random((batch, length), dtype=np.float32)
     return torch.tensor(u, device=PartialState().device)
 
 
 @torch.no_grad()
 def sample(
-    policy: Module,
-    contexts: TokenRows,
-    u: Tensor,
-    temperature: float,
+    policy: Module, contexts: TokenRows, u: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
     the log-probabilities of their tokens. All have R tokens; truncate finds their ends later."""
     cache = DynamicCache(config=policy.lm.config)
     ids, mask = pad_rows(contexts)
-    responses = torch.zeros_like(u, dtype=torch.long)
-    logprobs = torch.zeros_like(u)
-    for t in range(u.shape[1]):
+    responses, logprobs = [], []
+    for column in u.split(1, 1):  # (B, 1), one for each token
         logits, _ = policy(ids, mask, cache=cache)
         logits = logits[:, -1] / temperature
-        ids = inverse_cdf(logits.softmax(-1), u[:, t : t + 1])  # (B, 1); the cache has all before
+        # From now on the model reads only the newest token: the cache has all before it.
+        ids = inverse_cdf(logits.softmax(-1), column)
         mask = pad(mask, (0, 1), value=True)
-        responses[:, t : t + 1] = ids
-        logprobs[:, t : t + 1] = logits.log_softmax(-1).gather(1, ids)
-    return responses, logprobs
+        responses.append(ids)
+        logprobs.append(logits.log_softmax(-1).gather(1, ids))
+    return torch.cat(responses, 1), torch.cat(logprobs, 1)
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
@@ -484,7 +479,7 @@ class RewardModel(Module):
         super().__init__()
         self.lm = lm
         self.dtype = args.dtype
-        self.reads_once = not args.gradient_checkpointing  # it does not work with caches
+        self.reads_once = not args.gradient_checkpointing  # checkpointing goes without caches
         self.gain = nn.Parameter(torch.ones(1, device=lm.device))
         self.bias = nn.Parameter(torch.zeros(1, device=lm.device))
 
@@ -497,12 +492,12 @@ class RewardModel(Module):
         whole_mask = torch.cat([mask.repeat_interleave(repeats, 0), is_real], 1)
         if self.reads_once:
             cache = DynamicCache(config=self.lm.config)
-            query_state = hidden_states(self.lm, ids, mask, 1, self.dtype, cache).sum()
+            unused = hidden_states(self.lm, ids, mask, 1, self.dtype, cache).sum()
             cache.batch_repeat_interleave(repeats)
             states = hidden_states(self.lm, responses, whole_mask, size, self.dtype, cache)
             # With sharded weights (FSDP) every output of a forward pass must get a gradient. This
             # gives the query's last state a gradient of zero.
-            states = states + 0 * query_state
+            states = states + 0 * unused
         else:
             whole = torch.cat([ids.repeat_interleave(repeats, 0), responses], 1)
             states = hidden_states(self.lm, whole, whole_mask, size, self.dtype)
@@ -523,7 +518,7 @@ def hidden_states(
     follow the tokens in it, and mask covers both. Positions count real tokens, as the original's
     do. dtype is --dtype: bf16 is for the trunk alone, because it would round a logit of about 100
     by up to 0.25."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding has position 0, but is masked
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype == "bf16"):
         output = model.base_model(
             ids,
@@ -570,8 +565,8 @@ def names_flag(load: Callable) -> Callable:
             raise
         except Exception as error:
             # The cause of a library's error often says more than the error; some have no text.
-            reason = f"{getattr(args, flag)}: {error.__cause__ or str(error) or repr(error)}"
-            raise UserError(f"--{flag} {reason}") from error
+            reason = error.__cause__ or str(error) or repr(error)
+            raise UserError(f"--{flag} {getattr(args, flag)}: {reason}") from error
 
     return wrapper
 
@@ -579,8 +574,7 @@ def names_flag(load: Callable) -> Callable:
 @names_flag
 def load_tokenizer(flag: str, args: Args) -> Tokenizer:
     """The tokenizer of the model that the flag names."""
-    name = local_path(getattr(args, flag))
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(local_path(getattr(args, flag)), trust_remote_code=False)
 
 
 @names_flag
@@ -604,28 +598,32 @@ def load_model(
         **config,
     )
 
-    # transformers only warns of weights that a model lacks, or that it has no layer for. Unexpected
-    # weights of a layer (`h.3.`) are wrong; those of an unused head are not.
+    # transformers only warns if the files lack weights of the model, or have weights that it has no
+    # place for. Such weights of a layer (`h.3.`) are wrong; those of an unused head are not.
     wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}
     if not config:
         wrong |= info["missing_keys"]
     if wrong:
         raise ValueError(f"its config and its weights do not agree on {min(wrong)}")
 
+    change_layers(model, args)
+    check_model(model, tokenizer, longest)
+    return model
+
+
+def change_layers(model: Model, args: Args) -> None:
+    """What the model's own layers have to do differently, for speed, padding and memory."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # else a pad that is also the eos gets no gradient
         if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
             module.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
-    check_model(model, tokenizer, longest)
-
     if args.gradient_checkpointing:  # needs train mode, in which dropout would act: it is set to 0
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for part in [*model.modules(), model.config]:  # some layers read it from the config
             for name, value in vars(part).items():
                 if isinstance(value, float) and "drop" in f"{type(part)} {name}":
                     setattr(part, name, 0.0)
-    return model
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
@@ -640,13 +638,15 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if longest > window:
         raise ValueError(f"has a window of {window} for {longest} tokens")
-    if hasattr(model, "score") and model.config.num_labels > 1:
+    if hasattr(model, "score") and model.config.num_labels > 1:  # `score`: a classifier's head
         raise ValueError("has several labels: use a --reward_fn")
+    # Ours: token 0 as padding, the others but the last into a cache, and the last one through it.
+    # Plain: all but token 0, at once.
     ids = torch.arange(min(longest, 64)).unsqueeze(0) % num_embeddings
-    mask = ids.cumsum(1) > 0  # False at token 0 alone, which plays padding
+    mask = ids.cumsum(1) > 0  # False at token 0 alone
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
-    cache.batch_repeat_interleave(1)  # as RLOO shares it; recurrent models have no such cache
+    cache.batch_repeat_interleave(1)  # as RLOO and RewardModel do; recurrent models cannot
     ours = hidden_states(model, ids[:, -1:], mask, 1, "fp32", cache)
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
     if not hasattr(model, "score"):
@@ -662,7 +662,7 @@ def hold_in_bf16(model: Model, args: Args) -> None:
     for module in model.base_model.modules():
         is_frozen = isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad
         if is_frozen and args.dtype == "bf16":
-            module.weight.data = module.weight.bfloat16()  # the bias is not: Falcon adds it apart
+            module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
 
 
 def local_path(name: str) -> str:
@@ -683,9 +683,10 @@ def set_up_backend(dtype: str) -> None:
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
     if PartialState().device.type == "cpu":
-        torch.set_float32_matmul_precision("medium")  # faster, but oneDNN may use bf16
+        # "medium" is faster. But on some CPUs it multiplies in bf16: then it is taken back.
+        torch.set_float32_matmul_precision("medium")
         x = torch.randn(256, 256)
-        if (x @ x - x.double() @ x.double()).abs().max() > 1e-4:  # too coarse, as on some CPUs
+        if (x @ x - x.double() @ x.double()).abs().max() > 1e-4:
             torch.set_float32_matmul_precision("highest")
     elif dtype != "fp32":
         torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
@@ -701,12 +702,23 @@ def full_sdpa_mask(**named: object) -> Tensor:
 
 
 # --- data -----------------------------------------------------------------------------------------
-PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
+def load_table(name: str) -> datasets.DatasetDict:
+    """The splits of a file, a folder, or owner/name[:config] on the hub."""
+    path = Path(local_path(name))
+    if path.is_file():
+        splits = datasets.load_dataset(str(path.parent), data_files=glob.escape(str(path)))
+    else:
+        where = [str(path)] if path.exists() else name.split(":")
+        splits = datasets.load_dataset(*where)
+    if "train" not in splits:
+        raise ValueError(f"has splits {list(splits)}, but no `train`")
+    return splits
 
 
 @names_flag
 def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) -> list[Query]:
-    """Up to `num_queries` queries of the flag's table, in an order drawn from --seed."""
+    """Up to `num_queries` queries (at least one) of the flag's table, in an order drawn from
+    --seed."""
     begin = bos(tokenizer)
     prefix = encode(args.query_prefix, tokenizer)
     suffix = encode(args.query_suffix, tokenizer)
@@ -716,17 +728,17 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
     table = load_table(getattr(args, flag))["train"]
     table = table.shuffle(generator=np.random.default_rng([args.seed, 2]))
     names = "query prompt messages text article content".split()
-    column = next((name for name in names if name in table.column_names), None)
-    if column is None:
+    found = [name for name in names if name in table.column_names]
+    if not found:
         raise ValueError(f"none of its columns {table.column_names} is one of {names}")
     queries = []
     for row in table:
-        tokens = encode(row[column], tokenizer)
+        tokens = encode(row[found[0]], tokenizer)
         query = cut_query(tokens, args.query_length, start, end, long)
         if query:
             queries.append(Query(begin + query, begin + prefix + query + suffix, row))
-        if len(queries) == num_queries:
-            break
+            if len(queries) >= num_queries:
+                break
     if not queries:
         raise ValueError("no query is left: see --query_length, --start_text and --end_text")
     first = tokenizer.decode(queries[0].context)
@@ -738,8 +750,9 @@ def cut_query(
     tokens: list[int], length: int, start: int | None, end: int | None, long: str
 ) -> list[int]:
     """The query in these tokens (lm_human_preferences/language/datasets.py): what comes after the
-    first `start` (all, if that is the last token), truncated to `length` (or as `long` says), then
-    cut back to the last `end`, which stays. [] if there is none."""
+    first `start` (all, if that is the last token), of at most `length` tokens (longer ones are
+    dropped or cut, as `long` says), cut back to the last `end`, which stays. [] if nothing is left,
+    or if there is no `start` or no `end` in them."""
     if start is not None:
         if start not in tokens:
             return []
@@ -762,6 +775,8 @@ def load_labels(
     splits = load_table(getattr(args, flag))
     table = splits["train"]
     count = args.num_labels or len(table)
+    if count > len(table):
+        raise UserError(f"--num_labels {count} is more than the {len(table)} rows of the table")
     # A list, because select refuses an empty range that starts at the end of the table.
     rest = table.select(list(range(count, len(table))))
     held_out = splits.get("test", rest)
@@ -775,9 +790,9 @@ def load_labels(
 
 
 def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> list[Comparison]:
-    """Labels of a table in either format, but for those with an empty text or equal responses. For
-    preferences a coin decides which response comes first, so that no constant answer beats chance.
-    """
+    """Labels of a table in either format, but for those with an empty text or all responses equal;
+    ValueError if that leaves out more than a tenth. A coin decides whether the chosen response
+    comes first: if it always did, a model that gives equal rewards would be right (argmax)."""
     coins = np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)).tolist()
     names = [f"sample{i}" for i in range(100) if f"sample{i}" in table.column_names]
     labels = []
@@ -789,7 +804,9 @@ def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> li
             query = bos(tokenizer) + encode(row["query"], tokenizer)
             label = Comparison(query, responses, int(row["best"]))
         else:
-            raise ValueError(f"has no query, sample0, .., best, nor chosen, rejected: {row}")
+            raise ValueError(
+                f"has a row with neither sample0, .., best nor chosen, rejected: {row}"
+            )
         is_whole = label.query and all(label.responses)
         if is_whole and any(x != label.responses[0] for x in label.responses):
             labels.append(label)
@@ -800,7 +817,7 @@ def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> li
 
 
 def read_preference(row: dict, coin: int, tokenizer: Tokenizer, args: Args) -> Comparison:
-    """A preference as a comparison with N = 2, whose chosen response goes to index `coin`. With
+    """A label with N = 2 of a preference, whose chosen response goes to index `coin`. With
     --truncate_token eos a response ends at its first eos, and gets one if it has none; then it is
     cut to --response_length. A prompt above --query_length is dropped or cut (--long_queries; None:
     dropped); --start_text and --end_text are not used."""
@@ -814,7 +831,7 @@ def read_preference(row: dict, coin: int, tokenizer: Tokenizer, args: Args) -> C
         responses.reverse()
     kept = cut_query(query, args.query_length, None, None, args.long_queries or "drop")
     if query and not kept:
-        responses = [[]]  # an empty response, for which read_labels leaves the label out
+        responses = []  # read_labels leaves out a label without responses
     return Comparison(bos(tokenizer) + kept, responses, coin)
 
 
@@ -840,6 +857,8 @@ def preference_texts(row: dict, tokenizer: Tokenizer) -> list[str]:
     if prompt is None:
         # The common beginning may end within a word: that piece is left to the answers.
         prompt = re.sub(r"(\s|\A)\S*\Z", "", os.path.commonprefix(answers))
+    if not isinstance(prompt, str):
+        raise ValueError("has a chat as a prompt, but texts as answers")
     if all(answer.startswith(prompt) for answer in answers):
         answers = [answer.removeprefix(prompt) for answer in answers]
     return [prompt, *answers]
@@ -858,14 +877,25 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
     return ids[0]
 
 
+def bos(tokenizer: Tokenizer) -> list[int]:
+    """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
+    first = tokenizer("").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
+
+
 def encode(value: object, tokenizer: Tokenizer) -> list[int]:
     """Token ids, without BOS, of a text, a chat (list of messages) or a padded row of token ids; []
     for anything else. ValueError for ids that the tokenizer does not have; ids of another model
     that it does have are not noticed, so read the first query and label, which are printed."""
+    # int: token ids; dict: a chat
     kind = type(value[0]) if isinstance(value, list) and value else None
     tokens = []
     if kind is int:
         size = len(tokenizer)
+        # 50259 is padding, unless this tokenizer has so many tokens.
         tokens = [token for token in value if token != PADDING or PADDING < size]
         if not all(0 <= token < size for token in tokens):
             raise ValueError("has token ids of another model")
@@ -876,25 +906,6 @@ def encode(value: object, tokenizer: Tokenizer) -> list[int]:
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
     return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
-
-
-def bos(tokenizer: Tokenizer) -> list[int]:
-    """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
-    first = tokenizer("").input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] else []
-
-
-def load_table(name: str) -> datasets.DatasetDict:
-    """The splits of a file, a folder, or owner/name[:config] on the hub."""
-    path = Path(local_path(name))
-    if path.is_file():
-        splits = datasets.load_dataset(str(path.parent), data_files=glob.escape(str(path)))
-    else:
-        where = [str(path)] if path.exists() else name.split(":")
-        splits = datasets.load_dataset(*where)
-    if "train" not in splits:
-        raise ValueError(f"has splits {list(splits)}, but no `train`")
-    return splits
 
 
 # --- the run's folder -----------------------------------------------------------------------------
@@ -941,7 +952,7 @@ class Run:
                 raise UserError(f"--resume needs {saved['processes']} processes")
             accelerator.load_state(str(newest[0]))
             self.state = saved
-        elif (self.folder / "samples.jsonl").exists():
+        elif (self.folder / "samples.jsonl").exists():  # a finished run: it must not start anew
             raise UserError(f"--output_dir {self.folder}: no checkpoint to go on from")
 
         # Weights & Biases
@@ -993,20 +1004,20 @@ class Run:
     def updates(self, total: int) -> tqdm:
         """The numbers of the updates that are left, with a progress bar."""
         done = self.state["update"]
-        self.bar = tqdm(
+        self.total = total
+        return tqdm(
             range(done, total),
             initial=done,
             total=total,
             disable=not self.accelerator.is_main_process,
         )
-        return self.bar
 
     def log(self, metrics: dict, **counts: int) -> None:
         """Adds the seconds since the last call (with evaluations and checkpoints), for each of
         `counts` the number per second, and the peak memory of the GPU or else of this process. Then
         writes a line of metrics.jsonl, and logs where --track asks for it."""
         seconds = time.monotonic() - self.last_log
-        self.last_log += seconds
+        self.last_log += seconds  # now
         metrics["seconds"] = seconds
         for name, count in counts.items():
             metrics[f"{name}_per_second"] = count / seconds
@@ -1039,7 +1050,8 @@ class Run:
         self.state["update"] += 1
         updates_made = self.state["update"]
         every = self.args.checkpoint_every
-        is_due = updates_made == self.bar.total or every and updates_made % every == 0
+        is_due = updates_made == self.total or (every > 0 and updates_made % every == 0)
+        # A signal may reach one process only, so all add theirs up.
         count = torch.tensor(len(self.signals), device=self.accelerator.device)
         is_stopping = sum_over_ranks(count) > 0
         if is_due or is_stopping:
@@ -1065,7 +1077,13 @@ def write(path: Path, text: str) -> None:
 def save_reward_model(
     model: Model, weights: dict, statistics: dict, tokenizer: Tokenizer, parent: str
 ) -> None:
-    """reward_model/, a Hugging Face folder, and results.json."""
+    """Writes reward_model/, a Hugging Face folder, and results.json."""
+    # transformers scores a text at its last token that is not padding. If eos were the padding, it
+    # would skip an eos at the end. So then the folder names no padding token, and whoever loads it
+    # with transformers scores one text at a time.
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.pad_token = None
+    model.config.pad_token_id = tokenizer.pad_token_id
     model.config.reward_gain = statistics["gain"]
     model.config.reward_bias = statistics["bias"]
     own = {name: weights[f"lm.{name}"] for name in model.state_dict()}
@@ -1075,19 +1093,20 @@ def save_reward_model(
 
 
 # --- entry point ----------------------------------------------------------------------------------
-# What a resumed run may change: where, how fast and how long it runs, and its learning rates.
-# Anything else would make two experiments of one run.
+# What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
+# learning rates. Anything else would make two experiments of one run.
 CHANGEABLE = """resume output_dir track wandb_project checkpoint_every eval_every total_episodes lr
 critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
 
 
 def parse_args() -> tuple[str, Args]:
     """Name of the preset (`tiny` if a flag comes first) and Args: preset < args.json < flags."""
-    # For tyro, which reads None but not none: `--flag none` and `--flag=none` are changed.
+    # People write `--flag none` or `--flag=none`. tyro reads only None.
     words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
     preset = words.pop(0) if words and not words[0].startswith("-") else "tiny"
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(PRESETS)}")
+    # Parsed once to learn --resume and --output_dir, then again with the old run's as defaults.
     args = tyro.cli(Args, default=PRESETS[preset], args=words)
     if args.resume and not args.output_dir:
         raise UserError("--resume needs --output_dir, the folder of the run")
@@ -1098,8 +1117,8 @@ def parse_args() -> tuple[str, Args]:
         if writer != f"{FILE.name} {preset}":
             raise UserError(f"{path} was written by {writer}")
         old_args = validated(old_run["args"])
-        default = replace(old_args)
-        default.reward_fn = None  # code is run only if it is named again
+        default = replace(old_args)  # a copy
+        default.reward_fn = None  # code is run only if it is named again (train_reward.py has none)
         args = tyro.cli(Args, default=default, args=words)
         for name, old in vars(old_args).items():
             if name not in CHANGEABLE.split() and getattr(args, name) != old:

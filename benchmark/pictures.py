@@ -486,7 +486,9 @@ def real_model(records: dict[str, Record], episodes: int | None = None) -> Figur
     for name, colour in legend.items():
         gold.plot([], [], "o", color=colour, label=name)
     figure.legend(loc="outside lower center", ncols=3, fontsize=9)
-    title(figure, "SmolLM2, 15 of 19 runs: how much they win depends on the reward model and the rate")
+    title(
+        figure, "SmolLM2, 15 of 19 runs: how much they win depends on the reward model and the rate"
+    )
     return figure
 
 

@@ -34,6 +34,7 @@ DIFFERENT_FIELDS = {  # between train_reward.py and the others, and why
 }
 SECTIONS = [
     "the algorithm",
+    "metrics and checks",
     "rollout and scoring",
     "forward passes",
     "models",

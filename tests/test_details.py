@@ -18,8 +18,8 @@ from conftest import ROOT
 from details import DETAILS, Detail
 
 QUICK = (
-    "TensorFlow's Adam: eps outside the bias correction",
-    "whitening: biased variance, eps 1e-8",
+    "The optimizer is Adam as TensorFlow computes it, with eps outside the bias correction.",
+    "Whitening uses the biased variance, and adds 1e-8 to it.",
 )
 
 

@@ -12,6 +12,8 @@ import ast
 import functools
 import re
 import sys
+import textwrap
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,285 +133,300 @@ AGAINST = {
 
 ORIGINAL = [
     Detail(
-        "TensorFlow's Adam: eps outside the bias correction",
+        "The optimizer is Adam as TensorFlow computes it, with eps outside the bias correction.",
         ADAM,
         'group["eps"] /= math.sqrt(1 - beta2 ** group["t"])',
         'group["eps"] /= 1',
         ADAM_STEPS,
     ),
     Detail(
-        "it is the optimizer, with no weight decay and no clipping of gradients",
+        "TensorFlow's Adam is the default, without weight decay and without clipping of gradients.",
         ADAM,
         '{"tf": AdamTF, "torch": torch.optim.AdamW}',
         '{"tf": torch.optim.AdamW, "torch": torch.optim.AdamW}',
         PPO_RUN,
     ),
     Detail(
-        "the learning rate falls linearly from update to update",
+        "The learning rate falls linearly, by the same amount after each update.",
         PPO,
         "set_learning_rates(optimizer, update, update / num_updates, args)",
         "set_learning_rates(optimizer, update, update / (num_updates + 1), args)",
         PPO_RUN,
     ),
     Detail(
-        "queries begin after the first `.` and end with the last, by token id",
+        "A query begins after the first `.` of its text and ends with the last one. Tokens are "
+        "compared, not characters.",
         PPO,
         "tokens.index(start) + 1",
         "tokens.index(start)",
         "golden::query_cut_equals_the_original",
     ),
     Detail(
-        "prefix and suffix are for the policy, the raw query for the reward model",
+        "`--query_prefix` and `--query_suffix` are for the policy. The reward model reads the "
+        "query without them.",
         PPO,
         "Query(begin + query, begin + prefix + query + suffix, row)",
         "Query(begin + query + suffix, begin + prefix + query + suffix, row)",
         PPO_RUN,
     ),
     Detail(
-        "padding is a mask, token 0 stands under it, no embedding is resized",
+        "Padding is marked by a mask alone: the ids under it are 0, so the model needs no padding "
+        "token.",
         PPO,
         "(ids.clamp(min=0), ids >= 0)",
         "(ids.clamp(min=0), ids >= -1)",
         CACHED,
     ),
     Detail(
-        "positions count real tokens",
+        "Positions count real tokens, and not padding.",
         PPO,
         "(mask.cumsum(1) - 1).clamp(min=0)",
         "(torch.ones_like(mask).cumsum(1) - 1).clamp(min=0)",
         CACHED,
     ),
     Detail(
-        "responses of a fixed length: no top-k, no top-p, no stop at EOS",
+        "All responses have the same length. Sampling has no top-k and no top-p, and does not stop "
+        "at an EOS.",
         PPO,
         "logits[:, -1] / temperature",
         "logits[:, -1]",
         CACHED,
     ),
     Detail(
-        "sampling is a function of (seed, update, row)",
+        "The random numbers of sampling follow from the seed, the update and the row. This is not "
+        "so in the original.",
         PPO,
         "np.random.default_rng([seed, 1, draw])",
         "np.random.default_rng([seed, 2, draw])",
         PPO_RUN,
     ),
     Detail(
-        "log-probabilities are divided by the temperature as well; values are not",
+        "Logits are divided by the temperature for sampling and for log-probabilities. Values are "
+        "not divided.",
         PPO,
         "logits.div_(temperature).log_softmax(-1)",
         "logits.log_softmax(-1)",
         FORWARD,
     ),
     Detail(
-        "a token is predicted by the state before it, the first by the query's last",
+        "A token is predicted by the state of the token before it, and a response's first token by "
+        "the state of the query's last.",
         PPO,
         "batch.responses[:, :-1]",
         "batch.responses[:, 1:]",
         FORWARD,
     ),
     Detail(
-        "logits are fp32 in bf16 runs too, as only the trunk is autocast",
+        "Logits are computed in fp32, in bf16 runs too, because only the trunk is under autocast.",
         PPO,
         'dtype == "bf16"',
         "False",
         "models::under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16",
     ),
     Detail(
-        "old log-probabilities come from the very passes of the update (the original's from its "
-        "sampler): the first ratio is 1",
+        "Old log-probabilities come from passes over the update's own micro-batches, so the first "
+        "ratio is 1. The original takes them from its sampler.",
         PPO,
         "micro_batches(minibatch, contexts, args.micro_batch_size)",
         "micro_batches(minibatch, contexts, 1)",
         "sampler::first_ratio_is_exactly_one",
     ),
     Detail(
-        "first ratios of 1, a KL of 0 and sampled log-probabilities are checked in every run "
-        "(not in the original)",
+        "Every run checks that first ratios are 1, that the KL begins at 0, and that sampling and "
+        "training agree. The original has no such check.",
         PPO,
         "args.max_kl if update > 0 else ratio_tolerance",
         "args.max_kl",
         "ppo_math::first_passes_that_differ_and_a_far_policy_stop_a_run",
     ),
     Detail(
-        "the score is that of the response truncated at the first `.` from index 16",
+        "The score is that of the response up to its first `.` at index 16 or later.",
         PPO,
         "(responses == token) & (index >= after)",
         "(responses == token) & (index > after)",
         "golden::truncation_and_penalty_equal_the_original",
     ),
     Detail(
-        "without a `.` there, -1 replaces the score",
+        "A response without a `.` from index 16 on gets a score of -1 instead.",
         PPO,
         "torch.where(found_end, scores, kept + args.penalty_reward_value)",
         "scores",
         PPO_RUN,
     ),
     Detail(
-        "the reward is read at the last real token",
+        "The reward is read at the last token that is not padding.",
         PPO,
         "hidden_states(model, ids, mask, 1, args.dtype)",
         "hidden_states(model, ids, mask, 2, args.dtype)[:, :1]",
         "golden::reward_scores_equal_the_original",
     ),
     Detail(
-        "reward = gain * logit + bias",
+        "The reward is gain * logit + bias.",
         PPO,
         'nn.init.constant_(head.bias, getattr(model.config, "reward_bias", 0.0))',
         "nn.init.constant_(head.bias, 0.0)",
         PPO_RUN,
     ),
     Detail(
-        "KL is paid for every token, truncated or not",
+        "The KL penalty counts for every token, also for those after the end of the response.",
         PPO,
         "until_end if args.mask_truncated else torch.ones_like(until_end)",
         "until_end",
         PPO_RUN,
     ),
     Detail(
-        "the score comes with the last token",
+        "The score is added to the reward of the last sampled token.",
         PPO,
         "mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))",
         "mask & (mask.cumsum(1) == 1)",
         PPO_RUN,
     ),
     Detail(
-        "rewards are whitened without shifting their mean",
+        "Rewards are scaled to a variance of 1, and keep their mean.",
         PPO,
         "whiten(rewards, batch.mask, shift_mean=False)",
         "whiten(rewards, batch.mask, shift_mean=True)",
         STEPS,
     ),
     Detail(
-        "whitening: biased variance, eps 1e-8",
+        "Whitening uses the biased variance, and adds 1e-8 to it.",
         PPO,
         "(x - mean) * torch.rsqrt(variance + 1e-8)",
         "(x - mean) * torch.rsqrt(variance)",
         WHITEN,
     ),
     Detail(
-        "generalised advantage estimation, with 0 after the end",
+        "In generalised advantage estimation the value after the last token is 0.",
         PPO,
         "advantage = next_value = torch.zeros_like(values[:, 0])",
         "advantage = next_value = values[:, -1]",
         "ppo_math::gae_discounts_future_errors_by_gamma_times_lambda",
     ),
     Detail(
-        "advantages are whitened per minibatch and rank, inside the epochs",
+        "Advantages are whitened within each minibatch of each process, and anew in each epoch.",
         PPO,
         "whiten(batch.advantages, batch.mask, shift_mean=True)",
         "batch.advantages",
         STEPS,
     ),
     Detail(
-        "value head on the policy's trunk, starting at zero",
+        "The value head reads the policy's trunk, and its weights start at 0.",
         PPO,
         'getattr(model.config, "reward_gain", 1.0) if hasattr(model, "score") else 0.0',
         'getattr(model.config, "reward_gain", 1.0) if hasattr(model, "score") else 1.0',
         PPO_RUN,
     ),
     Detail(
-        "clipped value loss around the old values, factor 0.5",
+        "The value loss is half the larger of two squared errors, of the value and of the value "
+        "clipped around the old one.",
         PPO,
         "0.5 * torch.maximum(value_loss, value_loss_clipped)",
         "0.5 * value_loss",
         STEPS,
     ),
     Detail(
-        "clipped policy loss",
+        "The policy loss is the larger of two, with the ratio as it is and with the clipped ratio.",
         PPO,
         "torch.maximum(policy_loss, policy_loss_clipped)",
         "policy_loss",
         PPO_RUN,
     ),
     Detail(
-        "the mean is over all tokens of all ranks, however gradients accumulate",
+        "The loss is a mean over the tokens of all processes, however many micro-batches there "
+        "are.",
         PPO,
         "accelerator.num_processes / sum_over_ranks(mini.mask)",
         "1 / mini.mask.sum()",
         PPO_RUNS,
     ),
     Detail(
-        "shuffles: RandomState(seed + 100003 rank), a new permutation each epoch",
+        "Process i shuffles with RandomState(seed + 100003 * i), and draws a new permutation for "
+        "each epoch.",
         PPO,
         "np.random.RandomState(args.seed + 100_003 * rank)",
         "np.random.RandomState(args.seed)",
         PPO_RUNS,
     ),
     Detail(
-        "the KL coefficient adapts to the KL of all ranks, after the update, by the global batch",
+        "After each update the KL coefficient is adapted to the mean KL of all processes, in "
+        "proportion to the whole batch size.",
         PPO,
         "kl_coef * (1 + error * args.batch_size / args.kl_horizon)",
         "kl_coef * (1 + error * args.batch_size / 2 / args.kl_horizon)",
         PPO_RUNS,
     ),
     Detail(
-        "its error is clipped to 0.2",
+        "The relative error of the KL is clipped to 0.2 before it changes the coefficient.",
         PPO,
         "min(max(kl / args.adaptive_kl_target - 1, -0.2), 0.2)",
         "kl / args.adaptive_kl_target - 1",
         PPO_RUN,
     ),
     Detail(
-        "reward head: normal, of deviation 1 / sqrt(d + 1)",
+        "The reward head's first weights are normal, with a standard deviation of 1 / sqrt(d + 1) "
+        "for d hidden units.",
         REWARD,
         "1 / math.sqrt(model.score.in_features + 1)",
         "0.02",
         REWARD_RUN,
     ),
     Detail(
-        "cross entropy over the N responses, mean over the batch",
+        "The reward model's loss is the cross entropy over the N responses to a query, as a mean "
+        "over the batch.",
         REWARD,
         "losses.sum() / len(labels)",
         "losses.mean()",
         "golden::reward_training_equals_the_original",
     ),
     Detail(
-        "one epoch in rank 0's order, strided over ranks",
+        "Labels are read once, in one order for all processes. Of n processes each takes every "
+        "n-th label of a batch.",
         REWARD,
         "order[start : start + args.batch_size][rank::world]",
         "order[start : start + args.batch_size][::world]",
         REWARD_RUNS,
     ),
     Detail(
-        "linear decay by labels seen",
+        "The reward model's learning rate falls linearly with the number of labels seen.",
         REWARD,
         "start / len(labels)",
         "update / num_updates",
         REWARD_RUN,
     ),
     Detail(
-        "gain and bias are set before and after, from untruncated samples of the reference",
+        "Gain and bias are set before and after the training, from samples of the reference that "
+        "are not truncated.",
         REWARD,
-        "logits.std(correction=0)",
-        "logits.std()",
+        "rewards.std(correction=0)",
+        "rewards.std()",
         "golden::reward_normalisation_equals_the_original",
     ),
 ]
 
 RLOO_ROWS = [
     Detail(
-        "the baseline is the mean of the other K - 1 responses to the query",
+        "The baseline is the mean reward of the other K - 1 responses to the query.",
         RLOO,
         "(rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / (rewards.shape[1] - 1)",
         "(rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / rewards.shape[1]",
         "ppo_math::leave_one_out_advantage_of_the_worked_example_whose_rows_are_queries",
     ),
     Detail(
-        "the KL of the whole response is in its reward",
+        "The KL of the whole response is part of its reward.",
         RLOO,
         "scores - kl_coef * log_ratio.sum(1)",
         "scores",
         RLOO_RUN,
     ),
     Detail(
-        "the ratio is that of the whole response",
+        "The ratio is that of the whole response, and not of a token.",
         RLOO,
         "((logprobs - old_logprobs) * mask).sum(1)",
         "((logprobs - old_logprobs) * mask).mean(1)",
         RLOO_RUN,
     ),
     Detail(
-        "K responses go on from one cache of their query",
+        "A query is read once, into a cache from which its K responses continue.",
         RLOO,
         "ids[:: self.k, :n]",
         "ids[: len(ids) // self.k, :n]",
@@ -419,74 +436,79 @@ RLOO_ROWS = [
 
 OPTIONS = [
     Detail(
-        "`--no-whiten_advantages` (DeepSpeed-Chat)",
+        "`--no-whiten_advantages` leaves advantages as they are (DeepSpeed-Chat).",
         PPO,
         "args.whiten_advantages",
         "True",
         CRITIC_RUN,
     ),
     Detail(
-        "`--adam_betas`, `--weight_decay` of matrices only, decoupled (Llama 2)",
+        "`--adam_betas` sets Adam's decay rates. `--weight_decay` acts on matrices only, and apart "
+        "from the gradient (Llama 2).",
         ADAM,
         "((matrices, args.weight_decay), (others, 0.0))",
         "((matrices, args.weight_decay), (others, args.weight_decay))",
         CRITIC_RUN,
     ),
     Detail(
-        "`--max_grad_norm` (Llama 2)",
+        "`--max_grad_norm` scales larger gradients down to this norm (Llama 2).",
         ADAM,
         "max_norm is not None",
         "False",
         CRITIC_RUN,
     ),
     Detail(
-        "`--lr_schedule`, `--lr_warmup`: the first update has lr / (n + 1) (InstructGPT)",
+        "`--lr_schedule` can keep the rate constant. With `--lr_warmup` n the first update has lr "
+        "/ (n + 1) (InstructGPT).",
         ADAM,
         "(update + 1) / (args.lr_warmup + 1)",
         "update / (args.lr_warmup + 1)",
         CRITIC_RUN,
     ),
     Detail(
-        "`--critic policy`, `--critic_lr`: a trunk of its own, all of which is trained, also with "
-        "`--lora_rank` (two rates: DeepSpeed-Chat, Qwen)",
+        "`--critic policy` gives the value head a trunk of its own, and trains all of it, also "
+        "with `--lora_rank`. `--critic_lr` is its learning rate (DeepSpeed-Chat and Qwen have two "
+        "rates).",
         ADAM,
         "factor * args.critic_lr",
         "factor * args.lr",
         CRITIC_RUNS,
     ),
     Detail(
-        "`--critic reward`: it starts as the reward model, whose head is the value head "
-        "(InstructGPT)",
+        "`--critic reward` starts the critic's trunk as the reward model's, and the value head as "
+        "the reward head (InstructGPT).",
         PPO,
         'getattr(model.config, "reward_gain", 1.0)',
         "1.0",
         CRITIC_RUN,
     ),
     Detail(
-        "`--critic_warmup`: the policy stands still, to the bit; the KL is 0 meanwhile, so with "
-        "a `--adaptive_kl_target` the coefficient falls (Qwen)",
+        "`--critic_warmup` leaves the policy as it is, to the bit, in the first updates. The KL is "
+        "0 meanwhile, so with an `--adaptive_kl_target` the coefficient falls (Qwen).",
         ADAM,
         'update < getattr(args, "critic_warmup", 0)',
         "False",
         CRITIC_RUN,
     ),
     Detail(
-        "`--lora_rank`: the reference is the policy without adapters (TRL with peft)",
+        "`--lora_rank` trains adapters, and the reference is the policy without them (TRL with "
+        "peft).",
         PPO,
         "args.lora_alpha",
         "1",
         "options::the_folder_of_a_lora_run_is_the_trained_policy",
     ),
     Detail(
-        "`--eval_every`: score, KL and share of ends on held-out queries (TRL)",
+        "`--eval_every` logs score, KL and share of ended responses on held-out queries during the "
+        "training (TRL).",
         RLOO,
         "(update + 1) % args.eval_every",
         "update % args.eval_every",
         RLOO_STEPS,
     ),
     Detail(
-        "an answer that is only EOS: `--truncate_after 1` pays it the penalty, unless another EOS "
-        "follows (DeepSpeed-Chat leaves them out)",
+        "`--truncate_after 1` gives the penalty to an answer that is only an EOS, unless another "
+        "EOS follows (DeepSpeed-Chat leaves such answers out).",
         PPO,
         "ends_before == 0",
         "is_end.cumsum(1) == 0",
@@ -499,7 +521,7 @@ DETAILS = [*ORIGINAL, *RLOO_ROWS, *OPTIONS]
 
 # The tour of ppo_rlhf.py: where a part begins, up to the next one, and what is there.
 TOUR = [
-    ("class Args:", "`Args`: all settings. `Batch`: all that belongs to a response, with shapes"),
+    ("class Args:", "`Args`: all settings. `Batch`: the tensors of a batch, with shapes"),
     ("def main(", "**`main`**: set-up, then the loop in numbered steps. Begin here"),
     (
         "# --- the algorithm",
@@ -528,6 +550,21 @@ def table(rows: list[Detail]) -> str:
     return text
 
 
+def summary() -> str:
+    """How many rows are compared with what: others' code or numbers first."""
+    against = Counter(detail.against() for detail in DETAILS).most_common()
+    others = {name.strip("*"): count for name, count in against if name.startswith("**")}
+    own = dict(against)["our second implementation"]
+    rest = len(DETAILS) - sum(others.values()) - own
+    parts = ", ".join(f"{count} with a {name}" for name, count in others.items())
+    text = (
+        f"Of the {len(DETAILS)} rows below, {sum(others.values())} are compared with others' code "
+        f"or numbers ({parts}), {own} with our second implementation, and {rest} with a worked "
+        "example or a property."
+    )
+    return textwrap.fill(text, 120) + "\n"
+
+
 def tour() -> str:
     """The parts of ppo_rlhf.py with their lines."""
     lines = (ROOT / PPO).read_text().splitlines()
@@ -545,6 +582,7 @@ def tour() -> str:
 def pages() -> dict[Path, dict[str, str]]:
     """The tables of each page."""
     details = {"original": table(ORIGINAL), "rloo": table(RLOO_ROWS), "options": table(OPTIONS)}
+    details["summary"] = summary()
     return {ROOT / "docs" / "details.md": details, ROOT / "README.md": {"tour": tour()}}
 
 
