@@ -804,9 +804,7 @@ def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> li
             query = bos(tokenizer) + encode(row["query"], tokenizer)
             label = Comparison(query, responses, int(row["best"]))
         else:
-            raise ValueError(
-                f"has a row with neither sample0, .., best nor chosen, rejected: {row}"
-            )
+            raise ValueError(f"has no query, sample0, .., best, nor chosen, rejected: {row}")
         is_whole = label.query and all(label.responses)
         if is_whole and any(x != label.responses[0] for x in label.responses):
             labels.append(label)

@@ -12,7 +12,7 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from conftest import ROOT
-from fork_tools import PPO, RLOO, SCRIPTS, WORDS, copy, kit, plain, run_on
+from fork_tools import PPO, REWARD, RLOO, SCRIPTS, WORDS, copy, kit, plain, run_on
 from run_tools import read_metrics
 from safetensors.torch import load_file
 
@@ -90,6 +90,24 @@ def test_fsdp2_gives_what_ddp_gives_and_goes_on(script: str, tmp_path: Path) -> 
         for key, x in mine.items():
             off = x - theirs[key]
             assert off.abs().max() < 1e-4, key
+
+
+def test_gain_and_bias_are_read_where_they_are_sharded(tmp_path: Path) -> None:
+    """Without samples and held-out labels nothing has gathered them after the last update."""
+    more = ("--normalization_samples", "0", "--num_labels", "None")
+    results = []
+    for engine in ("fsdp2", "ddp"):
+        folder = copy(kit(), tmp_path / engine)
+        if engine == "fsdp2":
+            sharded(REWARD, folder, more=more)
+        else:
+            code, _, errors = run_on(2, REWARD, [*WORDS[REWARD], *more], folder)
+            assert code == 0, errors
+        results.append(json.loads((folder / "out/results.json").read_text()))
+    mine, theirs = results
+    assert mine == pytest.approx(theirs, abs=1e-5)
+    assert set(mine) == {"gain", "bias"}
+    assert mine["gain"] != 1
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
