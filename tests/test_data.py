@@ -475,6 +475,17 @@ def test_labels_with_gaps_are_refused_in_a_line() -> None:
         refuse(read_labels, [PAIR | {"chosen": bad}] * 2)
 
 
+def test_a_chat_as_a_prompt_of_answers_that_are_texts_is_refused() -> None:
+    chat = [{"role": "user", "content": "w5"}]
+    rows = [{"prompt": chat, "chosen": "w6", "rejected": "w7"}] * 2
+    refuse(read_labels, rows, "has a chat as a prompt, but texts as answers")
+
+
+def test_more_labels_than_rows_are_refused_by_their_flag() -> None:
+    with pytest.raises(train_reward.UserError, match="--num_labels 9 is more than the 8 rows"):
+        load_labels(label_dataset=[LABEL] * 8, num_labels=9)
+
+
 @pytest.mark.parametrize("num_labels", [None, 8])
 def test_all_rows_of_a_file_can_be_trained_on(num_labels: int | None) -> None:
     """Then none is held out."""
