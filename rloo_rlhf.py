@@ -130,7 +130,7 @@ class Args:
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
     # Recompute activations in the backward pass: less memory, a third more time
     gradient_checkpointing: bool = False
-    # Train LoRA adapters of this rank in place of the model's weights (0: train all weights)
+    # Train LoRA adapters of this rank in place of the policy's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
     lora_alpha: PositiveFloat = 16.0  # LoRA adapters are scaled by this / --lora_rank
 
@@ -272,18 +272,19 @@ def main(preset: str, args: Args) -> None:
     queries = queries[args.eval_queries :]
     if not queries:
         raise UserError(f"--eval_queries {args.eval_queries}: none is left to train on")
+    # tokens of the longest query and a response
     longest = max(len(query.context) for query in held_out + queries) + args.response_length
     score = load_reward(args, preset, tokenizer, longest)
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
-    set_up_backend(args.dtype)
+    set_up_backend(args.dtype)  # after the models, which are checked in full fp32
     policy = Actor(lm, args)
     ref = Actor(ref_lm, args).to(accelerator.device)
     optimizer = make_optimizer([policy.lm], [], args)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     unwrapped = accelerator.unwrap_model(policy)  # the same module, without DDP around it
 
-    def assess(model: Module) -> pd.DataFrame:
-        return evaluate(model, ref, held_out, score, tokenizer, truncate_id, args)
+    def assess(policy: Module) -> pd.DataFrame:
+        return evaluate(policy, ref, held_out, score, tokenizer, truncate_id, args)
 
     before = assess(ref)  # the reference is the untrained policy, also when a run is resumed
 
@@ -297,18 +298,18 @@ def main(preset: str, args: Args) -> None:
             episodes = range(update * args.batch_size, (update + 1) * args.batch_size)[my_rows]
             my_queries = [queries[i // k % len(queries)] for i in episodes]
             u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
-            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # their k rows
             # The rollout uses the first epoch's micro-batches, so in the first optimizer step
             # padding and rounding match: every ratio is 1, on a CPU exactly.
-            batch, responses = rollout(unwrapped, ref, my_queries, u, epochs[0], truncate_id, args)
+            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # their k rows
+            batch, truncated = rollout(unwrapped, ref, my_queries, u, epochs[0], truncate_id, args)
 
             # 2. score: that of the truncated response, or a penalty where it never ends
-            raw_scores = score(my_queries, responses)  # (B,)
+            raw_scores = score(my_queries, truncated)  # (B,)
             scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)
 
             # 3. reward: the score minus a KL penalty
-            log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R)
-            rewards = scores - kl_coef * log_ratio.sum(1)  # (B,)
+            kl = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R), the estimator k1
+            rewards = scores - kl_coef * kl.sum(1)  # (B,)
             batch.advantages = rloo_advantages(rewards.view(-1, k)).flatten()
 
             # 4. update: learning rates (tf_adam.py has the schedule), and the optimizer steps
@@ -321,9 +322,9 @@ def main(preset: str, args: Args) -> None:
                 "objective/score_total": rewards,
                 "objective/found_end": batch.found_end,
                 "objective/length": batch.lengths,
-                "objective/kl": log_ratio.sum(1),
+                "objective/kl": kl.sum(1),
                 "objective/entropy": -(batch.logprobs * batch.mask).sum(1),  # of sampled tokens
-                "objective/non_score_reward": -kl_coef * log_ratio.sum(1),
+                "objective/non_score_reward": -kl_coef * kl.sum(1),
             }
             records.append(sums_over(torch.ones_like(scores), per_response))
             metrics = reduce_means(records)
@@ -347,7 +348,7 @@ def main(preset: str, args: Args) -> None:
         weights = accelerator.get_state_dict(policy)
         if rank == 0:
             save_policy(unwrapped, weights, tokenizer, args.output_dir)
-        run.log_samples("samples", samples)  # a run's last file
+        run.log_samples("samples", samples)  # written last: it marks a finished run
     if rank == 0:
         show_samples(samples, args.output_dir)
     policy, optimizer = accelerator.free_memory(policy, optimizer)  # without this gloo can hang
@@ -398,7 +399,7 @@ def rloo_update(
     """Makes all optimizer steps on one batch, and returns what is logged of them. epochs
     (num_epochs, num_minibatches, b) says which rows are in which minibatch."""
     records = []
-    one = torch.ones((), device=batch.mask.device)  # the count of a mean, a maximum or a norm
+    one = torch.ones((), device=batch.mask.device)  # the mask of a metric that is one number
     policy.train(args.gradient_checkpointing)  # else in eval mode, see load_model
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
@@ -407,8 +408,7 @@ def rloo_update(
         groups = micro_batches(torch.arange(len(minibatch)), mini.contexts, args.micro_batch_size)
         for rows in groups:
             micro = select(mini, rows)
-            is_last = rows is groups[-1]
-            sync = contextlib.nullcontext() if is_last else accelerator.no_sync(policy)
+            sync = contextlib.nullcontext() if rows is groups[-1] else accelerator.no_sync(policy)
             with sync:  # processes average gradients at the last micro-batch only
                 all_logprobs, _ = forward_response(policy, micro, args.temperature)
                 logprobs = selected_logprobs(all_logprobs, micro.responses)
@@ -418,8 +418,8 @@ def rloo_update(
                 accelerator.backward(loss.sum() / len(minibatch))  # add a loss of your own here
             # All metrics are from before the step, so at step 0 every ratio is 1.
             records.append(sums_over(torch.ones_like(loss), metrics))
-            entropies = entropy(all_logprobs.detach())
-            records.append(sums_over(micro.mask, {"ppo/policy/entropy": entropies}))
+            metrics = {"ppo/policy/entropy": entropy(all_logprobs.detach())}
+            records.append(sums_over(micro.mask, metrics))
             if step == 0:
                 ratio_error = ((logprobs - micro.logprobs) * micro.mask).abs().max()
                 sampling_error = ((logprobs - micro.sampled_logprobs) * micro.mask).abs().max()
@@ -450,8 +450,8 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
-    divide. They are in fp64, so that adding up many records loses little."""
+    """A record: for each term a tensor (2,), its sum over mask and the count of mask. reduce_means
+    adds up all records, and divides. They are in fp64, so that adding many loses little."""
     count = mask.sum()
     return {
         name: torch.stack([(term.detach() * mask).sum(), count]).double()
@@ -464,29 +464,30 @@ def reduce_means(records: list[dict]) -> dict:
     need the same metrics, in the same order."""
     totals = Counter()
     for record in records:
-        totals.update(record)  # a Counter adds to what is there, tensors too
+        totals.update(record)  # a Counter adds what has the same name, here tensors
     reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
     return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
 
 
-# The differences of log-probabilities that rounding explains: between the rollout's pass and the
-# same pass in the update; and between that and sampling, token by token through a cache. What is
-# compared is the largest difference in a micro-batch, averaged over micro-batches and processes.
+# How much of a difference in log-probabilities rounding explains: between the rollout's pass and
+# the same pass in the update (first_ratio_error); and between that and sampling, token by token
+# through a cache (sampling_error). Each is the largest one in a micro-batch, averaged over
+# micro-batches and processes.
 TOLERANCES = {"fp32": (1e-3, 0.01), "tf32": (0.01, 0.2), "bf16": (0.02, 1.0)}
 
 
 def check_update(update: int, metrics: dict, args: Args) -> None:
-    """Raises UserError unless gradients were finite, the first ratios were 1, tokens were sampled
-    from the distribution that the loss sees, and the KL was 0 in the first update and then within
-    +-max_kl. docs/metrics.md says what may be wrong. `not` makes NaN raise, too."""
+    """UserError if one of these numbers is beyond its limit or NaN. docs/metrics.md has causes."""
     ratio_tolerance, sampling_tolerance = TOLERANCES[args.dtype]
     limits = {
-        "ppo/policy/gradient_norm": sys.float_info.max,
-        "first_ratio_error": ratio_tolerance,
-        "sampling_error": sampling_tolerance,
+        "ppo/policy/gradient_norm": sys.float_info.max,  # finite
+        "first_ratio_error": ratio_tolerance,  # the first ratios are 1
+        "sampling_error": sampling_tolerance,  # tokens come from the distribution the loss sees
+        # in the first update the policy is the reference
         "objective/kl": args.max_kl if update > 0 else ratio_tolerance,
     }
     for name, limit in limits.items():
+        # `not` makes NaN raise, too
         if not abs(metrics[name]) <= limit:
             raise UserError(
                 f"{name} is {metrics[name]:.3g}, its limit {limit:.3g}: --lr may be too high, a "
@@ -586,7 +587,8 @@ def sample(
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). In fp32 the
-    sum over a large vocabulary would round the steps of rare tokens away."""
+    sum over a large vocabulary would round the steps of rare tokens away. With NaN there is no such
+    place: clamp gives some token, and check_update stops the run."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
 
@@ -613,7 +615,7 @@ def select(batch: Batch, rows: Tensor) -> Batch:
 @torch.no_grad()
 def score_by_model(model: Model, args: Args, queries: list[Query], responses: TokenRows) -> Tensor:
     """Scores (B,) of a classifier with one label: see scalar_head."""
-    head = scalar_head(model)
+    head = scalar_head(model)  # the classifier's own, with train_reward.py's gain and bias
     texts = [query.input_ids + row for query, row in zip(queries, responses, strict=True)]
     scores = []
     for i in range(0, len(texts), args.micro_batch_size):
@@ -627,7 +629,7 @@ def score_by_function(
 ) -> Tensor:
     """Scores (B,) of a --reward_fn, function(queries, responses, ..), which gets two lists of texts
     and returns exactly one float per response. Further parameters get the columns of these names in
-    the queries' table; a parameter **kwargs, of that name, gets them all."""
+    the queries' table; a parameter **kwargs (it must have this name) gets them all."""
     prompts = [query.input_ids for query in queries]
     texts = [tokenizer.batch_decode(x, skip_special_tokens=True) for x in (prompts, responses)]
     parameters = list(inspect.signature(function).parameters)[2:]
@@ -672,11 +674,12 @@ def forward_response(policy: Module, batch: Batch, temperature: float) -> tuple:
     """Log-probabilities (b, R, V) of all tokens at each step of the batch's responses; and the
     policy's values (b, R), or 0 in RLOO."""
     ids, mask = pad_rows(batch.contexts)
-    inputs = batch.responses[:, :-1]  # the last token predicts nothing
+    inputs = batch.responses[:, :-1]  # what follows the last token is not needed
     ids = torch.cat([ids, inputs], 1)
     mask = pad(mask, (0, inputs.shape[1]), value=True)
     logits, values = policy(ids, mask, last=inputs.shape[1] + 1)
-    return logits.div_(temperature).log_softmax(-1), values  # in place, as V is large
+    # In place, as V is large: no backward pass needs the logits before.
+    return logits.div_(temperature).log_softmax(-1), values
 
 
 def selected_logprobs(all_logprobs: Tensor, tokens: Tensor) -> Tensor:
@@ -761,14 +764,17 @@ def lm_logits(lm: Model, states: Tensor) -> Tensor:
 
 
 def scalar_head(model: Model) -> nn.Linear:
-    """A new linear layer from states (..., d) to (..., 1): a classifier's reward, or a value head.
-    A classifier's computes gain * logit + bias; train_reward.py wrote both numbers to config.json.
-    With --critic reward the value head starts as that, and otherwise at 0."""
+    """A linear layer from states (..., d) to (..., 1). Of a classifier it gives the reward, gain *
+    logit + bias, with the two numbers that train_reward.py wrote to config.json. Of any other model
+    it is a new value head, which starts at 0."""
     weight = getattr(model, "score", model.get_output_embeddings()).weight.detach()
-    gain = getattr(model.config, "reward_gain", 1.0) if hasattr(model, "score") else 0.0
+    gain = bias = 0.0
+    if hasattr(model, "score"):
+        gain = getattr(model.config, "reward_gain", 1.0)
+        bias = getattr(model.config, "reward_bias", 0.0)
     head = nn.Linear(weight.shape[1], 1, device=model.device)
     head.weight.data.copy_(gain * weight[:1])
-    nn.init.constant_(head.bias, getattr(model.config, "reward_bias", 0.0))
+    nn.init.constant_(head.bias, bias)
     return head
 
 
@@ -790,7 +796,7 @@ def micro_batches(rows: Tensor, token_rows: TokenRows, size: int) -> tuple[Tenso
 # --- models ---------------------------------------------------------------------------------------
 def names_flag(load: Callable) -> Callable:
     """Decorator: an error of load(flag, args, ...) becomes a UserError that names the flag, its
-    value and the cause."""
+    value and the cause. `flag` is what the caller loads it for."""
 
     def wrapper(flag: str, args: Args, *rest: object, **named: object) -> object:
         try:
@@ -813,7 +819,7 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
 
 def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
     """A function from (queries, responses) to scores (B,), made of --reward_fn, --reward_model, or
-    the newest reward model that train_reward.py made for the preset."""
+    the newest reward model that train_reward.py made for the preset. Then args gets its name."""
     if args.reward_fn:
         function = load_function("reward_fn", args)
         return functools.partial(score_by_function, function, tokenizer)
@@ -894,7 +900,7 @@ def load_model(
     # transformers only warns if the files lack weights of the model, or have weights that it has no
     # place for. Such weights of a layer (`h.3.`) are wrong; those of an unused head are not.
     wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}
-    if not config:
+    if not config:  # with config (in train_reward.py) the head may be missing
         wrong |= info["missing_keys"]
     if wrong:
         raise ValueError(f"its config and its weights do not agree on {min(wrong)}")
@@ -915,6 +921,7 @@ def change_layers(model: Model, args: Args) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for part in [*model.modules(), model.config]:  # some layers read it from the config
             for name, value in vars(part).items():
+                # the p of a Dropout, or a number like config.attn_pdrop
                 if isinstance(value, float) and "drop" in f"{type(part)} {name}":
                     setattr(part, name, 0.0)
 
@@ -922,8 +929,8 @@ def change_layers(model: Model, args: Args) -> None:
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     """Raises ValueError for too few embeddings, too short a window, or several labels; and for a
     model whose output for a padded text, read through a cache, is not what transformers gives for
-    the text alone. PPO and RLOO then compare sampling and training on the run's own texts: see
-    check_update there."""
+    the text alone. This is a first test, on tokens of no meaning; check_update of PPO and RLOO
+    tests the run's own texts."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -952,9 +959,10 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
 def hold_in_bf16(model: Model, args: Args) -> None:
     """With --dtype bf16 frozen linear layers are held in bf16, in half the memory; autocast would
     round them anyway. Biases, the head, embeddings and norms stay in fp32."""
+    if args.dtype != "bf16":
+        return
     for module in model.base_model.modules():
-        is_frozen = isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad
-        if is_frozen and args.dtype == "bf16":
+        if isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad:
             module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
 
 
@@ -998,7 +1006,7 @@ def full_sdpa_mask(**named: object) -> Tensor:
 def load_table(name: str) -> datasets.DatasetDict:
     """The splits of a file, a folder, or owner/name[:config] on the hub."""
     path = Path(local_path(name))
-    if path.is_file():
+    if path.is_file():  # from its folder: datasets then takes the format from the file's name
         splits = datasets.load_dataset(str(path.parent), data_files=glob.escape(str(path)))
     else:
         where = [str(path)] if path.exists() else name.split(":")
@@ -1054,9 +1062,11 @@ def cut_query(
         if long == "drop":
             return []
         tokens = tokens[:length] if long == "keep_start" else tokens[-length:]
-    if end is not None and end in tokens:
-        return tokens[: len(tokens) - tokens[::-1].index(end)]
-    return tokens if end is None else []
+    if end is None:
+        return tokens
+    if end not in tokens:
+        return []
+    return tokens[: len(tokens) - tokens[::-1].index(end)]
 
 
 def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
@@ -1115,14 +1125,17 @@ def choose_folder(preset: str, args: Args) -> None:
 
 
 class Run:
-    """The folder of a run: args.json, a copy of the script, metrics.jsonl, samples/, checkpoints/.
+    """The folder of a run: args.json, a record of the script (to run it, put tf_adam.py beside it),
+    metrics.jsonl, samples/, checkpoints/.
 
     As a context it holds the folder's lock, and notes SIGINT and SIGTERM: the run stops at the end
-    of the update. A second signal of the same kind ends the process at once."""
+    of the update, or goes on if that was the last. A second signal of the same kind ends the
+    process at once."""
 
     def __init__(self, accelerator: Accelerator, preset: str, args: Args, **state: object) -> None:
         """Nothing is written yet. `state` is what the loop carries from update to update, at the
-        start; in a resumed run the newest checkpoint's takes its place."""
+        start; `update` (how many were made) and `processes` are added to it. In a resumed run the
+        newest checkpoint's state takes its place."""
         self.accelerator = accelerator
         self.preset = preset
         self.args = args
@@ -1135,10 +1148,10 @@ class Run:
         """Starts the run, or continues it at its newest checkpoint."""
         accelerator = self.accelerator
 
-        # the folder
+        # the folder; until wait_for_everyone all processes only read what is in it
         if accelerator.is_main_process:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
-        choose_folder(self.preset, self.args)  # again: another run may have used it since
+        choose_folder(self.preset, self.args)  # again, with the lock: another run may have used it
 
         # the newest checkpoint, if there is one
         if newest := self.checkpoints()[-1:]:
@@ -1170,7 +1183,9 @@ class Run:
                 "args": vars(self.args),
                 "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
                 f"transformers {transformers.__version__}, accelerate {accelerate.__version__}",
-                "commit": subprocess.getoutput(f"git -C '{FILE.parent}' log -1 --format=%H 2>&-"),
+                "commit": subprocess.getoutput(
+                    f"git -C '{FILE.parent}' log -1 --format=%H 2>/dev/null"
+                ),
                 "machine": f"{platform.platform()}, {os.cpu_count()} CPUs, "
                 f"{accelerator.num_processes} x {accelerator.device.type}",
             }
@@ -1239,9 +1254,9 @@ class Run:
         return sorted(path.parent for path in found)
 
     def end_update(self) -> None:
-        """Leaves a checkpoint if one is due, and stops the run after a signal to any process. Only
-        the newest two are kept. No random state is needed: uniforms follow from seed, update and
-        row, and main draws the shuffles again from the start."""
+        """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
+        any process. Only the newest two are kept. No random state is needed: uniforms follow from
+        seed, update and row, and main draws the shuffles again from the start."""
         self.state["update"] += 1
         updates_made = self.state["update"]
         every = self.args.checkpoint_every
@@ -1254,7 +1269,7 @@ class Run:
             self.accelerator.save_state(str(path))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                write(path / "state.json", json.dumps(self.state))
+                write(path / "state.json", json.dumps(self.state))  # last: now it is complete
                 for old in self.checkpoints()[:-2]:
                     shutil.rmtree(old)
         if is_stopping:
@@ -1270,8 +1285,9 @@ def write(path: Path, text: str) -> None:
 
 
 def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str) -> None:
-    """Writes Hugging Face folders of the policy's models, policy/ and critic/; each head is a file
-    in the folder of the model before it."""
+    """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders. The value
+    head is a file beside the model whose states it reads: named_children yields lm, critic and
+    value_head in the order of their assignment."""
     folder = parent
     for part, module in policy.named_children():
         own = {
@@ -1334,7 +1350,7 @@ def parse_args() -> tuple[str, Args]:
             raise UserError(f"{path} was written by {writer}")
         old_args = validated(old_run["args"])
         default = replace(old_args)  # a copy
-        default.reward_fn = None  # code is run only if it is named again (train_reward.py has none)
+        default.reward_fn = None  # args.json must not choose what code is run
         args = tyro.cli(Args, default=default, args=words)
         for name, old in vars(old_args).items():
             if name not in CHANGEABLE.split() and getattr(args, name) != old:

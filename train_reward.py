@@ -241,7 +241,7 @@ def main(preset: str, args: Args) -> None:
     # The new head is normal, as the original's, and depends on the seed alone.
     set_seed(args.seed)
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
-    set_up_backend(args.dtype)
+    set_up_backend(args.dtype)  # after the models, which are checked in full fp32
     reward = RewardModel(model, args).to(accelerator.device)
 
     # 1. normalize on samples of the reference policy; when a run is resumed, its checkpoint's gain
@@ -319,8 +319,7 @@ def reward_update(
     model.train(args.gradient_checkpointing)  # else in eval mode, see load_model
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
     for rows in groups:
-        is_last = rows is groups[-1]
-        sync = contextlib.nullcontext() if is_last else accelerator.no_sync(model)
+        sync = contextlib.nullcontext() if rows is groups[-1] else accelerator.no_sync(model)
         with sync:  # processes average gradients at the last micro-batch only
             rewards, best, is_hit = label_rewards(model, [labels[i] for i in rows])
             # -log softmax(rewards) at the best of N; for a pair -log sigmoid(chosen - rejected)
@@ -401,8 +400,8 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For each term a tensor (2,): its sum over mask, and the count of mask, for reduce_means to
-    divide. They are in fp64, so that adding up many records loses little."""
+    """A record: for each term a tensor (2,), its sum over mask and the count of mask. reduce_means
+    adds up all records, and divides. They are in fp64, so that adding many loses little."""
     count = mask.sum()
     return {
         name: torch.stack([(term.detach() * mask).sum(), count]).double()
@@ -415,7 +414,7 @@ def reduce_means(records: list[dict]) -> dict:
     need the same metrics, in the same order."""
     totals = Counter()
     for record in records:
-        totals.update(record)  # a Counter adds to what is there, tensors too
+        totals.update(record)  # a Counter adds what has the same name, here tensors
     reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
     return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
 
@@ -452,7 +451,8 @@ def sample(
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). In fp32 the
-    sum over a large vocabulary would round the steps of rare tokens away."""
+    sum over a large vocabulary would round the steps of rare tokens away. With NaN there is no such
+    place: clamp gives some token, and check_update stops the run."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
 
@@ -556,7 +556,7 @@ def pad_rows(rows: TokenRows, side: str = "left") -> tuple[Tensor, Tensor]:
 # --- models ---------------------------------------------------------------------------------------
 def names_flag(load: Callable) -> Callable:
     """Decorator: an error of load(flag, args, ...) becomes a UserError that names the flag, its
-    value and the cause."""
+    value and the cause. `flag` is what the caller loads it for."""
 
     def wrapper(flag: str, args: Args, *rest: object, **named: object) -> object:
         try:
@@ -601,7 +601,7 @@ def load_model(
     # transformers only warns if the files lack weights of the model, or have weights that it has no
     # place for. Such weights of a layer (`h.3.`) are wrong; those of an unused head are not.
     wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}
-    if not config:
+    if not config:  # with config (in train_reward.py) the head may be missing
         wrong |= info["missing_keys"]
     if wrong:
         raise ValueError(f"its config and its weights do not agree on {min(wrong)}")
@@ -622,6 +622,7 @@ def change_layers(model: Model, args: Args) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for part in [*model.modules(), model.config]:  # some layers read it from the config
             for name, value in vars(part).items():
+                # the p of a Dropout, or a number like config.attn_pdrop
                 if isinstance(value, float) and "drop" in f"{type(part)} {name}":
                     setattr(part, name, 0.0)
 
@@ -629,8 +630,8 @@ def change_layers(model: Model, args: Args) -> None:
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     """Raises ValueError for too few embeddings, too short a window, or several labels; and for a
     model whose output for a padded text, read through a cache, is not what transformers gives for
-    the text alone. PPO and RLOO then compare sampling and training on the run's own texts: see
-    check_update there."""
+    the text alone. This is a first test, on tokens of no meaning; check_update of PPO and RLOO
+    tests the run's own texts."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -659,9 +660,10 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
 def hold_in_bf16(model: Model, args: Args) -> None:
     """With --dtype bf16 frozen linear layers are held in bf16, in half the memory; autocast would
     round them anyway. Biases, the head, embeddings and norms stay in fp32."""
+    if args.dtype != "bf16":
+        return
     for module in model.base_model.modules():
-        is_frozen = isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad
-        if is_frozen and args.dtype == "bf16":
+        if isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad:
             module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
 
 
@@ -705,7 +707,7 @@ def full_sdpa_mask(**named: object) -> Tensor:
 def load_table(name: str) -> datasets.DatasetDict:
     """The splits of a file, a folder, or owner/name[:config] on the hub."""
     path = Path(local_path(name))
-    if path.is_file():
+    if path.is_file():  # from its folder: datasets then takes the format from the file's name
         splits = datasets.load_dataset(str(path.parent), data_files=glob.escape(str(path)))
     else:
         where = [str(path)] if path.exists() else name.split(":")
@@ -761,9 +763,11 @@ def cut_query(
         if long == "drop":
             return []
         tokens = tokens[:length] if long == "keep_start" else tokens[-length:]
-    if end is not None and end in tokens:
-        return tokens[: len(tokens) - tokens[::-1].index(end)]
-    return tokens if end is None else []
+    if end is None:
+        return tokens
+    if end not in tokens:
+        return []
+    return tokens[: len(tokens) - tokens[::-1].index(end)]
 
 
 @names_flag
@@ -776,7 +780,7 @@ def load_labels(
     table = splits["train"]
     count = args.num_labels or len(table)
     if count > len(table):
-        raise UserError(f"--num_labels {count} is more than the {len(table)} rows of the table")
+        raise ValueError(f"--num_labels {count} is above its size {len(table)}")
     # A list, because select refuses an empty range that starts at the end of the table.
     rest = table.select(list(range(count, len(table))))
     held_out = splits.get("test", rest)
@@ -918,14 +922,17 @@ def choose_folder(preset: str, args: Args) -> None:
 
 
 class Run:
-    """The folder of a run: args.json, a copy of the script, metrics.jsonl, samples/, checkpoints/.
+    """The folder of a run: args.json, a record of the script (to run it, put tf_adam.py beside it),
+    metrics.jsonl, samples/, checkpoints/.
 
     As a context it holds the folder's lock, and notes SIGINT and SIGTERM: the run stops at the end
-    of the update. A second signal of the same kind ends the process at once."""
+    of the update, or goes on if that was the last. A second signal of the same kind ends the
+    process at once."""
 
     def __init__(self, accelerator: Accelerator, preset: str, args: Args, **state: object) -> None:
         """Nothing is written yet. `state` is what the loop carries from update to update, at the
-        start; in a resumed run the newest checkpoint's takes its place."""
+        start; `update` (how many were made) and `processes` are added to it. In a resumed run the
+        newest checkpoint's state takes its place."""
         self.accelerator = accelerator
         self.preset = preset
         self.args = args
@@ -938,10 +945,10 @@ class Run:
         """Starts the run, or continues it at its newest checkpoint."""
         accelerator = self.accelerator
 
-        # the folder
+        # the folder; until wait_for_everyone all processes only read what is in it
         if accelerator.is_main_process:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
-        choose_folder(self.preset, self.args)  # again: another run may have used it since
+        choose_folder(self.preset, self.args)  # again, with the lock: another run may have used it
 
         # the newest checkpoint, if there is one
         if newest := self.checkpoints()[-1:]:
@@ -973,7 +980,9 @@ class Run:
                 "args": vars(self.args),
                 "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
                 f"transformers {transformers.__version__}, accelerate {accelerate.__version__}",
-                "commit": subprocess.getoutput(f"git -C '{FILE.parent}' log -1 --format=%H 2>&-"),
+                "commit": subprocess.getoutput(
+                    f"git -C '{FILE.parent}' log -1 --format=%H 2>/dev/null"
+                ),
                 "machine": f"{platform.platform()}, {os.cpu_count()} CPUs, "
                 f"{accelerator.num_processes} x {accelerator.device.type}",
             }
@@ -1042,9 +1051,9 @@ class Run:
         return sorted(path.parent for path in found)
 
     def end_update(self) -> None:
-        """Leaves a checkpoint if one is due, and stops the run after a signal to any process. Only
-        the newest two are kept. No random state is needed: uniforms follow from seed, update and
-        row, and main draws the shuffles again from the start."""
+        """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
+        any process. Only the newest two are kept. No random state is needed: uniforms follow from
+        seed, update and row, and main draws the shuffles again from the start."""
         self.state["update"] += 1
         updates_made = self.state["update"]
         every = self.args.checkpoint_every
@@ -1057,7 +1066,7 @@ class Run:
             self.accelerator.save_state(str(path))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                write(path / "state.json", json.dumps(self.state))
+                write(path / "state.json", json.dumps(self.state))  # last: now it is complete
                 for old in self.checkpoints()[:-2]:
                     shutil.rmtree(old)
         if is_stopping:
@@ -1116,7 +1125,7 @@ def parse_args() -> tuple[str, Args]:
             raise UserError(f"{path} was written by {writer}")
         old_args = validated(old_run["args"])
         default = replace(old_args)  # a copy
-        default.reward_fn = None  # code is run only if it is named again (train_reward.py has none)
+        default.reward_fn = None  # args.json must not choose what code is run
         args = tyro.cli(Args, default=default, args=words)
         for name, old in vars(old_args).items():
             if name not in CHANGEABLE.split() and getattr(args, name) != old:

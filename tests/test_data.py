@@ -482,7 +482,7 @@ def test_a_chat_as_a_prompt_of_answers_that_are_texts_is_refused() -> None:
 
 
 def test_more_labels_than_rows_are_refused_by_their_flag() -> None:
-    with pytest.raises(train_reward.UserError, match="--num_labels 9 is more than the 8 rows"):
+    with pytest.raises(train_reward.UserError, match="--num_labels 9 is above its size 8"):
         load_labels(label_dataset=[LABEL] * 8, num_labels=9)
 
 

@@ -263,7 +263,7 @@ ORIGINAL = [
     Detail(
         "The reward is gain * logit + bias.",
         PPO,
-        'nn.init.constant_(head.bias, getattr(model.config, "reward_bias", 0.0))',
+        "nn.init.constant_(head.bias, bias)",
         "nn.init.constant_(head.bias, 0.0)",
         PPO_RUN,
     ),
