@@ -13,15 +13,15 @@ the reward of each of K responses to a query it subtracts the mean reward of the
     accelerate launch --num_processes 8 rloo_rlhf.py sentiment  # eight GPUs share --batch_size
 
 A run needs a reward model, which train_reward.py makes, or a --reward_fn. This file leaves out
-generation engines, several reward models, and what only one published system does; for the last,
-there are patches of this file in benchmark/systems/. Read main first: its numbered steps call the
-functions below it.
+generation engines, several reward models, and what only one published system does (patches for
+that are in benchmark/systems/). Read main first: its numbered steps call the functions below it.
 
 A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
 train_reward.py is identical in all of them: what seems out of place here is needed there.
 
 Shapes: B responses in a process's share of a batch, b in a minibatch or micro-batch, R tokens per
-response, T tokens of query and response together, V tokens in the vocabulary, d hidden units.
+response, T tokens of query and response together, V tokens in the vocabulary, d hidden units. A
+mask beside ids is an attention mask (B, T); that of a Batch says which tokens count (B, R).
 """
 
 # /// script
@@ -223,7 +223,7 @@ PRESETS = {
 
 @dataclass
 class Query:
-    """A query as the reward model and as the policy reads it, and its row in the table."""
+    """A query of the table."""
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
@@ -239,8 +239,8 @@ class Batch:
     lengths: Tensor  # (B,), of the responses up to their truncate token
     found_end: Tensor  # (B,), whether there is a truncate token, at --truncate_after or later
     mask: Tensor  # (B, R), the tokens that count: all, or with --mask_truncated the first `lengths`
-    sampled_logprobs: Tensor  # (B, R), as they were while sampling, token by token with a cache
-    logprobs: Tensor  # (B, R), of the same policy, from a pass over whole responses
+    sampled_logprobs: Tensor  # (B, R), from sampling, token by token with a cache: for check_update
+    logprobs: Tensor  # (B, R), of the same policy, from a pass over whole responses: the old ones
     ref_logprobs: Tensor  # (B, R), of the reference
     values: Tensor  # (B, R), predicted before each token; 0 in RLOO
     rewards: Tensor | None = None  # (B, R); not in RLOO
@@ -257,7 +257,7 @@ def main(preset: str, args: Args) -> None:
     check_settings(args, accelerator.num_processes * args.num_minibatches * k)
     if k < 2 or args.micro_batch_size % k or (args.sample_batch_size or k) % k:
         raise UserError(f"--rloo_k {k} must be above 1 and divide micro and sample batch sizes")
-    choose_folder(preset, args)
+    choose_folder(preset, args)  # sets args.output_dir
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
     my_rows = slice(rank * share, (rank + 1) * share)
@@ -400,7 +400,7 @@ def rloo_update(
     (num_epochs, num_minibatches, b) says which rows are in which minibatch."""
     records = []
     one = torch.ones((), device=batch.mask.device)  # the mask of a metric that is one number
-    policy.train(args.gradient_checkpointing)  # else in eval mode, see load_model
+    policy.train(args.gradient_checkpointing)  # it needs train mode; nothing has dropout
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
         # The loss is the mean over the minibatch's responses on all processes: each micro-batch
@@ -490,8 +490,8 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
         # `not` makes NaN raise, too
         if not abs(metrics[name]) <= limit:
             raise UserError(
-                f"{name} is {metrics[name]:.3g}, its limit {limit:.3g}: --lr may be too high, a "
-                "reward may not be finite, or forward passes differ: see docs/metrics.md"
+                f"{name} is {metrics[name]:.3g}, its limit {limit:.3g} (KL: --max_kl): --lr may be "
+                "too high, a reward not finite, or forward passes differ: see docs/metrics.md"
             )
 
 
@@ -509,7 +509,8 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
     take their rows of one array, so these numbers do not depend on how many processes there are."""
-    generator = np.random.default_rng([seed, 1, draw])  # 2: load_queries, 3: read_labels
+    # 1 names this stream of random numbers; load_queries has 2, and read_labels 3.
+    generator = np.random.default_rng([seed, 1, draw])
     u = generator.random((batch, length), dtype=np.float32)
     return torch.tensor(u, device=PartialState().device)
 
@@ -931,6 +932,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     model whose output for a padded text, read through a cache, is not what transformers gives for
     the text alone. This is a first test, on tokens of no meaning; check_update of PPO and RLOO
     tests the run's own texts."""
+    # 1. what it says of itself
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -940,13 +942,14 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
         raise ValueError(f"has a window of {window} for {longest} tokens")
     if hasattr(model, "score") and model.config.num_labels > 1:  # `score`: a classifier's head
         raise ValueError("has several labels: use a --reward_fn")
-    # Ours: token 0 as padding, the others but the last into a cache, and the last one through it.
-    # Plain: all but token 0, at once.
+
+    # 2. what it computes. Ours: token 0 as padding, the others but the last into a cache, and the
+    # last one through it. Plain: all but token 0, at once.
     ids = torch.arange(min(longest, 64)).unsqueeze(0) % num_embeddings
     mask = ids.cumsum(1) > 0  # False at token 0 alone
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
-    cache.batch_repeat_interleave(1)  # as RLOO and RewardModel do; recurrent models cannot
+    cache.batch_repeat_interleave(1)  # changes nothing, but raises for recurrent models
     ours = hidden_states(model, ids[:, -1:], mask, 1, "fp32", cache)
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
     if not hasattr(model, "score"):
@@ -1050,10 +1053,9 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
 def cut_query(
     tokens: list[int], length: int, start: int | None, end: int | None, long: str
 ) -> list[int]:
-    """The query in these tokens (lm_human_preferences/language/datasets.py): what comes after the
-    first `start` (all, if that is the last token), of at most `length` tokens (longer ones are
-    dropped or cut, as `long` says), cut back to the last `end`, which stays. [] if nothing is left,
-    or if there is no `start` or no `end` in them."""
+    """The query in these tokens, or [] if there is none: 1. what comes after the first `start`, or
+    all if `start` is the last token; 2. at most `length` of that, cut or dropped as `long` says; 3.
+    cut back to the last `end`, which stays. See lm_human_preferences/language/datasets.py."""
     if start is not None:
         if start not in tokens:
             return []
@@ -1062,11 +1064,11 @@ def cut_query(
         if long == "drop":
             return []
         tokens = tokens[:length] if long == "keep_start" else tokens[-length:]
-    if end is None:
-        return tokens
-    if end not in tokens:
-        return []
-    return tokens[: len(tokens) - tokens[::-1].index(end)]
+    if end is not None:
+        if end not in tokens:
+            return []
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end)]
+    return tokens
 
 
 def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
@@ -1095,19 +1097,18 @@ def encode(value: object, tokenizer: Tokenizer) -> list[int]:
     """Token ids, without BOS, of a text, a chat (list of messages) or a padded row of token ids; []
     for anything else. ValueError for ids that the tokenizer does not have; ids of another model
     that it does have are not noticed, so read the first query and label, which are printed."""
-    # int: token ids; dict: a chat
-    kind = type(value[0]) if isinstance(value, list) and value else None
     tokens = []
-    if kind is int:
-        size = len(tokenizer)
-        # 50259 is padding, unless this tokenizer has so many tokens.
-        tokens = [token for token in value if token != PADDING or PADDING < size]
-        if not all(0 <= token < size for token in tokens):
-            raise ValueError("has token ids of another model")
-    if kind is dict:
-        if not {"role", "content"} <= value[0].keys():
-            raise ValueError("has messages without `role` and `content`")
-        value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
+    match value:
+        case [int(), *_]:  # token ids
+            size = len(tokenizer)
+            # 50259 is padding, unless this tokenizer has so many tokens.
+            tokens = [token for token in value if token != PADDING or PADDING < size]
+            if not all(0 <= token < size for token in tokens):
+                raise ValueError("has token ids of another model")
+        case [dict(), *_]:  # a chat, which becomes a text
+            if not {"role", "content"} <= value[0].keys():
+                raise ValueError("has messages without `role` and `content`")
+            value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
     return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
@@ -1145,7 +1146,9 @@ class Run:
         self.signals = []
 
     def __enter__(self) -> "Run":
-        """Starts the run, or continues it at its newest checkpoint."""
+        """Starts the run, or continues it at its newest checkpoint. The order matters: the folder
+        is looked at with the lock held; no process writes before all have read; and signals end the
+        process, as usual, until all is ready."""
         accelerator = self.accelerator
 
         # the folder; until wait_for_everyone all processes only read what is in it
@@ -1190,7 +1193,7 @@ class Run:
                 f"{accelerator.num_processes} x {accelerator.device.type}",
             }
             write(self.folder / "args.json", json.dumps(about, indent=2))
-            shutil.copy(FILE, self.folder)
+            write(self.folder / FILE.name, FILE.read_text())
             (self.folder / "samples.jsonl").unlink(missing_ok=True)
             log = self.folder / "metrics.jsonl"
             log.touch()
@@ -1332,7 +1335,8 @@ critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
 
 
 def parse_args() -> tuple[str, Args]:
-    """Name of the preset (`tiny` if a flag comes first) and Args: preset < args.json < flags."""
+    """Name of the preset (`tiny` if a flag comes first), and Args. Flags override args.json (with
+    --resume), which overrides the preset."""
     # People write `--flag none` or `--flag=none`. tyro reads only None.
     words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
     preset = words.pop(0) if words and not words[0].startswith("-") else "tiny"
@@ -1352,6 +1356,7 @@ def parse_args() -> tuple[str, Args]:
         default = replace(old_args)  # a copy
         default.reward_fn = None  # args.json must not choose what code is run
         args = tyro.cli(Args, default=default, args=words)
+        # A flag may repeat what args.json has. Only CHANGEABLE ones may differ.
         for name, old in vars(old_args).items():
             if name not in CHANGEABLE.split() and getattr(args, name) != old:
                 raise UserError(f"--output_dir {args.output_dir} was started with --{name} {old}")

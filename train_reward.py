@@ -197,7 +197,7 @@ PRESETS = {
 
 @dataclass
 class Query:
-    """A query as the reward model and as the policy reads it, and its row in the table."""
+    """A query of the table."""
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
@@ -316,7 +316,7 @@ def reward_update(
     """One optimizer step on the mean cross entropy of a batch. `labels` are this process's share of
     the batch, and all shares are equally large. Returns what is logged."""
     records = []
-    model.train(args.gradient_checkpointing)  # else in eval mode, see load_model
+    model.train(args.gradient_checkpointing)  # it needs train mode; nothing has dropout
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
     for rows in groups:
         sync = contextlib.nullcontext() if rows is groups[-1] else accelerator.no_sync(model)
@@ -424,7 +424,8 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
     take their rows of one array, so these numbers do not depend on how many processes there are."""
-    generator = np.random.default_rng([seed, 1, draw])  # 2: load_queries, 3: read_labels
+    # 1 names this stream of random numbers; load_queries has 2, and read_labels 3.
+    generator = np.random.default_rng([seed, 1, draw])
     u = generator.random((batch, length), dtype=np.float32)
     return torch.tensor(u, device=PartialState().device)
 
@@ -632,6 +633,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     model whose output for a padded text, read through a cache, is not what transformers gives for
     the text alone. This is a first test, on tokens of no meaning; check_update of PPO and RLOO
     tests the run's own texts."""
+    # 1. what it says of itself
     num_embeddings = model.get_input_embeddings().num_embeddings
     top_token = max(tokenizer.get_vocab().values())
     if top_token >= num_embeddings:
@@ -641,13 +643,14 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
         raise ValueError(f"has a window of {window} for {longest} tokens")
     if hasattr(model, "score") and model.config.num_labels > 1:  # `score`: a classifier's head
         raise ValueError("has several labels: use a --reward_fn")
-    # Ours: token 0 as padding, the others but the last into a cache, and the last one through it.
-    # Plain: all but token 0, at once.
+
+    # 2. what it computes. Ours: token 0 as padding, the others but the last into a cache, and the
+    # last one through it. Plain: all but token 0, at once.
     ids = torch.arange(min(longest, 64)).unsqueeze(0) % num_embeddings
     mask = ids.cumsum(1) > 0  # False at token 0 alone
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
-    cache.batch_repeat_interleave(1)  # as RLOO and RewardModel do; recurrent models cannot
+    cache.batch_repeat_interleave(1)  # changes nothing, but raises for recurrent models
     ours = hidden_states(model, ids[:, -1:], mask, 1, "fp32", cache)
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
     if not hasattr(model, "score"):
@@ -751,10 +754,9 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
 def cut_query(
     tokens: list[int], length: int, start: int | None, end: int | None, long: str
 ) -> list[int]:
-    """The query in these tokens (lm_human_preferences/language/datasets.py): what comes after the
-    first `start` (all, if that is the last token), of at most `length` tokens (longer ones are
-    dropped or cut, as `long` says), cut back to the last `end`, which stays. [] if nothing is left,
-    or if there is no `start` or no `end` in them."""
+    """The query in these tokens, or [] if there is none: 1. what comes after the first `start`, or
+    all if `start` is the last token; 2. at most `length` of that, cut or dropped as `long` says; 3.
+    cut back to the last `end`, which stays. See lm_human_preferences/language/datasets.py."""
     if start is not None:
         if start not in tokens:
             return []
@@ -763,11 +765,11 @@ def cut_query(
         if long == "drop":
             return []
         tokens = tokens[:length] if long == "keep_start" else tokens[-length:]
-    if end is None:
-        return tokens
-    if end not in tokens:
-        return []
-    return tokens[: len(tokens) - tokens[::-1].index(end)]
+    if end is not None:
+        if end not in tokens:
+            return []
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end)]
+    return tokens
 
 
 @names_flag
@@ -892,19 +894,18 @@ def encode(value: object, tokenizer: Tokenizer) -> list[int]:
     """Token ids, without BOS, of a text, a chat (list of messages) or a padded row of token ids; []
     for anything else. ValueError for ids that the tokenizer does not have; ids of another model
     that it does have are not noticed, so read the first query and label, which are printed."""
-    # int: token ids; dict: a chat
-    kind = type(value[0]) if isinstance(value, list) and value else None
     tokens = []
-    if kind is int:
-        size = len(tokenizer)
-        # 50259 is padding, unless this tokenizer has so many tokens.
-        tokens = [token for token in value if token != PADDING or PADDING < size]
-        if not all(0 <= token < size for token in tokens):
-            raise ValueError("has token ids of another model")
-    if kind is dict:
-        if not {"role", "content"} <= value[0].keys():
-            raise ValueError("has messages without `role` and `content`")
-        value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
+    match value:
+        case [int(), *_]:  # token ids
+            size = len(tokenizer)
+            # 50259 is padding, unless this tokenizer has so many tokens.
+            tokens = [token for token in value if token != PADDING or PADDING < size]
+            if not all(0 <= token < size for token in tokens):
+                raise ValueError("has token ids of another model")
+        case [dict(), *_]:  # a chat, which becomes a text
+            if not {"role", "content"} <= value[0].keys():
+                raise ValueError("has messages without `role` and `content`")
+            value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
     return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
@@ -942,7 +943,9 @@ class Run:
         self.signals = []
 
     def __enter__(self) -> "Run":
-        """Starts the run, or continues it at its newest checkpoint."""
+        """Starts the run, or continues it at its newest checkpoint. The order matters: the folder
+        is looked at with the lock held; no process writes before all have read; and signals end the
+        process, as usual, until all is ready."""
         accelerator = self.accelerator
 
         # the folder; until wait_for_everyone all processes only read what is in it
@@ -987,7 +990,7 @@ class Run:
                 f"{accelerator.num_processes} x {accelerator.device.type}",
             }
             write(self.folder / "args.json", json.dumps(about, indent=2))
-            shutil.copy(FILE, self.folder)
+            write(self.folder / FILE.name, FILE.read_text())
             (self.folder / "samples.jsonl").unlink(missing_ok=True)
             log = self.folder / "metrics.jsonl"
             log.touch()
@@ -1107,7 +1110,8 @@ critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
 
 
 def parse_args() -> tuple[str, Args]:
-    """Name of the preset (`tiny` if a flag comes first) and Args: preset < args.json < flags."""
+    """Name of the preset (`tiny` if a flag comes first), and Args. Flags override args.json (with
+    --resume), which overrides the preset."""
     # People write `--flag none` or `--flag=none`. tyro reads only None.
     words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
     preset = words.pop(0) if words and not words[0].startswith("-") else "tiny"
@@ -1127,6 +1131,7 @@ def parse_args() -> tuple[str, Args]:
         default = replace(old_args)  # a copy
         default.reward_fn = None  # args.json must not choose what code is run
         args = tyro.cli(Args, default=default, args=words)
+        # A flag may repeat what args.json has. Only CHANGEABLE ones may differ.
         for name, old in vars(old_args).items():
             if name not in CHANGEABLE.split() and getattr(args, name) != old:
                 raise UserError(f"--output_dir {args.output_dir} was started with --{name} {old}")

@@ -69,7 +69,7 @@ JUDGED = (
     (
         "            scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)\n",
         "            scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)\n"
-        "            texts = tokenizer.batch_decode(responses)\n"
+        "            texts = tokenizer.batch_decode(truncated)\n"
         "            gold = torch.tensor(vader.sentiment([], texts), device=scores.device)\n",
     ),
     (

@@ -597,11 +597,11 @@ def bars_table(only: tuple[str, ...] | None = None) -> str:
     Records of the same work share a row, with the lowest of their floors. `only` names columns."""
     titles = {
         "floor": "share of the floor",
-        "speed plain": "faster than plain",
-        "speed plain-fast": "than plain, fast",
-        "speed trl": "than TRL",
-        "speed trl-fast": "than TRL, fast",
-        "speed ppo": "than our PPO",
+        "speed plain": "plain / ours",
+        "speed plain-fast": "plain, fast / ours",
+        "speed trl": "TRL / ours",
+        "speed trl-fast": "TRL, fast / ours",
+        "speed ppo": "our PPO / ours",
         "memory plain": "peak memory, share of plain's",
         "memory trl": "share of TRL's",
     }

@@ -312,8 +312,8 @@ ORIGINAL = [
     Detail(
         "The value head reads the policy's trunk, and its weights start at 0.",
         PPO,
-        'getattr(model.config, "reward_gain", 1.0) if hasattr(model, "score") else 0.0',
-        'getattr(model.config, "reward_gain", 1.0) if hasattr(model, "score") else 1.0',
+        "gain = bias = 0.0",
+        "gain, bias = 1.0, 0.0",
         PPO_RUN,
     ),
     Detail(
@@ -414,7 +414,7 @@ RLOO_ROWS = [
     Detail(
         "The KL of the whole response is part of its reward.",
         RLOO,
-        "scores - kl_coef * log_ratio.sum(1)",
+        "scores - kl_coef * kl.sum(1)",
         "scores",
         RLOO_RUN,
     ),
