@@ -490,8 +490,9 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
         # `not` makes NaN raise, too
         if not abs(metrics[name]) <= limit:
             raise UserError(
-                f"{name} is {metrics[name]:.3g}, its limit {limit:.3g} (KL: --max_kl): --lr may be "
-                "too high, a reward not finite, or forward passes differ: see docs/metrics.md"
+                f"{name} is {metrics[name]:.3g}, its limit {limit:.3g}: --lr may be too high, a "
+                "reward may not be finite, or forward passes differ (--max_kl is the KL's limit): "
+                "see docs/metrics.md"
             )
 
 
