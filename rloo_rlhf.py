@@ -136,7 +136,8 @@ class Args:
 
     # the task
 
-    # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config] on the hub
+    # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config] on the hub. Read is
+    # the first column of: query, prompt, messages, text, article, content
     query_dataset: str = "tiny/queries"
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop)
@@ -182,7 +183,8 @@ class Args:
     adaptive_kl_target: PositiveFloat | None = 6.0
     # The coefficient changes by about 20 % at most in this many episodes
     kl_horizon: PositiveFloat = 2_000.0
-    # The run stops when the KL (nats per response) leaves the range of +- this
+    # The run stops when the KL (nats per response) leaves the range of +- this, or, in the first
+    # update, is not 0
     max_kl: PositiveFloat = 200.0
 
     # the algorithm
@@ -252,6 +254,7 @@ def main(preset: str, args: Args) -> None:
     """Set-up; a loop of rollout, score, reward, update, log; at the end evaluate and save."""
     cpu = not torch.accelerator.is_available() or torch.backends.mps.is_available()  # MPS: no fp64
     accelerator = Accelerator(cpu=cpu, log_with="wandb", mixed_precision="no", dynamo_backend="no")
+    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says, as for the other two
     rank = accelerator.process_index
     k = args.rloo_k
     check_settings(args, accelerator.num_processes * args.num_minibatches * k)
@@ -272,7 +275,6 @@ def main(preset: str, args: Args) -> None:
     queries = queries[args.eval_queries :]
     if not queries:
         raise UserError(f"--eval_queries {args.eval_queries}: none is left to train on")
-    # tokens of the longest query and a response
     longest = max(len(query.context) for query in held_out + queries) + args.response_length
     score = load_reward(args, preset, tokenizer, longest)
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
@@ -283,8 +285,8 @@ def main(preset: str, args: Args) -> None:
     policy, optimizer = accelerator.prepare(policy, optimizer)
     unwrapped = accelerator.unwrap_model(policy)  # the same module, without DDP around it
 
-    def assess(policy: Module) -> pd.DataFrame:
-        return evaluate(policy, ref, held_out, score, tokenizer, truncate_id, args)
+    def assess(model: Module) -> pd.DataFrame:
+        return evaluate(model, ref, held_out, score, tokenizer, truncate_id, args)
 
     before = assess(ref)  # the reference is the untrained policy, also when a run is resumed
 
@@ -451,7 +453,8 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
     """A record: for each term a tensor (2,), its sum over mask and the count of mask. reduce_means
-    adds up all records, and divides. They are in fp64, so that adding many loses little."""
+    adds up all records, and divides. So with a mask (b, R) a metric is a mean over tokens, and with
+    a mask of one element over calls and processes. In fp64, so that adding many loses little."""
     count = mask.sum()
     return {
         name: torch.stack([(term.detach() * mask).sum(), count]).double()
@@ -491,8 +494,7 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
         if not abs(metrics[name]) <= limit:
             raise UserError(
                 f"{name} is {metrics[name]:.3g}, its limit {limit:.3g}: --lr may be too high, a "
-                "reward may not be finite, or forward passes differ (--max_kl is the KL's limit): "
-                "see docs/metrics.md"
+                "reward may not be finite, or passes differ (KL: --max_kl): see docs/metrics.md"
             )
 
 
@@ -512,8 +514,9 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     take their rows of one array, so these numbers do not depend on how many processes there are."""
     # 1 names this stream of random numbers; load_queries has 2, and read_labels 3.
     generator = np.random.default_rng([seed, 1, draw])
-    u = generator.random((batch, length), dtype=np.float32)
-    return torch.tensor(u, device=PartialState().device)
+    return torch.tensor(
+        generator.random((batch, length), dtype=np.float32), device=PartialState().device
+    )
 
 
 @torch.no_grad()
@@ -769,6 +772,7 @@ def scalar_head(model: Model) -> nn.Linear:
     """A linear layer from states (..., d) to (..., 1). Of a classifier it gives the reward, gain *
     logit + bias, with the two numbers that train_reward.py wrote to config.json. Of any other model
     it is a new value head, which starts at 0."""
+    # Of any other model only the width d of the weight matters: its gain is 0.
     weight = getattr(model, "score", model.get_output_embeddings()).weight.detach()
     gain = bias = 0.0
     if hasattr(model, "score"):
@@ -944,10 +948,10 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     if hasattr(model, "score") and model.config.num_labels > 1:  # `score`: a classifier's head
         raise ValueError("has several labels: use a --reward_fn")
 
-    # 2. what it computes. Ours: token 0 as padding, the others but the last into a cache, and the
-    # last one through it. Plain: all but token 0, at once.
+    # 2. what it computes. Ours: the first token as padding, the others but the last into a cache,
+    # and the last one through it. Plain: all but the first token, at once.
     ids = torch.arange(min(longest, 64)).unsqueeze(0) % num_embeddings
-    mask = ids.cumsum(1) > 0  # False at token 0 alone
+    mask = ids.cumsum(1) > 0  # False at the first token alone, which has id 0
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
     cache.batch_repeat_interleave(1)  # changes nothing, but raises for recurrent models
@@ -1112,6 +1116,7 @@ def encode(value: object, tokenizer: Tokenizer) -> list[int]:
             value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
+    # A chat template may have put BOS there. Where bos() is [], no token is equal to it.
     return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
 
 
@@ -1131,8 +1136,8 @@ class Run:
     metrics.jsonl, samples/, checkpoints/.
 
     As a context it holds the folder's lock, and notes SIGINT and SIGTERM: the run stops at the end
-    of the update, or goes on if that was the last. A second signal of the same kind ends the
-    process at once."""
+    of the update, with a checkpoint. After the last update a signal is only noted. A second signal
+    of the same kind ends the process at once."""
 
     def __init__(self, accelerator: Accelerator, preset: str, args: Args, **state: object) -> None:
         """Nothing is written yet. `state` is what the loop carries from update to update, at the

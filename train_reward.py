@@ -217,6 +217,7 @@ def main(preset: str, args: Args) -> None:
     """Sets up and normalizes; trains and logs in a loop; normalizes again, evaluates and saves."""
     cpu = not torch.accelerator.is_available() or torch.backends.mps.is_available()  # MPS: no fp64
     accelerator = Accelerator(cpu=cpu, log_with="wandb", mixed_precision="no", dynamo_backend="no")
+    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says, as for the other two
     world = accelerator.num_processes
     rank = accelerator.process_index
     if args.batch_size % world or args.normalization_samples % world:
@@ -401,7 +402,8 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
     """A record: for each term a tensor (2,), its sum over mask and the count of mask. reduce_means
-    adds up all records, and divides. They are in fp64, so that adding many loses little."""
+    adds up all records, and divides. So with a mask (b, R) a metric is a mean over tokens, and with
+    a mask of one element over calls and processes. In fp64, so that adding many loses little."""
     count = mask.sum()
     return {
         name: torch.stack([(term.detach() * mask).sum(), count]).double()
@@ -426,8 +428,9 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     take their rows of one array, so these numbers do not depend on how many processes there are."""
     # 1 names this stream of random numbers; load_queries has 2, and read_labels 3.
     generator = np.random.default_rng([seed, 1, draw])
-    u = generator.random((batch, length), dtype=np.float32)
-    return torch.tensor(u, device=PartialState().device)
+    return torch.tensor(
+        generator.random((batch, length), dtype=np.float32), device=PartialState().device
+    )
 
 
 @torch.no_grad()
@@ -644,10 +647,10 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     if hasattr(model, "score") and model.config.num_labels > 1:  # `score`: a classifier's head
         raise ValueError("has several labels: use a --reward_fn")
 
-    # 2. what it computes. Ours: token 0 as padding, the others but the last into a cache, and the
-    # last one through it. Plain: all but token 0, at once.
+    # 2. what it computes. Ours: the first token as padding, the others but the last into a cache,
+    # and the last one through it. Plain: all but the first token, at once.
     ids = torch.arange(min(longest, 64)).unsqueeze(0) % num_embeddings
-    mask = ids.cumsum(1) > 0  # False at token 0 alone
+    mask = ids.cumsum(1) > 0  # False at the first token alone, which has id 0
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
     cache.batch_repeat_interleave(1)  # changes nothing, but raises for recurrent models
@@ -908,6 +911,7 @@ def encode(value: object, tokenizer: Tokenizer) -> list[int]:
             value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
+    # A chat template may have put BOS there. Where bos() is [], no token is equal to it.
     return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
 
 
@@ -927,8 +931,8 @@ class Run:
     metrics.jsonl, samples/, checkpoints/.
 
     As a context it holds the folder's lock, and notes SIGINT and SIGTERM: the run stops at the end
-    of the update, or goes on if that was the last. A second signal of the same kind ends the
-    process at once."""
+    of the update, with a checkpoint. After the last update a signal is only noted. A second signal
+    of the same kind ends the process at once."""
 
     def __init__(self, accelerator: Accelerator, preset: str, args: Args, **state: object) -> None:
         """Nothing is written yet. `state` is what the loop carries from update to update, at the

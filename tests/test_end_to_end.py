@@ -155,9 +155,11 @@ def test_precision_and_compiler_of_accelerates_config_change_no_bit(
     script: str, tmp_path: Path
 ) -> None:
     """As its launcher hands them on: --dtype alone says what is in bf16, and a compiled model would
-    be saved under other names."""
+    be saved under other names. Nor do its accumulation steps, by which accelerate divides losses.
+    """
     folder = copy(kit(), tmp_path)
     chosen = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "EAGER"}
+    chosen["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "2"
     code, _, errors = run(script, WORDS[script], folder, **chosen)
     assert code == 0, errors
     assert read_metrics(folder / "out") == read_metrics(plain(script, 1) / "out")
