@@ -4,9 +4,12 @@ them.
     python benchmark/overoptimisation.py
     python benchmark/overoptimisation.py --labels 4000 --kl_coefs 0 0.05 0.15 0.5 --tag frontier
     python benchmark/overoptimisation.py --labels 4000 --lr 5e-5 --pool 0 --tag slow
+    python benchmark/overoptimisation.py --labels 128 512 4000:0.5 --kl_coefs 0 0.15 --kl_target 6 \
+        --pool 0 --tag penalty
 
 Policies of the embedded default are trained against reward models of several numbers of labels, by
-PPO and by RLOO, without a KL penalty (--kl_coefs: with fixed ones). A reward model makes as many
+PPO and by RLOO, without a KL penalty (--kl_coefs: with fixed ones, which --kl_target adapts as the
+default does). A reward model makes as many
 optimizer steps with few labels as with many, which come in turn until there are 4,000; `4000:0.5`
 are 4,000 labels of which a half is replaced by a random choice. In every update VADER, which
 labelled the data, reads the very responses that the reward model scores. Best-of-n from the
@@ -47,6 +50,7 @@ SETTLED = 5  # points of two updates that are a run's end
 BATCH_SIZE = 64
 NUM_LABELS = 4_000  # that a reward model reads, one after the other
 KINDS = ("gold", "kl", "proxy")
+NUM_SAMPLES = 8  # responses of the last update that a record has as texts
 NEAR = 3.5  # nats that best-of-n reaches, too
 LEVELS = (1, 2, 4, 8, 12)  # nats at which runs with different coefficients are compared
 SOURCES = ["128", "512", "1024", "2048", "4000", "4000:0.5"]
@@ -98,11 +102,29 @@ def reward_model(task: tuple[str, int, Path]) -> dict[str, Any]:
 
 
 # --- curves ---------------------------------------------------------------------------------------
-def train(task: tuple[str, str, float, int, int, list[str], Path]) -> dict[str, Any]:
+def examples(
+    judge: Judge,
+    queries: list[Any],
+    responses: list[list[int]],
+    proxies: list[float],
+    golds: list[float],
+) -> list[dict[str, Any]]:
+    """The first responses of a batch as texts, with their scores."""
+    prompts = judge.tokenizer.batch_decode([query.input_ids for query in queries[:NUM_SAMPLES]])
+    texts = judge.tokenizer.batch_decode(responses[:NUM_SAMPLES])
+    names = ("query", "response", "proxy", "gold")
+    rows = zip(prompts, texts, proxies, golds, strict=False)  # scores are of the whole batch
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def train(
+    task: tuple[str, str, float, float | None, int, int, list[str], Path],
+) -> dict[str, Any]:
     """A run of a script's main, whose reward model's responses VADER reads too: KL, proxy and gold
     score of every update."""
-    algorithm, source, kl_coef, seed, episodes, rate, folder = task
-    out = folder / slug(f"{algorithm} {source} {kl_coef} {seed} {episodes} {' '.join(rate)}")
+    algorithm, source, kl_coef, kl_target, seed, episodes, rate, folder = task
+    penalty = f"{kl_coef} {kl_target}"
+    out = folder / slug(f"{algorithm} {source} {penalty} {seed} {episodes} {' '.join(rate)}")
     record = out.with_name(f"{out.name}.json")
     if record.exists():
         return json.loads(record.read_text())
@@ -113,6 +135,7 @@ def train(task: tuple[str, str, float, int, int, list[str], Path]) -> dict[str, 
     load_reward = script.load_reward
     proxy = []
     gold = []
+    samples = []
 
     def load_judged_reward(*values: Any) -> Any:
         score = load_reward(*values)
@@ -120,16 +143,18 @@ def train(task: tuple[str, str, float, int, int, list[str], Path]) -> dict[str, 
         def judged(queries: list[Any], responses: list[list[int]]) -> Any:
             scores = score(queries, responses)
             if len(responses) == BATCH_SIZE:  # not an evaluation
+                golds = judge.gold(responses)
                 proxy.append(scores.mean().item())
-                gold.append(float(np.mean(judge.gold(responses))))
+                gold.append(float(np.mean(golds)))
+                samples[:] = examples(judge, queries, responses, scores.tolist(), golds)
             return scores
 
         return judged
 
     script.load_reward = load_judged_reward
-    flags = (
-        f"--adaptive_kl_target none --kl_coef {kl_coef} --seed {seed} --total_episodes {episodes}"
-    )
+    target = kl_target if kl_coef else None  # a coefficient of 0 stays 0
+    flags = f"--adaptive_kl_target {target} --kl_coef {kl_coef}"
+    flags += f" --seed {seed} --total_episodes {episodes}"
     flags += f" --eval_queries 1 --batch_size {BATCH_SIZE} --checkpoint_every 0 --max_kl 1e4"
     paths = ["--reward_model", str(reward), "--output_dir", str(out)]
     sys.argv = [script.__file__, *flags.split(), *rate, *paths]
@@ -143,6 +168,7 @@ def train(task: tuple[str, str, float, int, int, list[str], Path]) -> dict[str, 
         "kl": [x["objective/kl"] for x in common.read_lines(out / "metrics.jsonl")],
         "proxy": proxy,
         "gold": gold,
+        "samples": samples,
     }
     assert len(row["kl"]) == len(row["gold"])
     record.write_text(json.dumps(row))
@@ -287,6 +313,7 @@ def main() -> None:
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add("--labels", nargs="+", default=SOURCES, help="of a reward model; `4000:0.5`: half random")
     add("--kl_coefs", type=float, nargs="+", default=[0.0], help="fixed ones")
+    add("--kl_target", type=float, help="adapt those above 0 to this KL, like the default")
     add("--episodes", type=int, default=5_120, help="of each policy, 64 in an update")
     add("--pool", type=int, default=256, help="responses per query for best-of-n (0: none)")
     add("--lr", help="of the policies (their default: 2e-4)")
@@ -305,7 +332,8 @@ def main() -> None:
             named.append((source, seed, folder))
             for coef in args.kl_coefs:
                 for name in SCRIPTS:
-                    task = (name, source, coef, seed, args.episodes, rate, folder)
+                    penalty = (coef, args.kl_target)
+                    task = (name, source, *penalty, seed, args.episodes, rate, folder)
                     tasks.append(task)
     runs = []
     with multiprocessing.get_context("fork").Pool(args.jobs, maxtasksperchild=1) as pool:
