@@ -27,7 +27,7 @@ mask beside ids is an attention mask (B, T); that of a Batch says which tokens c
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.8,<2.14", "transformers>=5.17,<6", "datasets>=4", "accelerate>=1.10",
+#     "torch>=2.8,<2.14", "transformers>=5.17,<5.24", "datasets>=4", "accelerate>=1.10",
 #     "tyro>=0.9.10", "wandb>=0.21", "numpy>=2", "huggingface-hub>=1", "safetensors>=0.8",
 #     "pandas>=2", "pydantic>=2.6", "filelock>=3.12", "tqdm>=4.66",
 # ]
@@ -71,7 +71,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, reduce, set_seed
 from filelock import FileLock
 from huggingface_hub import hf_hub_download
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import Module
@@ -110,7 +110,7 @@ class Args:
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
-    seed: NonNegativeInt = 1  # Fixes data order, sampling and new weights
+    seed: conint(ge=0, lt=4_000_000_000) = 1  # Fixes data order, sampling and new weights
     output_dir: str | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
     # Continue the run in --output_dir, which has to be given; if there is none, start it
     resume: bool = False
@@ -438,11 +438,12 @@ def rloo_update(
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     """Raises the coefficient where the KL is above --adaptive_kl_target, and lowers it where it is
     below: times 1 + c e, with the relative error e clipped to +-0.2 and c = batch_size / kl_horizon
-    (Ziegler et al. 2019, section 2.2, where c is called K_beta and is 0.1)."""
+    (Ziegler et al. 2019, section 2.2, where c is called K_beta and is 0.1). It never gets negative,
+    as it would without the maximum if c were above 5."""
     if args.adaptive_kl_target is None:
         return kl_coef
     error = min(max(kl / args.adaptive_kl_target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
+    return kl_coef * max(1 + error * args.batch_size / args.kl_horizon, 0)
 
 
 # --- metrics and checks ---------------------------------------------------------------------------
@@ -604,8 +605,8 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
     if token is None:
         everything = torch.ones_like(responses, dtype=torch.bool)
         return everything, everything.all(1)
-    index = torch.arange(responses.shape[1], device=responses.device)
-    is_end = (responses == token) & (index >= after)
+    is_end = responses == token
+    is_end[:, :after] = False
     ends_before = is_end.cumsum(1) - is_end.long()
     return ends_before == 0, is_end.any(1)
 

@@ -25,7 +25,7 @@ kind, R tokens in a response, T in a row, V in the vocabulary, d hidden units.
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.8,<2.14", "transformers>=5.17,<6", "datasets>=4", "accelerate>=1.10",
+#     "torch>=2.8,<2.14", "transformers>=5.17,<5.24", "datasets>=4", "accelerate>=1.10",
 #     "tyro>=0.9.10", "wandb>=0.21", "numpy>=2", "huggingface-hub>=1", "safetensors>=0.8",
 #     "pandas>=2", "pydantic>=2.6", "filelock>=3.12", "tqdm>=4.66",
 # ]
@@ -64,7 +64,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, reduce, set_seed
 from filelock import FileLock
 from huggingface_hub import hf_hub_download
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import cross_entropy, pad
@@ -102,7 +102,7 @@ class Args:
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
-    seed: NonNegativeInt = 1  # Fixes data order, sampling and new weights
+    seed: conint(ge=0, lt=4_000_000_000) = 1  # Fixes data order, sampling and new weights
     output_dir: str | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
     # Continue the run in --output_dir, which has to be given; if there is none, start it
     resume: bool = False
@@ -280,7 +280,8 @@ def main(preset: str, args: Args) -> None:
         # 5. evaluate and save; all processes put the weights together
         samples = evaluate_labels(reward, held_out, tokenizer)
         statistics = {}
-        for name, x in (("gain", reward.gain), ("bias", reward.bias)):
+        for name in ("gain", "bias"):
+            x = getattr(reward, name)
             statistics[name] = getattr(x, "full_tensor", x.detach)().item()  # FSDP may shard them
         if held_out:
             statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
@@ -361,11 +362,10 @@ def reference_rewards(
     the processes. Samples are not truncated, and are scored at their last token. Draw 0 is before
     the training, 1 after: each has its own queries and uniforms."""
     total = args.normalization_samples
-    share = total // accelerator.num_processes
-    first = accelerator.process_index * share
+    mine = torch.arange(total).chunk(accelerator.num_processes)[accelerator.process_index]
     u = uniforms(args.seed, draw, total, args.response_length)
     rewards = []
-    for rows in torch.arange(first, first + share).split(args.micro_batch_size):
+    for rows in mine.split(args.micro_batch_size):
         asked = [queries[(draw * total + i) % len(queries)] for i in rows]
         contexts = [query.context for query in asked]
         responses, _ = sample(ref, contexts, u[rows.to(u.device)], args.temperature)

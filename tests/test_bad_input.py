@@ -119,7 +119,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Values out of their range, by flag
 RANGES = {
-    "seed": "-1 1.5",
+    "seed": "-1 1.5 4294967296",
     "eval_queries": "0 -1",
     "checkpoint_every": "-1",
     "lora_rank": "-1",

@@ -283,6 +283,12 @@ def test_the_kl_coefficient_moves_by_a_fifth_of_batch_over_horizon_at_most(
     assert module.adapt_kl_coef(0.5, kl, args) == 0.5
 
 
+@BOTH
+def test_the_kl_coefficient_never_gets_negative(module: ModuleType) -> None:
+    args = module.Args(batch_size=64, kl_horizon=10.0, adaptive_kl_target=6.0)
+    assert module.adapt_kl_coef(0.5, 0.0, args) == 0.0
+
+
 CHECKS = [  # dtype, update; the metrics that are not 0, their size as a part of the limit
     ("fp32", 0, "first_ratio_error", 1e-3),
     ("fp32", 1, "first_ratio_error", 1e-3),

@@ -242,8 +242,8 @@ ORIGINAL = [
     Detail(
         "The score is that of the response up to its first `.` at index 16 or later.",
         PPO,
-        "(responses == token) & (index >= after)",
-        "(responses == token) & (index > after)",
+        "is_end[:, :after] = False",
+        "is_end[:, : after + 1] = False",
         "golden::truncation_and_penalty_equal_the_original",
     ),
     Detail(
@@ -351,8 +351,8 @@ ORIGINAL = [
         "After each update the KL coefficient is adapted to the mean KL of all processes, in "
         "proportion to the whole batch size.",
         PPO,
-        "kl_coef * (1 + error * args.batch_size / args.kl_horizon)",
-        "kl_coef * (1 + error * args.batch_size / 2 / args.kl_horizon)",
+        "error * args.batch_size / args.kl_horizon",
+        "error * args.batch_size / 2 / args.kl_horizon",
         PPO_RUNS,
     ),
     Detail(
@@ -521,17 +521,19 @@ DETAILS = [*ORIGINAL, *RLOO_ROWS, *OPTIONS]
 
 # The tour of ppo_rlhf.py: where a part begins, up to the next one, and what is there.
 TOUR = [
-    ("class Args:", "`Args`: all settings. `Batch`: the tensors of a batch, with shapes"),
-    ("def main(", "**`main`**: set-up, then the loop in numbered steps. Begin here"),
+    ('"""PPO from', "`Args` with all settings, the presets, and `Batch`: for reference"),
+    ("def main(", "**`main`: start here.** Set-up, then the loop in numbered steps"),
     (
         "# --- the algorithm",
-        "**the algorithm**: rewards, `gae`, `ppo_loss`, `ppo_update`, KL coefficient",
+        "**The algorithm:** `gae`, `ppo_loss`, `ppo_update`, the KL coefficient; metrics, checks",
     ),
-    ("# --- rollout and scoring", "`sample`, `rollout`, reward models and functions, `evaluate`"),
-    ("# --- forward passes", "`hidden_states`, `ActorCritic`, log-probabilities, entropies"),
+    (
+        "# --- rollout and scoring",
+        "`sample` and `rollout`; scores; `ActorCritic` with its value head; log-probabilities",
+    ),
     (
         "# --- models",
-        "loading models, LoRA, queries from files, the run's folder: you can skip these",
+        "Plumbing that you can skip: loading models and data, LoRA, the run's folder, flags",
     ),
 ]
 
@@ -573,7 +575,7 @@ def tour() -> str:
         (number,) = [i for i, line in enumerate(lines, 1) if line.startswith(begin)]
         starts.append(number)
     ends = [start - 1 for start in starts[1:]] + [len(lines)]
-    text = "| lines | what is there |\n| --- | --- |\n"
+    text = "| lines | contents |\n| --- | --- |\n"
     for start, end, (_, what) in zip(starts, ends, TOUR, strict=True):
         text += f"| [{start}-{end}]({PPO}#L{start}-L{end}) | {what} |\n"
     return text
