@@ -24,7 +24,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
-from readme_tables import MASKED, named
+from readme_tables import CHOSEN, MASKED, named
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Record = dict[str, Any]
@@ -43,6 +43,7 @@ DPI = 130
 GOLD = "true score (VADER)"
 KL = "KL to the reference (nats per response)"
 SHORT_KL = "KL (nats per response)"  # where three panels share the width
+DIFFERENCE = "difference in true score at the same KL (better \N{RIGHTWARDS ARROW})"
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -126,12 +127,12 @@ def draw_band(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str, label: str)
     )
 
 
-def draw_level(axes: Axes, level: float, colour: str, label: str) -> None:
+def draw_level(axes: Axes, level: float, colour: str, label: str, style: str = "--") -> None:
     """A horizontal line with its name."""
     axes.axhline(
         level,
         color=colour,
-        linestyle="--",
+        linestyle=style,
         linewidth=1.3,
         label=label,
     )
@@ -149,8 +150,8 @@ def draw_true_score(axes: Axes, record: Record) -> None:
         x, y = over_episodes(record, choice, "gold")
         draw_band(axes, x, y, CHOICES[choice], f"{name} (mean and range of {len(y)} seeds)")
     _, gold = best_of_n()
-    draw_level(axes, gold[-1], BEST_OF_N, "best of 128 samples, no training")
-    draw_level(axes, reference_gold(record), REFERENCE, "reference, before training")
+    draw_level(axes, gold[-1], BEST_OF_N, "best of 128, no training (held-out queries)")
+    draw_level(axes, reference_gold(record), REFERENCE, "before training (held-out queries)", ":")
     axes.set(xlabel="episodes (responses trained on)", ylabel=GOLD, ylim=(0, 1))
     axes.set_xlim(0, record["args"]["episodes"])
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -163,9 +164,9 @@ def readme() -> Figure:
     figure, panels = new(1, 1, 3.7)
     axes = panels[0, 0]
     draw_true_score(axes, load("ablations-full"))
-    axes.set_ylabel("true score (VADER, from -1 to 1)")
+    axes.set_ylabel("true score of training responses")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 0.08), fontsize=10)
-    title(figure, "PPO and RLOO learn to write cheerful stories")
+    title(figure, "The model learns to continue stories cheerfully")
     return figure
 
 
@@ -174,7 +175,7 @@ def embedded() -> Figure:
     record = load("ablations-full")
     figure, panels = new(1, 3, 3.6)
     draw_true_score(panels[0, 0], record)
-    labels = {"proxy": "proxy (reward model's score)", "kl": SHORT_KL}
+    labels = {"proxy": "reward (reward model's score)", "kl": SHORT_KL}
     for axes, (kind, label) in zip(panels[0, 1:], labels.items(), strict=True):
         for choice in NAMES:
             x, y = over_episodes(record, choice, kind)
@@ -190,7 +191,7 @@ def embedded() -> Figure:
     panels[0, 2].legend(handles=target, loc="lower right", fontsize=9)
     handles, names = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=9)
-    title(figure, "Both algorithms raise the true score")
+    title(figure, "Both algorithms raise the true score, and level off as the KL nears its target")
     return figure
 
 
@@ -200,10 +201,15 @@ def of_rloo(choice: str) -> bool:
     return choice.startswith(("RLOO", "GRPO"))
 
 
-def draw_forest(axes: Axes, table: list[Row], heading: str) -> None:
-    """Differences at equal KL, sorted, with intervals. What the correction keeps has a bold name;
-    what is not comparable has a hollow mark."""
+def draw_forest(
+    axes: Axes, table: list[Row], heading: str, chosen: dict[str, str] | None = None
+) -> None:
+    """Differences at equal KL, sorted, with intervals: all, or those of chosen choices, by the
+    names given to them. What the correction keeps has a bold name; what is not comparable has a
+    hollow mark."""
     compared = [line for line in table if line["equal_kl_interval"] is not None]
+    if chosen is not None:
+        compared = [line for line in compared if line["choice"] in chosen]
     compared.sort(key=lambda line: line["equal_kl"])
     names = []
     for y, line in enumerate(compared):
@@ -223,7 +229,7 @@ def draw_forest(axes: Axes, table: list[Row], heading: str) -> None:
         if choice in MASKED:
             style |= {"markerfacecolor": "white", "alpha": 0.6}
         axes.errorbar(line["equal_kl"], y, xerr=line["equal_kl_interval"], **style)
-        names.append(named(choice))
+        names.append(named(choice) if chosen is None else chosen[choice])
     axes.set_yticks(range(len(compared)), names, fontsize=8.5)
     for line, label in zip(compared, axes.get_yticklabels(), strict=True):
         label.set_fontweight("bold" if line["equal_kl_holds"] else "normal")
@@ -243,8 +249,7 @@ def forest(records: dict[str, Record]) -> Figure:
     figure, panels = new(len(counts), 1, height, sharex=True, **heights)
     for axes, (heading, record) in zip(panels[:, 0], records.items(), strict=True):
         draw_forest(axes, record["table"], heading)
-    label = "difference in true score from the base at equal KL (right: better)"
-    panels[-1, 0].set_xlabel(label)
+    panels[-1, 0].set_xlabel(DIFFERENCE)
     legend = {
         "PPO": PPO,
         "RLOO (base: RLOO K 4, where no other is named)": RLOO,
@@ -258,11 +263,30 @@ def forest(records: dict[str, Record]) -> Figure:
     return figure
 
 
+FULL = "Full runs: 12,800 episodes, 3 seeds"
+SHORT = "Short runs: 2,560 episodes, 4 seeds"
+
+
+def details() -> Figure:
+    """The choices that most readers ask for."""
+    counts = [len(choices) for choices in CHOSEN.values()]
+    figure, panels = new(2, 1, 1.3 + 0.21 * sum(counts), sharex=True, height_ratios=counts)
+    for axes, heading, name in zip(panels[:, 0], (FULL, SHORT), CHOSEN, strict=True):
+        draw_forest(axes, load(name)["table"], heading, CHOSEN[name])
+    panels[-1, 0].set_xlabel(DIFFERENCE)
+    names = {"PPO": PPO, "PPO, critic from the reward model": CRITIC, "RLOO and GRPO": RLOO}
+    for name, colour in names.items():
+        panels[0, 0].plot([], [], "o-", color=colour, label=name)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+    title(figure, "Only one of these differences (bold) passes the strict test")
+    return figure
+
+
 def ablations() -> Figure:
     """All choices of full and of short runs."""
     records = {
-        "12,800 episodes, 3 seeds, at 2, 4 and 6 nats": load("ablations-full"),
-        "2,560 episodes, 4 seeds, at 1, 2 and 3 nats": load("ablations-tiny"),
+        f"{FULL}, at 2, 4 and 6 nats": load("ablations-full"),
+        f"{SHORT}, at 1, 2 and 3 nats": load("ablations-tiny"),
     }
     figure = forest(records)
     title(figure, "One of 45 differences (bold) survives Holm's correction")
@@ -317,7 +341,10 @@ def slow_rate() -> Figure:
             style = {"color": CHOICES[choice], "linestyle": line, "linewidth": 2}
             label = f"{algorithm} at {rate}"
             curves = [row["fine_curve"] for row in runs_of(record, choice)]
-            panels[0, 0].plot(*first_passages(curves), **style, label=label)
+            x, y = first_passages(curves)
+            panels[0, 0].plot(x, y, **style, label=label)
+            levels = [level for level in (2, 4, 6) if level <= x[-1]]
+            panels[0, 0].plot(levels, np.interp(levels, x, y), "o", color=CHOICES[choice])
             x, y = over_episodes(record, choice, "gold")
             mean = smooth(y.mean(0), 2)
             panels[0, 1].plot(smooth(x, 2), mean, **style)
@@ -330,10 +357,10 @@ def slow_rate() -> Figure:
     panels[0, 1].set(xlabel="episodes")
     panels[0, 1].xaxis.set_major_formatter("{x:,.0f}")
     panels[0, 1].locator_params(axis="x", nbins=6)
-    panels[0, 0].set_title("at the same KL: more on the way", fontsize=10)
-    panels[0, 1].set_title("over the episodes: slower", fontsize=10)
+    panels[0, 0].set_title("True score against KL (dots: where runs are compared)", fontsize=10)
+    panels[0, 1].set_title("True score against episodes", fontsize=10)
     panels[0, 0].legend(fontsize=9, loc="lower right")
-    title(figure, "A quarter of the learning rate gives more true score per nat, for more episodes")
+    title(figure, "A lower learning rate: ahead at the same KL, nearly level at the end")
     return figure
 
 
@@ -368,7 +395,7 @@ def overoptimisation(sources: list[str], text: str, record: Record | None = None
         axes.set_xticks([value**0.5 for value in nats], nats)
     panels[1, len(sources) // 2].set_xlabel(f"{KL}, on a square-root scale")
     panels[0, 0].set_ylabel(GOLD)
-    panels[1, 0].set_ylabel("proxy (reward model)")
+    panels[1, 0].set_ylabel("reward (reward model)")
     handles, names = panels[0, 0].get_legend_handles_labels()
     shown = dict(zip(names, handles, strict=True))
     words = [f"{name}, a line for each of 3 seeds" for name in shown]
@@ -380,6 +407,86 @@ def overoptimisation(sources: list[str], text: str, record: Record | None = None
         fontsize=9,
     )
     title(figure, text)
+    return figure
+
+
+PENALTIES = {0.0: "no KL penalty", 0.15: "default KL penalty"}
+SEEDS = {1: "-", 2: "--", 3: ":"}  # lines of runs that differ by their seed
+
+
+def weak_rewards(record: Record | None = None) -> Figure:
+    """Gold over the episodes against weak reward models: without a KL penalty above, with one
+    below. What falls below 0 has the way of its reward beside it."""
+    record = record or load("overoptimisation-penalty")
+    sources = record["args"]["labels"]
+    figure, panels = new(2, len(sources), 5.2, sharex=True, sharey=True)
+    for line, (coef, penalty) in zip(panels, PENALTIES.items(), strict=True):
+        for axes, labels in zip(line, sources, strict=True):
+            axes.axhline(0, color="black", linewidth=0.8)
+            for row in record["rows"]:
+                if row["labels"] != labels or row["kl_coef"] != coef:
+                    continue
+                gold = smooth(row["gold"], 5)
+                x = (np.arange(len(gold)) + 0.5) * record["args"]["episodes"] / len(gold)
+                colour = ALGORITHMS[row["algorithm"]]
+                is_low = gold[-1] < 0
+                width = 2.6 if is_low else 1.5
+                axes.plot(x, gold, SEEDS[row["seed"]], color=colour, linewidth=width)
+                if is_low:
+                    reward = smooth(row["proxy"], 5)
+                    text = f"reward {reward[0]:.1f} \N{RIGHTWARDS ARROW} {reward[-1]:.1f}"
+                    place = {"xytext": (-2, 12), "textcoords": "offset points", "ha": "right"}
+                    place["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+                    axes.annotate(text, (x[-1], gold[-1]), **place, color=colour, fontsize=9)
+        line[0].set_ylabel(f"{penalty}:\n{GOLD}")
+    for axes, labels in zip(panels[0], sources, strict=True):
+        axes.set_title(source_title(labels, record), fontsize=10)
+    for axes in panels[1]:
+        axes.set_xlabel("episodes")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_ylim(-1, 1)
+    for name, colour in ALGORITHMS.items():
+        panels[0, 0].plot([], [], color=colour, linewidth=2, label=name)
+    for seed, style in SEEDS.items():
+        panels[0, 0].plot([], [], style, color="black", linewidth=1.5, label=f"seed {seed}")
+    figure.legend(loc="outside lower center", ncols=5, fontsize=9)
+    title(figure, WEAK_REWARDS)
+    return figure
+
+
+def gamble() -> Figure:
+    """The true score at the end of every run over the accuracy of its reward model: without a KL
+    penalty, of both series, and with the default's."""
+    figure, panels = new(1, 1, 4)
+    axes = panels[0, 0]
+    axes.axhline(0, color="black", linewidth=0.8)
+    counts = {0.0: 0, 0.15: 0}
+    for name in ("overoptimisation-tiny", "overoptimisation-penalty"):
+        record = load(name)
+        accuracy = {(x["labels"], x["seed"]): x["accuracy"] for x in record["reward_models"]}
+        for row in record["rows"]:
+            coef = row["kl_coef"]
+            style = {"color": ALGORITHMS[row["algorithm"]], "markersize": 7}
+            if coef:
+                style |= {"markerfacecolor": "white", "markeredgewidth": 1.6}
+            x = accuracy[row["labels"], row["seed"]]
+            axes.plot(x, smooth(row["gold"], 5)[-1], "^" if coef else "o", **style)
+            counts[coef] += 1
+    chance = record["reward_models"][0]["constant"]
+    axes.axvline(chance, color=OTHER, linestyle="--", linewidth=1.3)
+    place = {"xytext": (5, 0), "textcoords": "offset points", "color": REFERENCE, "fontsize": 9}
+    axes.annotate("always the same answer", (chance, -0.35), **place)
+    for algorithm, colour in ALGORITHMS.items():
+        axes.plot([], [], "s", color=colour, label=algorithm)
+    axes.plot([], [], "o", color=REFERENCE, label=f"no KL penalty ({counts[0.0]} runs)")
+    style = {"color": REFERENCE, "markerfacecolor": "white", "markeredgewidth": 1.6}
+    axes.plot([], [], "^", **style, label=f"default penalty ({counts[0.15]} runs)")
+    axes.set(
+        xlabel="accuracy of the reward model on held-out labels (best of four)", ylim=(-1, 1.05)
+    )
+    axes.set_ylabel(f"{GOLD} at the end")
+    axes.legend(loc="lower right", fontsize=9)
+    title(figure, "Without a KL penalty, a reward model near chance makes training a gamble")
     return figure
 
 
@@ -399,7 +506,7 @@ def frontier() -> Figure:
     figure, panels = new(2, 2, 6, sharex="col", sharey=True)
     for (algorithm, coef, rate), rows in groups.items():
         by_kl, by_episodes = panels[list(ALGORITHMS).index(algorithm)]
-        style = {"color": SHADES[coef], "linewidth": 1.8, "label": f"coefficient {coef:g}"}
+        style = {"color": SHADES[coef], "linewidth": 1.8, "label": f"KL coefficient {coef:g}"}
         if rate != "2e-4":
             style |= {"linestyle": "--", "label": f"{style['label']}, --lr {rate}"}
         curves = []
@@ -429,41 +536,60 @@ def frontier() -> Figure:
     panels[1, 1].xaxis.set_major_formatter("{x:,.0f}")
     handles, names = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=9)
-    title(figure, "True score per nat: a KL penalty and, for PPO above all, a lower rate")
+    title(figure, "At the same KL, a penalty and a lower learning rate score higher")
     return figure
 
 
 # --- the real model -------------------------------------------------------------------------------
+GROUPS = (  # of runs on the real model, from above
+    "Reward model that never saw the openings",
+    "Reward model with labels for the openings",
+    "VADER's own score as the reward",
+    "Chat, with VADER's own score",
+)
+
+
 def run_name(row: Row) -> str:
     """A run of the real model, in words."""
-    name = row["arm"].replace("VADER", "VADER's score").replace("chat", "RLOO, chat, VADER's score")
-    if name.startswith("rate"):
-        name = "PPO, VADER's score"
-    if "reward model" in name:
-        openings = "unseen" if "-held" in row["record"] else "labelled"
-        return f"{name} {row['seed']} ({openings} openings), {row['lr']}"
-    return f"{name}, {row['lr']}, seed {row['seed']}"
+    algorithm = "PPO" if "ppo_rlhf" in row["folder"] else "RLOO"
+    adapter = ", LoRA" if "LoRA" in row["arm"] else ""
+    if row["arm"] == "chat":
+        adapter = f", {row['episodes']} episodes"
+    which = f"reward model {row['seed']}" if "reward model" in row["arm"] else f"seed {row['seed']}"
+    return f"{algorithm}{adapter}, {row['lr']}, {which}"
 
 
-def real_order(row: Row) -> tuple[bool, bool, float]:
-    """Runs on reward models above, those on held-out openings first; then by their wins."""
-    has_model = "reward model" in row["arm"]
-    is_held = "-held" in row["record"]
-    return has_model, is_held, row["wins"]["win_rate"]["rate"]
+def group_of(row: Row) -> int:
+    """The number of the run's group."""
+    if row["arm"] == "chat":
+        return 3
+    if "reward model" not in row["arm"]:
+        return 2
+    return 0 if "-held" in row["record"] else 1
 
 
 def real_model(records: dict[str, Record], episodes: int | None = None) -> Figure:
-    """Gold before and after training, and win rates, a line for each run: all, or those with so
-    many episodes and the one of chats."""
+    """Gold before and after training, and win rates, a line for each run below the heading of its
+    group: all, or those with so many episodes and the one of chats."""
     rows = []
     for name, record in records.items():
         rows += [row | {"record": name} for row in record["rows"]]
     if episodes is not None:
         rows = [row for row in rows if row["episodes"] >= episodes or row["arm"] == "chat"]
-    rows.sort(key=real_order)
-    figure, panels = new(1, 2, 1.7 + 0.27 * len(rows), sharey=True)
+    rows.sort(key=lambda row: (group_of(row), -row["wins"]["win_rate"]["rate"]))
+    lines: list[Row | str] = []
+    for number, group in enumerate(GROUPS):
+        mine = [row for row in rows if group_of(row) == number]
+        if mine:
+            lines += [group, *mine]
+    figure, panels = new(1, 2, 1.7 + 0.23 * len(lines), sharey=True)
     gold, wins = panels[0]
-    for y, row in enumerate(rows):
+    names = []
+    for y, row in enumerate(lines):
+        if isinstance(row, str):
+            names.append(row)
+            continue
+        names.append(run_name(row))
         colour = PPO if "ppo_rlhf" in row["folder"] else RLOO
         before = row["gold_before"]
         after = row["gold_after"]
@@ -475,20 +601,19 @@ def real_model(records: dict[str, Record], episodes: int | None = None) -> Figur
         high = 100 * (share["high"] - share["rate"])
         style = {"fmt": "o", "color": colour, "capsize": 3, "linewidth": 1.5}
         wins.errorbar(100 * share["rate"], y, xerr=[[low], [high]], **style)
-    names = [run_name(row) for row in rows]
-    gold.set_yticks(range(len(rows)), names, fontsize=9)
+    gold.set_yticks(range(len(lines)), names, fontsize=9)
+    for line, label in zip(lines, gold.get_yticklabels(), strict=True):
+        label.set_fontweight("bold" if isinstance(line, str) else "normal")
     gold.set(xlabel="true score, before and after", xlim=(0, 0.8))
-    gold.set_ylim(-0.6, len(rows) - 0.4)
+    gold.set_ylim(len(lines) - 0.4, -0.6)
     wins.axvline(50, color="black", linewidth=1)
-    wins.set_xlabel("wins over the reference (%), with 95 % intervals", fontsize=9)
-    wins.set_xlim(35, 100)
-    legend = {"reference": REFERENCE, "PPO": PPO, "RLOO": RLOO}
+    wins.set_xlabel("win rate against the starting model (%)")
+    wins.set_xlim(20, 100)
+    legend = {"before training": REFERENCE, "after PPO": PPO, "after RLOO": RLOO}
     for name, colour in legend.items():
         gold.plot([], [], "o", color=colour, label=name)
     figure.legend(loc="outside lower center", ncols=3, fontsize=9)
-    title(
-        figure, "SmolLM2, 15 of 19 runs: how much they win depends on the reward model and the rate"
-    )
+    title(figure, "SmolLM2: most runs improve on the starting model, by very different amounts")
     return figure
 
 
@@ -696,11 +821,13 @@ def both_real_models() -> Figure:
     return real_model({name: load(name) for name in names}, episodes=2_560)
 
 
+WEAK_REWARDS = "Weak reward models: some runs collapse without a penalty, and none with it"
 WEAK = "The proxy rises on every reward model; the true score does not"
 MORE = "Half of the labels at random are as bad as few labels"
 PICTURES: dict[str, Callable[[], Figure]] = {
     "readme": readme,
     "embedded-tiny": embedded,
+    "details": details,
     "ablations": ablations,
     "ablations-full": full_length,
     "slow-rate": slow_rate,
@@ -708,6 +835,8 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "overoptimisation-more": functools.partial(
         overoptimisation, ["1024", "2048", "4000:0.5"], MORE
     ),
+    "gamble": gamble,
+    "weak-rewards": weak_rewards,
     "overoptimisation-frontier": frontier,
     "real_model-smollm2": both_real_models,
     "real_model-smollm2-held": real_curves,

@@ -21,7 +21,7 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 ALGORITHMS = ("ppo", "rloo")
-MANY = 4  # records that a brief page names
+MANY = 2  # records that a brief page names
 # What a record of throughput.py has measured.
 WORK = ("shape", "queries", "query_length", "response_length", "batch_size", "dtype")
 # The records that make each table: others in results/ are left alone.
@@ -45,7 +45,9 @@ RECORDS = {
     "ablations": ["ablations-tiny"],
     "rewards": ["embedded-tiny"],
     "overoptimisation": ["overoptimisation-tiny"],
-    "weak_rewards": ["overoptimisation-tiny"],
+    "penalty": ["overoptimisation-penalty"],
+    "collapse": ["overoptimisation-penalty"],
+    "gamble": ["overoptimisation-tiny", "overoptimisation-penalty"],
     "frontier": ["overoptimisation-frontier", "overoptimisation-slow"],
     "symptoms": ["symptoms", "overoptimisation-tiny"],
     "adam": ["adam-first-update"],
@@ -55,7 +57,7 @@ RECORDS = {
     "memory": ["memory_speed-tiny-fp32", "memory_speed-gpt2-fp32"],
     "speed": SPEED,
     "bars": SPEED,
-    "ratios": SPEED[:-1],
+    "times": SPEED[:-1],
     "versions": [
         "whole_run-bars-tiny",
         "whole_run-bars-gpt2",
@@ -96,7 +98,7 @@ def origin(name: str, page: "Page") -> str:
     """Which version of the scripts made the records of a table, and where. A brief page only links
     the records, which say so themselves. Records without a version are of 0.2.0."""
     if page.is_brief and len(RECORDS[name]) > MANY:
-        return f"From [{len(RECORDS[name])} records]({page.results}); the study names them."
+        return f"From [{len(RECORDS[name])} records]({page.results})."
     if page.is_brief:
         links = [f"[{stem}]({page.results}/{stem}.json)" for stem in RECORDS[name]]
         return f"From {', '.join(links)}."
@@ -165,12 +167,18 @@ def equal_kl_order(row: dict[str, Any]) -> tuple[bool, bool, float]:
     return choice.startswith(("RLOO", "GRPO")), choice != "RLOO, K 4", -effect
 
 
+def signed(value: float) -> str:
+    """With its sign, unless it is rounded to 0."""
+    text = f"{value:+.2f}"
+    return text if float(text) else "0.00"
+
+
 def equal_kl_cells(row: dict[str, Any], kind: str = "equal_kl") -> list[str]:
     """The difference in gold at equal KL, with half of its interval's width; and at each level."""
-    cell = "-" if row[kind] is None else f"{row[kind]:+.2f}"
+    cell = "-" if row[kind] is None else signed(row[kind])
     if row[f"{kind}_interval"] is not None:
         cell += f" ± {row[f'{kind}_interval']:.2f}"
-    levels = ["-" if value is None else f"{value:+.2f}" for value in row[f"{kind}_levels"]]
+    levels = ["-" if value is None else signed(value) for value in row[f"{kind}_levels"]]
     return [f"**{cell}**" if row[f"{kind}_holds"] else cell, ", ".join(levels) or "-"]
 
 
@@ -188,8 +196,8 @@ def ablations_table() -> str:
     """Every choice: its scores, and how far they are from the base's."""
     less = "difference"
     found = records("ablations")[0]["table"]
-    columns = ["choice", "gold at equal KL, difference from the base", level_names(found[0])]
-    columns += ["gold", less, "KL", less, "proxy", "distinct", "failed"]
+    columns = ["choice", "true score at equal KL: difference", level_names(found[0])]
+    columns += ["true score", less, "KL", less, "reward", "distinct", "failed"]
     rows = []
     bold = {kind: not_zero(found, kind) for kind in ("gold", "kl")}
     for row in sorted(found, key=equal_kl_order):
@@ -205,28 +213,48 @@ def ablations_table() -> str:
     return table(columns, rows)
 
 
+# The choices in the picture of benchmark/README.md, with their names there.
+CHOSEN = {
+    "ablations-full": {
+        "RLOO, K 4": "RLOO, compared with PPO",
+        "critic from the reward model": "critic starts as the reward model",
+        "1 epoch": "1 epoch (default: 4)",
+        "no value function": "no value function",
+        "advantages not whitened": "advantages not whitened",
+        "lambda 1": "GAE with lambda 1 (default: 0.95)",
+        "temperature 1": "temperature 1 (default: 0.7)",
+        "KL by k3": "k3 as the KL penalty (default: k1)",
+        "GRPO (KL in the loss)": "GRPO, compared with RLOO",
+    },
+    "ablations-tiny": {
+        "critic from the reward model, warmed up": "critic starts as the reward model, warmed up",
+        "critic from the policy": "critic starts as the policy",
+        "no penalty": "no penalty for unfinished responses",
+        "rewards not whitened": "rewards not whitened",
+        "whitening by rank, of 4": "whitening per process (4)",
+        "reward model not normalised": "reward model not normalised",
+        "fixed KL coefficient": "fixed KL coefficient (default: adaptive)",
+        "torch's Adam": "PyTorch's Adam (default: TensorFlow's)",
+        "no ratio clipping": "no clipping of the ratio",
+        "constant learning rate": "constant learning rate (default: decays to 0)",
+        "8 minibatches": "8 minibatches (default: 1)",
+        "recipe instructgpt": "InstructGPT's settings",
+    },
+}
 # The rows of benchmark/README.md, from the records of full length and of short runs.
 MATTERS = {
     "ablations-full": [
         "default",
         "critic from the reward model",
         "no value function",
-        "advantages not whitened",
-        "1 epoch",
-        "KL by k3",
-        "RLOO, K 4",
         "GRPO (KL in the loss)",
     ],
     "ablations-tiny": [
         "default",
         "critic from the reward model, warmed up",
-        "no penalty",
-        "torch's Adam",
-        "no ratio clipping",
-        "whitening by rank, of 4",
         "8 minibatches",
+        "recipe instructgpt",
         "dropout left on",
-        "recipe qwen",
     ],
 }
 # What a choice of ablations.py is called in tables and pictures.
@@ -259,8 +287,8 @@ MASKED = ("truncated tokens masked", "recipe qwen", "recipe llama2", "recipe dee
 
 def matters_table() -> str:
     """The choices that most readers ask for, full runs before short ones."""
-    columns = ["choice", "episodes", "gold at equal KL, difference from the base"]
-    columns += ["gold at the end", "KL at the end", "failed"]
+    columns = ["change", "episodes", "difference at the same KL"]
+    columns += ["true score at the end", "KL at the end", "failed runs"]
     rows = []
     for stem, record in zip(RECORDS["matters"], records("matters"), strict=True):
         of_choice = {row["choice"]: row for row in record["table"]}
@@ -268,17 +296,16 @@ def matters_table() -> str:
         for name in MATTERS[stem]:
             row = of_choice[name]
             difference = equal_kl_cells(row)[0]
-            if name in MASKED:
-                difference += ", not comparable"
             ends = [f"{row['gold']:.2f}", f"{row['kl']:.1f}", failed_cell(row)]
-            rows.append([named(name), episodes, difference, *ends])
+            name = "default settings" if name == "default" else CHOSEN[stem].get(name, named(name))
+            rows.append([name, episodes, difference, *ends])
     return table(columns, rows)
 
 
 def rloo_ppo_table() -> str:
-    """RLOO beside PPO in each study: at equal KL, and at the end of each seed's pair of runs."""
-    columns = ["learning rate, episodes", "seeds", "RLOO minus PPO, gold at equal KL"]
-    columns += ["gold at the end: PPO", "RLOO", "RLOO ahead at the end"]
+    """RLOO beside PPO in each study: at the end of each seed's pair of runs, and at equal KL."""
+    columns = ["learning rate, episodes", "PPO's final score (KL)", "RLOO's", "pairs RLOO wins"]
+    columns += ["RLOO minus PPO at 2, 4, 6 nats", "mean over levels"]
     rows = []
     for record in records("rloo_ppo"):
         args = record["args"]
@@ -288,13 +315,17 @@ def rloo_ppo_table() -> str:
         for seed in args["seeds"]:
             pairs.append((of_run["default", seed], of_run["RLOO, K 4", seed]))
         ahead = sum(rloo > ppo for ppo, rloo in pairs)
-        gaps = [rloo - ppo for ppo, rloo in pairs]
         rate = args.get("lr") or "2e-4"
-        cells = [f"{rate}, {args['episodes']:,}", len(pairs)]
-        cells.append(equal_kl_cells(of_choice["RLOO, K 4"])[0])
-        cells += [f"{of_choice[name]['gold']:.2f}" for name in ("default", "RLOO, K 4")]
-        spread = f"by {min(gaps):.2f} to {max(gaps):.2f}"
-        rows.append([*cells, f"{ahead} of {len(pairs)}, {spread}"])
+        cells = [f"{rate}, {args['episodes']:,}"]
+        for name in ("default", "RLOO, K 4"):
+            row = of_choice[name]
+            cells.append(f"{row['gold']:.2f} ({row['kl']:.1f})")
+        cells.append(f"{ahead} of {len(pairs)}")
+        mean_cell, level_cell = equal_kl_cells(of_choice["RLOO, K 4"])
+        levels = [f"{level:g}" for level in of_choice["RLOO, K 4"]["levels"]]
+        if levels != ["2", "4", "6"]:
+            level_cell += f" (at {', '.join(levels)})"
+        rows.append([*cells, level_cell, mean_cell])
     return table(columns, rows)
 
 
@@ -347,26 +378,94 @@ def overoptimisation_table() -> str:
     return table(columns, rows)
 
 
-def weak_rewards_table() -> str:
-    """Where policies without a KL penalty end, by what their reward model knows."""
-    columns = ["labels", "accuracy", "gold at the end: PPO", "RLOO", "best of 128"]
-    record = records("weak_rewards")[0]
-    found: dict[str, dict[str, str]] = {}
-    for row in sorted(record["table"], key=overoptimisation_order):
-        value = f"{row['gold_end']:.2f}"
-        if row["algorithm"] != "best of n":
-            value += f" ({row['lowest_end']:.2f} to {row['highest_end']:.2f})"
-        found.setdefault(row["labels"], {})[row["algorithm"]] = value
+LAST = 5  # updates whose mean is the end of a run
+
+
+def labels_name(labels: str) -> str:
+    """How many labels a reward model has, and whether half of them are random."""
+    size, _, noise = labels.partition(":")
+    return f"{int(size):,} half-random" if noise == "0.5" else f"{int(size):,}"
+
+
+def ends(rows: list[dict[str, Any]], kind: str, digits: int) -> str:
+    """Where the runs of the seeds end."""
+    return ", ".join(f"{mean(row[kind][-LAST:]):.{digits}f}" for row in rows)
+
+
+def weak_runs() -> dict[tuple[str, str, float], list[dict[str, Any]]]:
+    """Runs against weak reward models, by labels, algorithm and KL coefficient; in each group in
+    the order of the seeds."""
+    found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    for row in sorted(records("penalty")[0]["rows"], key=lambda row: row["seed"]):
+        found.setdefault((row["labels"], row["algorithm"], row["kl_coef"]), []).append(row)
+    return found
+
+
+BOUNDS = (0.3, 0.45, 1.0)  # of the accuracies of reward models
+COLLAPSED = -0.5
+
+
+def gamble_table() -> str:
+    """How runs end, by the accuracy of their reward models, without a KL penalty and with the
+    default's."""
+    found: dict[tuple[bool, float], list[float]] = {}
+    for record in records("gamble"):
+        accuracy = {(x["labels"], x["seed"]): x["accuracy"] for x in record["reward_models"]}
+        for row in record["rows"]:
+            reached = accuracy[row["labels"], row["seed"]]
+            bound = next(bound for bound in BOUNDS if reached < bound)
+            found.setdefault((row["kl_coef"] > 0, bound), []).append(mean(row["gold"][-LAST:]))
+    names = dict(zip(BOUNDS, ("below 0.3", "0.3 to 0.45", "above 0.45"), strict=True))
     rows = []
-    for labels, values in found.items():
-        size, _, noise = labels.partition(":")
-        name = f"{int(size):,}"
-        if noise:
-            name += f", {float(noise):.0%} random"
-        models = [x["accuracy"] for x in record["reward_models"] if x["labels"] == labels]
-        cells = [values[kind] for kind in ("PPO", "RLOO", "best of n")]
-        rows.append([name, f"{mean(models):.2f}", *cells])
+    for (has_penalty, bound), scores in sorted(found.items()):
+        low = sum(score < COLLAPSED for score in scores)
+        high = sum(score > -COLLAPSED for score in scores)
+        cells = [names[bound], "default" if has_penalty else "none", len(scores)]
+        rows.append([*cells, low, len(scores) - low - high, high])
+    columns = ["accuracy of the reward model", "KL penalty", "runs"]
+    return table([*columns, "end below -0.5", "in between", "end above 0.5"], rows)
+
+
+def penalty_table() -> str:
+    """The same runs with their KL and reward."""
+    columns = ["labels", "accuracy, by seed", "", "KL penalty", "true score at the end, by seed"]
+    columns += ["reward at the start", "at the end", "KL at the end"]
+    record = records("penalty")[0]
+    rows = []
+    for (labels, algorithm, coef), runs in sorted(weak_runs().items()):
+        models = [x for x in record["reward_models"] if x["labels"] == labels]
+        models.sort(key=lambda x: x["seed"])
+        accuracies = ", ".join(f"{x['accuracy']:.2f}" for x in models)
+        cells = [labels_name(labels), accuracies, algorithm, "the default's" if coef else "none"]
+        cells.append(ends(runs, "gold", 2))
+        cells.append(", ".join(f"{mean(run['proxy'][:LAST]):.1f}" for run in runs))
+        rows.append([*cells, ends(runs, "proxy", 1), ends(runs, "kl", 0)])
     return table(columns, rows)
+
+
+# Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
+SHOWN = (
+    ("128", "PPO", 0.0, 3),
+    ("4000:0.5", "RLOO", 0.0, 2),
+    ("512", "PPO", 0.0, 1),
+    ("512", "PPO", 0.15, 1),
+)
+
+
+def collapse_table() -> str:
+    """The first response of the last update of runs that collapsed, and of one that did not,
+    without a penalty and with it."""
+    rows = []
+    for labels, algorithm, coef, seed in SHOWN:
+        (run,) = [run for run in weak_runs()[labels, algorithm, coef] if run["seed"] == seed]
+        first = run["samples"][0]
+        text = " ".join(first["response"].split())
+        penalty = "penalty" if coef else "no penalty"
+        models = records("collapse")[0]["reward_models"]
+        (model,) = [x for x in models if x["labels"] == labels and x["seed"] == seed]
+        score = f"{mean(run['gold'][-LAST:]):.2f}"
+        rows.append([f"{algorithm}, accuracy {model['accuracy']:.2f}, {penalty}", text, score])
+    return table(["run", "response", "final true score of the run"], rows)
 
 
 def frontier_order(row: dict[str, Any]) -> tuple[bool, str, bool, float]:
@@ -446,7 +545,7 @@ def symptoms_table() -> str:
         if (row["algorithm"], row["seed"]) == ("PPO", 3) and row["labels"] in ("512", "4000"):
             last = {kind: mean(row[kind][-len(row[kind]) // 4 :]) for kind in ("proxy", "gold")}
             ends[row["labels"]] = f"{last['proxy']:.2f}, {last['gold']:.2f}"
-    cells = ["the score rises, the true score falls", "`objective/scores`, gold"]
+    cells = ["the score rises, the true score falls", "`objective/scores`, true score"]
     cells += [ends["4000"], ends["512"], "a reward model of 512 labels, no KL penalty"]
     rows.append([*cells, "a reward model of 4,000 labels"])
     return table(columns, rows)
@@ -592,9 +691,9 @@ def compared(rows: dict[str, dict[str, Any]], algorithm: str) -> dict[str, float
     return values
 
 
-def bars_table(only: tuple[str, ...] | None = None) -> str:
+def bars_table() -> str:
     """The share of the floor, then ours against plain PyTorch, TRL and our PPO, and its memory.
-    Records of the same work share a row, with the lowest of their floors. `only` names columns."""
+    Records of the same work share a row, with the lowest of their floors."""
     titles = {
         "floor": "share of the floor",
         "speed plain": "plain / ours",
@@ -611,24 +710,39 @@ def bars_table(only: tuple[str, ...] | None = None) -> str:
         for algorithm in ALGORITHMS:
             if f"ours-{algorithm}" in of_contender:
                 what = f"{work(record['args'])}, {algorithm.upper()}"
-                if only is not None:
-                    what = (
-                        f"{record['args']['shape']}, {record['args']['dtype']}, {algorithm.upper()}"
-                    )
                 row = found.setdefault(what, {})
                 values = compared(of_contender, algorithm)
                 if "floor" in row:
                     values["floor"] = min(row["floor"], values.get("floor", 1.0))
                 row.update(values)
     shown = [name for name in titles if any(name in values for values in found.values())]
-    if only is not None:
-        shown = [name for name in shown if name in only]
     rows = []
     for what, values in found.items():
         cells = [f"{values[name]:.2f}" if name in values else "-" for name in shown]
         rows.append([what, *cells])
-    first = "tokens, episodes, dtype" if only is None else "model, dtype, algorithm"
-    return table([first, *[titles[name] for name in shown]], rows)
+    return table(["tokens, episodes, dtype", *[titles[name] for name in shown]], rows)
+
+
+def times_table() -> str:
+    """How many times as long as ours the updates of plain PyTorch and of TRL take."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for record in records("times"):
+        of_contender = {row["contender"]: row for row in record["rows"]}
+        dtype = record["args"]["dtype"]
+        for algorithm in ALGORITHMS:
+            if f"ours-{algorithm}" not in of_contender:
+                continue
+            row = found.setdefault((record["args"]["shape"], algorithm), {})
+            for name, ratio in compared(of_contender, algorithm).items():
+                row[f"{name} {dtype}"] = ratio
+    columns = ["model, algorithm"]
+    columns += ["plain PyTorch, fp32", "plain PyTorch, bf16", "TRL, fp32", "TRL, bf16"]
+    names = ["speed plain fp32", "speed plain bf16", "speed trl fp32", "speed trl bf16"]
+    rows = []
+    for (shape, algorithm), ratios in found.items():
+        cells = [f"{ratios[name]:.2f}" for name in names]
+        rows.append([f"{shape}, {algorithm.upper()}", *cells])
+    return table(columns, rows)
 
 
 def versions_table() -> str:
@@ -657,10 +771,10 @@ def equal_kl_table() -> str:
     record = records("equal_kl")[0]
     columns = [
         "choice",
-        "gold at equal KL, difference from the base",
+        "true score at equal KL: difference",
         level_names(record["table"][0]),
     ]
-    columns += ["gold", "KL", "distinct", "explained by values", "failed"]
+    columns += ["true score", "KL", "distinct", "explained by values", "failed"]
     explained: dict[str, list[float]] = {}
     for row in record["rows"]:
         ends = row.get("curve", {}).get("var_explained", [])[-1:]  # none of a run that stopped
@@ -681,8 +795,8 @@ def slow_table(name: str) -> str:
     rate."""
     found = records(name)[0]["table"]
     levels = level_names(found[0])
-    columns = ["choice", "gold at equal KL, difference from the base at this rate", levels]
-    columns += ["difference from itself at the default's rate", levels, "gold", "KL", "failed"]
+    columns = ["choice", "true score at equal KL: difference from the base", levels]
+    columns += ["difference from itself at 2e-4", levels, "true score", "KL", "failed"]
     rows = []
     for row in sorted(found, key=equal_kl_order):
         compared = [*equal_kl_cells(row), *equal_kl_cells(row, "beside")]
@@ -698,7 +812,7 @@ def share(found: dict[str, float]) -> str:
 
 def real_model_table() -> str:
     """A real language model: every run, before and after."""
-    columns = ["", "right", "rate", "seed", "episodes", "gold", "score"]
+    columns = ["", "right", "rate", "seed", "episodes", "true score", "score"]
     columns += ["wins", "for equal length", "ties", "KL"]
     rows = []
     for row in rows_of("real_model", "rows"):
@@ -732,17 +846,17 @@ SIX = (  # arm, rate, seed of the runs in benchmark/README.md
 
 def real_six_table() -> str:
     """Six runs that show what the others do, too."""
-    columns = ["run", "rate", "accuracy of the reward model"]
-    columns += ["gold, before and after", "wins over the reference", "KL"]
+    columns = ["run", "learning rate", "accuracy of the reward model"]
+    columns += ["true score", "win rate against the starting model", "KL"]
     of_run = {(row["arm"], row["lr"], row["seed"]): row for row in rows_of("real_six", "rows")}
     rows = []
     for arm, rate, seed in SIX:
         row = of_run[arm, rate, seed]
-        name = "RLOO, chat, VADER's score" if arm == "chat" else f"{arm} {seed}"
+        name = "RLOO, chat, VADER's own score" if arm == "chat" else f"{arm} {seed}"
         if seed != 3 and "reward model" in arm:
             name += r" \*"  # its labels include the openings of the evaluation
         right = f"{row['reward_accuracy']:.0%}" if "reward_accuracy" in row else "-"
-        gold = f"{row['gold_before']:.2f} to {row['gold_after']:.2f}"
+        gold = f"{row['gold_before']:.2f} → {row['gold_after']:.2f}"
         cells = [name, rate, right, gold, share(row["wins"]["win_rate"])]
         rows.append([*cells, f"{row['kl_after']:.1f}"])
     return table(columns, rows)
@@ -767,19 +881,20 @@ def real_memory_table() -> str:
     return table(["", "episodes", "peak memory"], rows)
 
 
-def real_samples_table() -> str:
-    """The first held-out openings, with what the policy of each algorithm's best run makes of
-    them."""
+def real_samples_table(count: int | None = None) -> str:
+    """The first held-out openings, all or so many, with what the policy of each algorithm's best
+    run makes of them."""
     of_arm = {}
     for row in sorted(records("real_samples")[0]["rows"], key=lambda row: row["gold_after"]):
         if row["arm"].endswith("reward model"):
             of_arm[row["arm"]] = {sample["query"]: sample for sample in row["samples"]}
     rows = []
-    for query, sample in next(iter(of_arm.values())).items():
+    for query, sample in list(next(iter(of_arm.values())).items())[:count]:
         afters = [samples[query]["response_after"] for samples in of_arm.values()]
         texts = [query, sample["response"], *afters]
         rows.append([" ".join(text.replace("|", "/").split()) for text in texts])
-    return table(["", "before", *(f"after {arm}" for arm in of_arm)], rows)
+    algorithms = [f"after {arm.partition(',')[0]}" for arm in of_arm]
+    return table(["opening", "starting model (PPO's sample)", *algorithms], rows)
 
 
 def scaling_table() -> str:
@@ -824,7 +939,6 @@ def study(**tables: Callable[[], str]) -> Page:
 
 README = "benchmark/README.md"
 STUDIES = "benchmark/studies"
-RATIOS = ("speed plain", "speed plain-fast", "speed trl", "speed ppo")
 BLOCKS: dict[str, Page] = {
     README: Page(
         "results",
@@ -832,10 +946,10 @@ BLOCKS: dict[str, Page] = {
             "rloo_ppo": rloo_ppo_table,
             "matters": matters_table,
             "real_six": real_six_table,
-            "real_samples": real_samples_table,
-            "weak_rewards": weak_rewards_table,
-            "optimum": optimum_table,
-            "ratios": functools.partial(bars_table, RATIOS),
+            "real_samples": functools.partial(real_samples_table, 3),
+            "gamble": gamble_table,
+            "collapse": collapse_table,
+            "times": times_table,
         },
         is_brief=True,
     ),
@@ -846,12 +960,17 @@ BLOCKS: dict[str, Page] = {
         slow=functools.partial(slow_table, "slow"), long=functools.partial(slow_table, "long")
     ),
     f"{STUDIES}/real-model.md": study(
-        real_model=real_model_table, real_duels=real_duels_table, real_memory=real_memory_table
+        real_model=real_model_table,
+        real_duels=real_duels_table,
+        real_samples=real_samples_table,
+        real_memory=real_memory_table,
     ),
     f"{STUDIES}/overoptimisation.md": study(
-        overoptimisation=overoptimisation_table, frontier=frontier_table
+        overoptimisation=overoptimisation_table,
+        penalty=penalty_table,
+        frontier=frontier_table,
     ),
-    f"{STUDIES}/optimum.md": study(estimated=estimated_table),
+    f"{STUDIES}/optimum.md": study(optimum=optimum_table, estimated=estimated_table),
     f"{STUDIES}/symptoms.md": study(symptoms=symptoms_table),
     f"{STUDIES}/speed-memory.md": study(
         bars=bars_table, speed=speed_table, memory=memory_table, versions=versions_table

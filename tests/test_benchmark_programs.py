@@ -24,7 +24,8 @@ PROGRAMS = {
     "scaling": f"--sweeps batch_size --points_batch_size 4 --model 1x32 --repeats 1 {SMALL}",
     "ablations": "--choices default 'GRPO (KL in the loss)' 'KL by k3' --seeds 1 --jobs 1"
     " --episodes 8 --batch_size 8",
-    "overoptimisation": "--labels 128 --seeds 1 --episodes 64 --pool 2 --jobs 1",
+    "overoptimisation": "--labels 128 --seeds 1 --episodes 64 --pool 2 --jobs 1"
+    " --kl_coefs 0.15 --kl_target 6",
 }
 ESTIMATE = "--reward_fn tiny.rewards:happy --policy tiny/model --queries 4 --samples 4"
 

@@ -25,8 +25,9 @@ import readme_tables
 
 STUDIES = tuple(f"benchmark/studies/{path.name}" for path in ROOT.glob("benchmark/studies/*.md"))
 DOCS = tuple(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))
-DOCUMENTS = ("README.md", "benchmark/README.md", *STUDIES, *DOCS)
-PAGES = (*DOCUMENTS, "tiny/rewards.py")
+PAGES = ("README.md", "benchmark/README.md", *STUDIES, *DOCS, "tiny/rewards.py")
+SYSTEMS = "benchmark/systems/README.md"  # names flags of patches, and of former versions
+DOCUMENTS = (*PAGES[:-1], SYSTEMS, "CHANGELOG.md")
 PROGRAMS = {"help", "golden", "faults", "script", "num_processes", "multi_gpu", "cpu"}
 PROGRAMS |= {"config_file", "check", "num_machines", "machine_rank", "main_process_ip"}
 OF_COPIES = "docs/trl.md"  # its flags are those of patched copies, too
@@ -69,10 +70,10 @@ def test_a_table_that_is_not_that_of_its_records_is_an_error(tmp_path: Path) -> 
 
 
 def test_every_table_of_the_measurements_is_made_from_records() -> None:
-    """All tables of benchmark/README.md and of the studies stand between markers, and every study
-    is linked from there."""
+    """All tables of benchmark/README.md and of the studies stand between markers, but for the
+    summary and the list of studies; and every study is linked from there."""
     for name in ("benchmark/README.md", *STUDIES):
-        text = read(name)
+        text = read(name).partition("## The task")[2] or read(name)
         for block in readme_tables.BLOCKS[name].tables:
             text = re.sub(rf"<!-- {block} -->.*?<!-- /{block} -->", "", text, flags=re.S)
         text = text.partition("## All studies")[0]
@@ -80,6 +81,16 @@ def test_every_table_of_the_measurements_is_made_from_records() -> None:
     assert set(readme_tables.BLOCKS) == {"benchmark/README.md", *STUDIES}
     start = read("benchmark/README.md")
     assert [name for name in STUDIES if f"({name.removeprefix('benchmark/')})" not in start] == []
+
+
+def test_the_numbers_of_the_summary_are_those_of_the_findings() -> None:
+    summary, _, findings = read("benchmark/README.md").partition("## The task")
+    rows = re.findall(r"^\| \[\d\. .*?\) \| (.*?) \|", summary, re.M)
+    assert len(rows) == 5
+    for row in rows:
+        for number in re.findall(r"\d+(?:\.\d+)?", row):
+            alone = rf"(?<![\d.]){re.escape(number)}(?!\d)"
+            assert re.search(alone, findings), number
 
 
 def test_every_picture_is_drawn_from_records(tmp_path: Path) -> None:
@@ -94,6 +105,20 @@ def test_every_picture_is_drawn_from_records(tmp_path: Path) -> None:
 
 def test_the_measurements_are_short() -> None:
     assert len(read("benchmark/README.md").encode()) <= 18_000
+
+
+def test_every_patch_is_listed() -> None:
+    page = read(SYSTEMS)
+    listed = re.findall(r"^\| \[(.*?)\]\(\1\.patch\) \|", page, re.M)
+    patches = [path.stem for path in ROOT.glob("benchmark/systems/*.patch")]
+    assert sorted(listed) == sorted(patches)
+
+
+def test_the_changelog_is_short() -> None:
+    """15 entries a version at most."""
+    _, *versions = read("CHANGELOG.md").split("\n## ")
+    for version in versions:
+        assert version.count("\n- ") <= 15
 
 
 def test_the_first_command_finds_its_labels() -> None:
@@ -130,6 +155,10 @@ def commands(page: str) -> list[list[str]]:
     found = []
     blocks = re.findall(r"```bash\n(.*?)```|^    (python .*)$", read(page), re.S | re.M)
     text = "\n".join(block or line for block, line in blocks)
+    arrays = re.findall(r"^(\w+)=\((.*?)\)$", text, re.S | re.M)
+    for name, values in arrays:
+        words = " ".join(values.split())
+        text = text.replace(f'"${{{name}[@]}}"', words)
     for line in text.replace("\\\n", " ").splitlines():
         recipe = re.search(r"\$\(sed 's/#\.\*//' (\S+)\)", line)
         if recipe:
@@ -213,17 +242,46 @@ def test_the_readme_is_short() -> None:
 
 def test_samples_of_the_readme_are_those_of_the_record() -> None:
     """Each row stands in the table that is made from the record."""
-    rows = re.findall(r"^\| (?:On|In|At) .*$", read("README.md"), re.M)
+    rows = re.findall(r"^\| (?:During|On|Before) .*$", read("README.md"), re.M)
     assert len(rows) == 3
     assert [row for row in rows if f"\n{row}\n" not in read("benchmark/README.md")] == []
 
 
 def test_the_readme_has_the_two_commands_of_the_set_up() -> None:
-    commands = re.findall(r"^pip install.*?(?= +#)", read("README.md"), re.M)
-    assert commands == [
+    assert re.findall(r"^pip install.*$", read("README.md"), re.M) == [
         "pip install -e . && python train_reward.py && python ppo_rlhf.py",
         'pip install -e ".[test]" && pytest',
     ]
+
+
+def test_the_settings_that_two_commands_of_the_readme_share_reach_both() -> None:
+    shared = [words for words in commands("README.md") if "./my_sft" in words]
+    scripts = [words[0] for words in shared]
+    assert scripts == [REWARD, PPO]
+    for words in shared:
+        assert "--truncate_token" in words
+
+
+def test_the_loop_of_the_readme_is_the_script_s() -> None:
+    """Its lines stand in main in the same order, with other comments and nothing between them."""
+    (loop,) = re.findall(r"```python\n(for .*?)```", read("README.md"), re.S)
+    script = (ROOT / PPO).read_text()
+    _, _, main = script.partition("def main(")
+    main, _, _ = main.partition("\n# --- ")
+
+    def code(text: str) -> list[str]:
+        lines = []
+        for line in text.splitlines():
+            before, _, _ = line.partition("  #")
+            lines.append(before.strip())
+        return lines
+
+    rest = code(main)
+    shown = code(loop)
+    assert len(shown) > 5
+    for line in shown:
+        assert line in rest, line
+        rest = rest[rest.index(line) + 1 :]
 
 
 def test_the_entropy_bonus_of_the_readme_is_one_line(tmp_path: Path) -> None:

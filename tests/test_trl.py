@@ -445,7 +445,7 @@ def test_the_table_says_how_far_off_it_is(
     recording = load(OWN, system, name)
     assert reasons(recording) == [reason]
     assert percent_off(recording, tmp_path, **settings) == pytest.approx(percent, rel=0.05)
-    assert f" {percent} % (`{name}`)" in row_of(system, reason)
+    assert f" {percent}% (`{name}`)" in row_of(system, reason)
 
 
 @pytest.mark.parametrize(("system", "name", "settings", "model", "percent"), WITHOUT)
@@ -455,7 +455,7 @@ def test_without_the_flag_it_is_off(
     found = percent_off(load(OWN, system, name), tmp_path, model, **settings)
     assert found == pytest.approx(percent, rel=0.05)
     flag = next(iter(settings))
-    text = f"{percent} % (`{system}-{name}`"
+    text = f"{percent}% (`{system}-{name}`"
     assert [row for row in rows_of(text) if re.search(rf"`[^`|]*--{flag}\b", row)]
 
 
@@ -468,7 +468,7 @@ def test_a_bias_of_the_value_head_is_a_small_difference(
     monkeypatch.setattr(recording, "replaced", lambda: {"load_model": given["load_model"]})
     found = {model: percent_off(recording, tmp_path / model, model) for model in BIAS}
     assert found == pytest.approx(BIAS, rel=0.05)
-    assert len(rows_of("value model 0.09 %, policy 0.01 % (`trl112-base`)")) == 1
+    assert len(rows_of("value model 0.09%, policy 0.01% (`trl112-base`)")) == 1
 
 
 def rows_of(text: str) -> list[str]:
