@@ -360,7 +360,7 @@ def slow_rate() -> Figure:
     panels[0, 0].set_title("True score against KL (dots: where runs are compared)", fontsize=10)
     panels[0, 1].set_title("True score against episodes", fontsize=10)
     panels[0, 0].legend(fontsize=9, loc="lower right")
-    title(figure, "A lower learning rate: ahead at the same KL, nearly level at the end")
+    title(figure, "A lower learning rate: ahead at 2 and 4 nats, nearly level at the end")
     return figure
 
 
@@ -466,7 +466,7 @@ def gamble() -> Figure:
         accuracy = {(x["labels"], x["seed"]): x["accuracy"] for x in record["reward_models"]}
         for row in record["rows"]:
             coef = row["kl_coef"]
-            style = {"color": ALGORITHMS[row["algorithm"]], "markersize": 7}
+            style = {"color": ALGORITHMS[row["algorithm"]], "markersize": 7, "alpha": 0.6}
             if coef:
                 style |= {"markerfacecolor": "white", "markeredgewidth": 1.6}
             x = accuracy[row["labels"], row["seed"]]
