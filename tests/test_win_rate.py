@@ -1,4 +1,4 @@
-"""benchmark/win_rate.py: rates that can be computed by hand."""
+"""benchmark/tools/win_rate.py: rates that can be computed by hand."""
 
 import math
 import sys
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from run_tools import to_lines
 
-sys.path.append(str(ROOT / "benchmark"))
-import win_rate
-from win_rate import Pairs
+from benchmark.tools import win_rate
+from benchmark.tools.win_rate import Pairs
 
 COLUMN = "response_after"
 
