@@ -38,8 +38,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(
+    0,
+    str(Path(__file__).resolve().parents[1]),
+)
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -65,6 +69,17 @@ NAMES = {"default": "PPO", "RLOO, K 4": "RLOO"}
 TRUE_SCORE = "true score (VADER)"
 KL = "KL to the starting model (nats per response)"
 SHORT_KL = "KL (nats per response)"  # where three panels share the width
+matplotlib.rcParams |= {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 10,
+    "figure.titlesize": 12,
+    "figure.titleweight": "bold",
+    "grid.alpha": 0.25,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+}
 Record = dict[str, Any]
 Row = dict[str, Any]
 
@@ -130,7 +145,14 @@ def row_text(cells: str, row: Row) -> str:
     """A row of a table in Markdown."""
     parts = []
     for cell in cells.split("|"):
-        text = Cells().vformat(cell.strip(), (), row).replace("|", "/")
+        text = (
+            Cells()
+            .vformat(cell.strip(), (), row)
+            .replace(
+                "|",
+                "/",
+            )
+        )
         parts.append(text.replace(" ± -", "").replace(" (-)", ""))
     return f"| {' | '.join(parts)} |".replace("|  |", "| |")
 
@@ -240,30 +262,29 @@ def new(title: str, rows: int, columns: int, height: float, **more: Any) -> tupl
     what it shows."""
     figure = Figure(figsize=(9, height), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, **more)
-    for axes in panels.flat:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=12, fontweight="bold")
+    figure.suptitle(title)
     return figure, panels
 
 
-def label(axes: Axes, x: str | None = None, y: str | None = None, **more: Any) -> None:
-    """Names what a panel is over and what it shows; `legend` is the place of its legend."""
-    place = more.pop("legend", None)
-    names = {"xlabel": x, "ylabel": y}
-    axes.set(**{name: text for name, text in names.items() if text is not None}, **more)
-    if x is not None and x.startswith("episodes"):
+def label(axes: Axes, x: str = "", y: str = "", legend: str = "", **more: Any) -> None:
+    """Names what a panel is over and what it shows, and places its legend."""
+    axes.set(xlabel=x, ylabel=y, **more)
+    if x.startswith("episodes"):
         axes.xaxis.set_major_formatter("{x:,.0f}")
-    if place is not None:
-        axes.legend(loc=place, fontsize=9)
+    if legend:
+        axes.legend(loc=legend)
+
+
+def line_at(axes: Axes, y: float, name: str = "", style: str = "-", colour: str = "black") -> None:
+    """A horizontal line, which the legend has if it has a name."""
+    axes.axhline(y, color=colour, linestyle=style, linewidth=1, label=name or None)
 
 
 def legend_below(figure: Figure, axes: Axes, columns: int) -> None:
     """A legend of the figure, with each name of a panel's lines once."""
     handles, names = axes.get_legend_handles_labels()
     shown = dict(zip(names, handles, strict=True))
-    place = {"loc": "outside lower center", "ncols": columns, "fontsize": 9}
-    figure.legend(shown.values(), shown.keys(), **place)
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns)
 
 
 def name_colours(axes: Axes, colours: dict[str, str], style: str = "o-", **more: Any) -> None:

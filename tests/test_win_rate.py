@@ -117,7 +117,11 @@ def test_a_side_that_wins_all_has_finite_rates(won: float) -> None:
 
 
 def test_matched_pairs_differ_by_a_tenth_at_most() -> None:
-    pairs = make_pairs([1.0, 0.0, 1.0, 0.0], [90, 89, 100, 5], [100] * 4)
+    pairs = make_pairs(
+        [1.0, 0.0, 1.0, 0.0],
+        [90, 89, 100, 5],
+        [100] * 4,
+    )
     similar = win_rate.similar(pairs)
     assert similar.tolist() == [True, False, True, False]
     assert win_rate.matched_rate(pairs, np.ones(4)) == 1.0

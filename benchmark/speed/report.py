@@ -88,7 +88,10 @@ def times(*records: Record) -> list[Row]:
     found: dict[tuple[str, str], Row] = {}
     for row in bars(*records):
         key = (row["args"]["shape"], row["algorithm"])
-        both = found.setdefault(key, {"shape": key[0], "algorithm": key[1]})
+        both = found.setdefault(
+            key,
+            {"shape": key[0], "algorithm": key[1]},
+        )
         both[row["args"]["dtype"]] = row
     return list(found.values())
 
@@ -106,7 +109,10 @@ def scaling(record: Record) -> list[Row]:
     """How the time of an update grows, as ratios to the first point of a sweep."""
     found: dict[str, Row] = {}
     for row in record["rows"]:
-        sweep = found.setdefault(row["sweep"], {"what": SWEEPS[row["sweep"]], "values": {}})
+        sweep = found.setdefault(
+            row["sweep"],
+            {"what": SWEEPS[row["sweep"]], "values": {}},
+        )
         sweep["values"][str(row["value"])] = True
         sweep.setdefault(row["algorithm"], []).append(row["ratio"]["total"])
     return [row | {"values": list(row["values"])} for row in found.values()]
@@ -121,7 +127,13 @@ def draw_sweep(axes: Axes, rows: list[Row], name: str) -> None:
         axes.plot([row["x"] for row in points], y, "o-", color=colour, label=algorithm)
     x = np.array(sorted({row["x"] for row in rows}))
     if name not in ("rloo_k", "processes"):
-        axes.plot(x, x / x[0], "--", color=OTHER, label="in proportion")
+        axes.plot(
+            x,
+            x / x[0],
+            "--",
+            color=OTHER,
+            label="in proportion",
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     ticks = [f"{value / 1e6:.1f}M" if name == "model" else f"{value:g}" for value in x]
@@ -142,7 +154,8 @@ def of_record(record: Record, names: tuple[str, ...] = tuple(SWEEPS)) -> Figure:
         draw_sweep(axes, [row for row in rows if row["sweep"] == name], name)
     for axes in panels.flat[len(shown) :]:
         axes.set_axis_off()
-    report.label(panels[0, 0], y="time of an update\n(first point = 1)", legend="upper left")
+    panels[0, 0].set_ylabel("time of an update\n(first point = 1)")
+    panels[0, 0].legend()
     return figure
 
 

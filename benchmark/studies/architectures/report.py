@@ -1,15 +1,15 @@
 """Rows of this study: `python benchmark/report.py architectures`."""
 
-from collections import Counter
-
 from benchmark.report import Record, Row
 
 
-def counts(record: Record) -> dict[str, int]:
-    """How many architectures have each result."""
-    return dict(Counter(row["result"] for row in record["rows"]).most_common())
-
-
-def results(record: Record) -> list[Row]:
-    """The same as rows."""
-    return [{"result": name, "count": count} for name, count in counts(record).items()]
+def counts(record: Record) -> list[Row]:
+    """How many architectures have each result, the most frequent first."""
+    found: dict[str, int] = {}
+    for row in record["rows"]:
+        result = row["result"]
+        found[result] = found.get(result, 0) + 1
+    rows = []
+    for result, count in found.items():
+        rows.append({"result": result, "count": count})
+    return sorted(rows, key=lambda row: -row["count"])

@@ -9,7 +9,10 @@ def ratios(*records: Record) -> list[Row]:
     for row in [row for record in records for row in record["rows"]]:
         is_shown = row["head"] == "fp32" or row["source"] == "sampler"
         if row["algorithm"] == "rloo" and row["dtype"] == "bf16" and is_shown:
-            head = row["head"].replace("autocast", "bf16")
+            head = row["head"].replace(
+                "autocast",
+                "bf16",
+            )
             source = f"**{row['source']} (ours)**" if row["scripts"] else row["source"]
             rows.append(row | {"head": head, "source": source})
     return rows

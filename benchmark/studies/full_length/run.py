@@ -13,4 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from benchmark.studies.short_runs import run
 
 if __name__ == "__main__":
-    run.main(__file__, tag="full", episodes=12_800, batch_size=128, seeds=[1, 2, 3])
+    run.main(
+        __file__,
+        tag="full",
+        episodes=12_800,
+        batch_size=128,
+        seeds=[1, 2, 3],
+    )

@@ -29,12 +29,18 @@ def of_record(record: Record) -> Figure:
     for row in record["rows"]:
         x, y = np.array(row["curve"]).T
         missing = (row["j_star"] - y) / (row["j_star"] - row["j_start"])
-        axes.plot(x, missing, color=ALGORITHMS[row["algorithm"].upper()], linewidth=1.5)
+        axes.plot(x, missing, color=ALGORITHMS[row["algorithm"].upper()])
     names = {f"{name}, a line for each of 3 seeds": colour for name, colour in ALGORITHMS.items()}
-    report.name_colours(axes, names, "-", linewidth=1.5)
+    report.name_colours(axes, names, "-")
     shown = "share of the way from\nstarting model to optimum missing"
     axes.set_yscale("log")
-    report.label(axes, "episodes", shown, ylim=(0.003, 1), legend="upper right")
+    report.label(
+        axes,
+        "episodes",
+        shown,
+        ylim=(0.003, 1),
+        legend="upper right",
+    )
     axes.yaxis.set_major_formatter("{x:.0%}")
     return figure
 

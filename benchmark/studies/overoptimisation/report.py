@@ -1,7 +1,6 @@
 """Rows and pictures of this study: `python benchmark/report.py overoptimisation`."""
 
 import functools
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ from matplotlib.figure import Figure
 from benchmark import report
 from benchmark.report import ALGORITHMS, BEST_OF_N, OTHER, START, TRUE_SCORE, Record, Row, smooth
 
-LAST = 5  # updates whose mean is the end of a run
 BOUNDS = {0.3: "below 0.3", 0.45: "0.3 to 0.45", 1.0: "above 0.45"}  # of accuracies
 COLLAPSED = -0.5
 # Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
@@ -28,46 +26,24 @@ def labels_of(labels: str) -> str:
     return f"{int(size):,}, {float(noise):.0%} random" if noise else f"{int(size):,}"
 
 
-def models_of(record: Record, labels: str) -> list[float]:
-    """The accuracies of the reward models with so many labels, by seed."""
-    models = [model for model in record["reward_models"] if model["labels"] == labels]
-    return [model["accuracy"] for model in sorted(models, key=lambda model: model["seed"])]
-
-
-def ends(record: Record) -> list[Row]:
-    """Every run, with its values at the end, and the reward at the start."""
-    rows = []
-    for row in sorted(record["rows"], key=lambda row: row["seed"]):
-        more = {kind: mean(row[kind][-LAST:]) for kind in ("true_score", "reward", "kl")}
-        more["start"] = mean(row["reward"][:LAST])
-        more["accuracy"] = models_of(record, row["labels"])[row["seed"] - 1]
-        rows.append(row | more)
-    return rows
-
-
 def fits(record: Record) -> list[Row]:
     """Runs without a penalty as means over seeds, by their labels; best of n after the policies."""
-    rows = []
-    for row in record["table"]:
-        more = {
-            "name": labels_of(row["labels"]),
-            "accuracy": mean(models_of(record, row["labels"])),
-        }
-        rows.append(row | more)
+    rows = [row | {"name": labels_of(row["labels"])} for row in record["table"]]
     return sorted(rows, key=lambda row: (int(row["labels"].split(":")[0]), row["name"]))
 
 
 def penalty(record: Record) -> list[Row]:
-    """Runs of a kind, with their ends by seed."""
+    """Runs of a kind, in the order of their seeds."""
     groups: dict[tuple[str, str, float], list[Row]] = {}
-    for row in ends(record):
+    for row in sorted(record["rows"], key=lambda row: row["seed"]):
         groups.setdefault((row["labels"], row["algorithm"], row["kl_coef"]), []).append(row)
     rows = []
     for (labels, algorithm, coef), runs in sorted(groups.items()):
         row = {"name": labels_of(labels), "algorithm": algorithm}
         row["penalty"] = "the default's" if coef else "none"
-        for kind in ("accuracy", "true_score", "start", "reward", "kl"):
-            row[kind] = [run[kind] for run in runs]
+        row["accuracy"] = [run["accuracy"] for run in runs]
+        row["start"] = [run["start"]["reward"] for run in runs]
+        row |= {kind: [run["end"][kind] for run in runs] for kind in runs[0]["end"]}
         rows.append(row)
     return rows
 
@@ -75,28 +51,33 @@ def penalty(record: Record) -> list[Row]:
 def gamble(*records: Record) -> list[Row]:
     """How runs end, by the accuracy of their reward models, with and without a penalty."""
     found: dict[tuple[bool, float], list[float]] = {}
-    for row in [row for record in records for row in ends(record)]:
+    for row in [row for record in records for row in record["rows"]]:
         bound = next(bound for bound in BOUNDS if row["accuracy"] < bound)
-        found.setdefault((row["kl_coef"] > 0, bound), []).append(row["true_score"])
+        found.setdefault((row["kl_coef"] > 0, bound), []).append(row["end"]["true_score"])
     rows = []
     for (has_penalty, bound), scores in sorted(found.items()):
+        low = sum(score < COLLAPSED for score in scores)
+        high = sum(score > -COLLAPSED for score in scores)
         row = {"bound": BOUNDS[bound], "penalty": "default" if has_penalty else "none"}
-        row |= {"low": sum(score < COLLAPSED for score in scores), "runs": len(scores)}
-        row["high"] = sum(score > -COLLAPSED for score in scores)
-        rows.append(row | {"between": len(scores) - row["low"] - row["high"]})
+        counts = {
+            "runs": len(scores),
+            "low": low,
+            "high": high,
+            "between": len(scores) - low - high,
+        }
+        rows.append(row | counts)
     return rows
 
 
 def collapse(record: Record) -> list[Row]:
     """The first response of the last update of runs that collapsed, and of others."""
-    rows = []
-    for shown in SHOWN:
-        for row in ends(record):
-            if (row["labels"], row["algorithm"], row["kl_coef"], row["seed"]) == shown:
-                text = " ".join(row["samples"][0]["response"].split())
-                penalty = "penalty" if row["kl_coef"] else "no penalty"
-                rows.append(row | {"penalty": penalty, "response": text})
-    return rows
+    of_run = {}
+    for row in record["rows"]:
+        text = " ".join(row["samples"][0]["response"].split())
+        penalty = "penalty" if row["kl_coef"] else "no penalty"
+        key = (row["labels"], row["algorithm"], row["kl_coef"], row["seed"])
+        of_run[key] = row | {"penalty": penalty, "response": text}
+    return [of_run[key] for key in SHOWN]
 
 
 def frontier(*records: Record) -> list[Row]:
@@ -116,16 +97,24 @@ def frontier(*records: Record) -> list[Row]:
 def heading(labels: str, record: Record) -> str:
     """Of a column: the labels of its reward models, and their accuracy."""
     size, comma, random = labels_of(labels).partition(", ")
-    return f"{size} labels{comma}{random}\n(accuracy {mean(models_of(record, labels)):.2f})"
+    accuracy = next(row["accuracy"] for row in record["table"] if row["labels"] == labels)
+    return f"{size} labels{comma}{random}\n(accuracy {accuracy:.2f})"
 
 
 def over_root_kl(record: Record, sources: list[str], title: str) -> Figure:
     """True score above and reward below, a column for each kind of reward model, a line for each
     run."""
-    figure, panels = report.new(title, 2, len(sources), 5, sharex=True, sharey="row")
+    figure, panels = report.new(
+        title,
+        2,
+        len(sources),
+        5,
+        sharex=True,
+        sharey="row",
+    )
     for column, labels in zip(panels.T, sources, strict=True):
         for axes, kind in zip(column, ("true_score", "reward"), strict=True):
-            axes.axhline(0, color="black", linewidth=0.8)
+            report.line_at(axes, 0)
             for row in [*record["rows"], *record["best_of_n"]]:
                 if row["labels"] == labels:
                     name = row.get("algorithm", "best of n")
@@ -134,7 +123,7 @@ def over_root_kl(record: Record, sources: list[str], title: str) -> Figure:
                     style = {"color": ALGORITHMS.get(name, BEST_OF_N), "linewidth": 1.4}
                     label = f"{name}, a line for each of 3 seeds"
                     axes.plot(x, smooth(row[kind], width), **style, label=label)
-        column[0].set_title(heading(labels, record), fontsize=10)
+        column[0].set_title(heading(labels, record))
         nats = (0, 4, 16, 36, 64, 100, 144)
         column[1].set_xticks([value**0.5 for value in nats], nats)
     panels[1, len(sources) // 2].set_xlabel(f"{report.KL}, on a square-root scale")
@@ -155,13 +144,29 @@ def draw_run(axes: Any, row: Row, episodes: int) -> None:
     x = (np.arange(len(scores)) + 0.5) * episodes / len(scores)
     colour = ALGORITHMS[row["algorithm"]]
     width = 2.6 if scores[-1] < 0 else 1.5
-    axes.plot(x, scores, SEEDS[row["seed"]], color=colour, linewidth=width)
+    axes.plot(
+        x,
+        scores,
+        SEEDS[row["seed"]],
+        color=colour,
+        linewidth=width,
+    )
     if scores[-1] < 0:
         reward = smooth(row["reward"], 5)
         text = f"reward {reward[0]:.1f} \N{RIGHTWARDS ARROW} {reward[-1]:.1f}"
-        place = {"xytext": (-2, 12), "textcoords": "offset points", "ha": "right", "fontsize": 9}
+        place = {
+            "xytext": (-2, 12),
+            "textcoords": "offset points",
+            "ha": "right",
+            "fontsize": 9,
+        }
         place["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        axes.annotate(text, (x[-1], scores[-1]), **place, color=colour)
+        axes.annotate(
+            text,
+            (x[-1], scores[-1]),
+            **place,
+            color=colour,
+        )
 
 
 def with_penalty(record: Record) -> Figure:
@@ -169,18 +174,25 @@ def with_penalty(record: Record) -> Figure:
     below."""
     sources = record["args"]["labels"]
     text = "Weak reward models: some runs collapse without a penalty, and none with it"
-    figure, panels = report.new(text, 2, len(sources), 5.2, sharex=True, sharey=True)
+    figure, panels = report.new(
+        text,
+        2,
+        len(sources),
+        5.2,
+        sharex=True,
+        sharey=True,
+    )
     for line, (coef, words) in zip(panels, PENALTIES.items(), strict=True):
         for axes, labels in zip(line, sources, strict=True):
-            axes.axhline(0, color="black", linewidth=0.8)
+            report.line_at(axes, 0)
             for row in record["rows"]:
                 if row["labels"] == labels and row["kl_coef"] == coef:
                     draw_run(axes, row, record["args"]["episodes"])
         line[0].set_ylabel(f"{words}:\n{TRUE_SCORE}")
     for column, labels in zip(panels.T, sources, strict=True):
-        column[0].set_title(heading(labels, record), fontsize=10)
+        column[0].set_title(heading(labels, record))
         report.label(column[1], "episodes", ylim=(-1, 1))
-    report.name_colours(panels[0, 0], ALGORITHMS, "-", linewidth=2)
+    report.name_colours(panels[0, 0], ALGORITHMS, "-")
     for seed, style in SEEDS.items():
         panels[0, 0].plot([], [], style, color="black", linewidth=1.5, label=f"seed {seed}")
     report.legend_below(figure, panels[0, 0], 5)
@@ -193,8 +205,8 @@ def over_accuracy(*records: Record) -> Figure:
     text = "Without a KL penalty, a reward model near chance makes training a gamble"
     figure, panels = report.new(text, 1, 1, 4)
     axes = panels[0, 0]
-    axes.axhline(0, color="black", linewidth=0.8)
-    rows = [row for record in records for row in ends(record)]
+    report.line_at(axes, 0)
+    rows = [row for record in records for row in record["rows"]]
     marks = {"no KL penalty": "o", "default penalty": "^"}
     hollow = {"markerfacecolor": "white", "markeredgewidth": 1.6}
     for name, mark in marks.items():
@@ -202,12 +214,17 @@ def over_accuracy(*records: Record) -> Figure:
         style = hollow if mark == "^" else {}
         for row in shown:
             colour = ALGORITHMS[row["algorithm"]]
-            point = (row["accuracy"], row["true_score"], mark)
+            point = (row["accuracy"], row["end"]["true_score"], mark)
             axes.plot(*point, color=colour, markersize=7, alpha=0.6, **style)
         report.name_colours(axes, {f"{name} ({len(shown)} runs)": START}, mark, **style)
     chance = records[0]["reward_models"][0]["constant"]
-    axes.axvline(chance, color=OTHER, linestyle="--", linewidth=1.3)
-    place = {"xytext": (5, 0), "textcoords": "offset points", "color": START, "fontsize": 9}
+    axes.axvline(chance, color=OTHER, linestyle="--", linewidth=1)
+    place = {
+        "xytext": (5, 0),
+        "textcoords": "offset points",
+        "color": START,
+        "fontsize": 9,
+    }
     axes.annotate("always the same answer", (chance, -0.35), **place)
     report.name_colours(axes, ALGORITHMS, "s")
     limits = {"ylim": (-1, 1.05), "legend": "lower right"}
@@ -222,13 +239,24 @@ def coefficients(fixed: Record, slow: Record, free: Record) -> Figure:
     groups: dict[tuple[str, Any, str], list[Row]] = {}
     for record in (fixed, slow):
         for row in record["rows"]:
-            key = (row["algorithm"], row["kl_coef"], record["args"].get("lr", "2e-4"))
+            key = (
+                row["algorithm"],
+                row["kl_coef"],
+                record["args"].get("lr", "2e-4"),
+            )
             groups.setdefault(key, []).append(row)
     text = "At the same KL, a penalty and a lower learning rate score higher"
-    figure, panels = report.new(text, 2, 2, 6, sharex="col", sharey=True)
+    figure, panels = report.new(
+        text,
+        2,
+        2,
+        6,
+        sharex="col",
+        sharey=True,
+    )
     lines = dict(zip(ALGORITHMS, panels, strict=True))
     for (algorithm, coef, rate), rows in groups.items():
-        style = {"color": SHADES[coef], "linewidth": 1.8, "label": f"KL coefficient {coef:g}"}
+        style = {"color": SHADES[coef], "label": f"KL coefficient {coef:g}"}
         if rate != "2e-4":
             style |= {"linestyle": "--", "label": f"{style['label']}, --lr {rate}"}
         curves = [{kind: smooth(row[kind], 2) for kind in ("kl", "true_score")} for row in rows]
@@ -237,10 +265,10 @@ def coefficients(fixed: Record, slow: Record, free: Record) -> Figure:
         lines[algorithm][1].plot((np.arange(len(scores)) + 0.5) * 5 * 64, scores, **style)
     best = report.best_of_n(free)
     for algorithm, (by_kl, _) in lines.items():
-        by_kl.plot(*best, color=BEST_OF_N, linestyle=":", linewidth=2, label="best of n")
+        by_kl.plot(*best, color=BEST_OF_N, linestyle=":", label="best of n")
         limits = {"xlim": (0, 16), "ylim": (0, 1)}
         report.label(by_kl, y=f"{algorithm}: {TRUE_SCORE}", **limits)
-    report.label(panels[1, 0], report.KL)
+    panels[1, 0].set_xlabel(report.KL)
     report.label(panels[1, 1], "episodes")
     report.legend_below(figure, panels[0, 0], 3)
     return figure

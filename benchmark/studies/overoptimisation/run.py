@@ -50,6 +50,7 @@ SETTLED = 5  # points of two updates that are a run's end
 BATCH_SIZE = 64
 NUM_LABELS = 4_000  # that a reward model reads, one after the other
 KINDS = ("true_score", "kl", "reward")
+LAST = 5  # updates whose mean is the end of a run
 NUM_SAMPLES = 1  # responses of the last update that a record has as texts
 NEAR = 3.5  # nats that best-of-n reaches, too
 LEVELS = (1, 2, 4, 8, 12)  # nats at which runs with different coefficients are compared
@@ -348,9 +349,16 @@ def main() -> None:
         if args.pool:
             asked = [(seed, args.labels, args.pool, folder) for seed in args.seeds]
         best = [row for rows in pool.imap(best_of_n, asked, 1) for row in rows]
-    start = float(np.mean([row["true_score"][0] for row in best or runs]))  # the reference's
-    groups = curves_of(runs, best)
-    table = summarise(groups, start)
+    accuracies = {(model["labels"], model["seed"]): model["accuracy"] for model in models}
+    for row in runs:
+        row["accuracy"] = accuracies[row["labels"], row["seed"]]
+        row["start"] = {kind: float(np.mean(row[kind][:LAST])) for kind in KINDS}
+        row["end"] = {kind: float(np.mean(row[kind][-LAST:])) for kind in KINDS}
+    start = float(np.mean([row["true_score"][0] for row in best or runs]))  # before training
+    table = summarise(curves_of(runs, best), start)
+    for line in table:
+        of_labels = [model["accuracy"] for model in models if model["labels"] == line["labels"]]
+        line["accuracy"] = float(np.mean(of_labels))
     more = {
         "best_of_n": best,
         "reward_models": models,

@@ -85,7 +85,7 @@ def draw_row(score: Axes, wins: Axes, row: Row, y: int) -> None:
     """A run's true scores and its win rate, at a height."""
     colour = PPO if "ppo_rlhf" in row["folder"] else RLOO
     both = [row["true_score_before"], row["true_score_after"]]
-    score.plot(both, [y, y], color=colour, linewidth=2)
+    score.plot(both, [y, y], color=colour)
     score.plot(both[0], y, "o", color=START, markersize=5)
     score.plot(both[1], y, "o", color=colour, markersize=7)
     share = {name: 100 * value for name, value in row["wins"]["win_rate"].items()}
@@ -104,7 +104,13 @@ def before_and_after(*records: Record) -> Figure:
         mine = [row for row in rows if group_of(row) == number]
         lines += [group, *mine] if mine else []
     text = "SmolLM2: most runs improve on the starting model, by very different amounts"
-    figure, panels = report.new(text, 1, 2, 1.7 + 0.23 * len(lines), sharey=True)
+    figure, panels = report.new(
+        text,
+        1,
+        2,
+        1.7 + 0.23 * len(lines),
+        sharey=True,
+    )
     score, wins = panels[0]
     for y, row in enumerate(lines):
         if not isinstance(row, str):
@@ -130,11 +136,15 @@ def held(record: Record) -> Figure:
     for axes, (metric, name) in zip(panels[0], CURVES.items(), strict=True):
         for row in record["rows"]:
             algorithm = row["arm"].partition(",")[0]
-            style = {"color": ALGORITHMS[algorithm], "linewidth": 2, "label": algorithm}
-            axes.plot(smooth(row["ppo/episode"], 4), smooth(row[metric], 4), **style)
+            style = {"color": ALGORITHMS[algorithm], "label": algorithm}
+            axes.plot(
+                smooth(row["ppo/episode"], 4),
+                smooth(row[metric], 4),
+                **style,
+            )
         report.label(axes, "episodes", name)
-    panels[0, 0].axhline(0, color=START, linewidth=0.8)
-    panels[0, 0].legend(fontsize=10)
+    report.line_at(panels[0, 0], 0, colour=START)
+    panels[0, 0].legend()
     panels[0, 1].set_ylim(0, None)
     panels[0, 2].set_ylim(0, 16)
     return figure

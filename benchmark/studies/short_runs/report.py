@@ -3,7 +3,6 @@ slow_rate/ use them, too."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy import stats
 
 from benchmark import report
 from benchmark.report import CRITIC, PPO, RLOO, Record, Row
@@ -29,24 +28,6 @@ HOLLOW = {"markerfacecolor": "white", "alpha": 0.6}
 
 
 # --- tables ---------------------------------------------------------------------------------------
-def not_zero(rows: list[Row], kind: str) -> set[str]:
-    """The choices whose difference to the default is not 0 by Holm's method (1979), at 5 % over all
-    of them. Differences are tested by Student's t, which their intervals come from."""
-    tested = []
-    for row in rows:
-        if row[f"{kind}_interval"]:
-            freedom = row["seeds"] - 1
-            error = row[f"{kind}_interval"] / stats.t.ppf(0.975, freedom)
-            p = 2 * stats.t.sf(abs(row[f"{kind}_difference"]) / error, freedom)
-            tested.append((p, row["choice"]))
-    found = set()
-    for i, (p, choice) in enumerate(sorted(tested)):
-        if p > 0.05 / (len(tested) - i):
-            break
-        found.add(choice)
-    return found
-
-
 def by_effect(row: Row) -> tuple[bool, bool, float]:
     """PPO's choices by their effect, then RLOO's; last what never gets as far as it is compared."""
     choice = row["choice"]
@@ -60,15 +41,9 @@ def choices(record: Record) -> list[Row]:
     """The choices of a record by their effect; `bold_..` marks what Holm's correction keeps."""
     rows = []
     for row in sorted(record["table"], key=by_effect):
-        more = {"num_failed": round(row["failed"] * row["seeds"])}
-        for kind in ("equal_kl", "beside"):
-            more[f"bold_{kind}"] = "**" if row.get(f"{kind}_holds") else ""
-        for kind in ("true_score", "kl"):
-            is_bold = row["choice"] in not_zero(record["table"], kind)
-            more[f"bold_{kind}"] = "**" if is_bold else ""
-            if row[f"{kind}_interval"] is None:  # the default's
-                more[f"{kind}_difference"] = None
-        rows.append(row | more)
+        kinds = [name.removesuffix("_holds") for name in row if name.endswith("_holds")]
+        bold = {f"bold_{kind}": "**" if row[f"{kind}_holds"] else "" for kind in kinds}
+        rows.append(row | bold)
     return rows
 
 
@@ -113,10 +88,17 @@ def forest(title: str, panels_of: dict[str, list[Row]], height: float, has_hollo
     """A panel of differences below each heading, so many inches high for each of them."""
     counts = [len(rows) for rows in panels_of.values()]
     inches = 1.4 + height * sum(counts)
-    figure, panels = report.new(title, len(counts), 1, inches, sharex=True, height_ratios=counts)
+    figure, panels = report.new(
+        title,
+        len(counts),
+        1,
+        inches,
+        sharex=True,
+        height_ratios=counts,
+    )
     for axes, (heading, rows) in zip(panels[:, 0], panels_of.items(), strict=True):
         draw_forest(axes, rows)
-        axes.set_title(heading, fontsize=10)
+        axes.set_title(heading)
     panels[-1, 0].set_xlabel(DIFFERENCE)
     legend = {"PPO": PPO, "PPO, critic from the reward model": CRITIC, "RLOO and GRPO": RLOO}
     report.name_colours(panels[0, 0], legend)

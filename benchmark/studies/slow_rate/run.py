@@ -16,7 +16,15 @@ from benchmark.studies.short_runs import run
 
 FULL = Path(__file__).resolve().parent.parent / "full_length" / "full.json"
 CHOICES = ["default", "RLOO, K 4", "critic from the reward model", "GRPO"]
-SIZES = {"episodes": 12_800, "batch_size": 128, "seeds": [1, 2, 3]}
 
 if __name__ == "__main__":
-    run.main(__file__, tag="slow", lr="5e-5", beside=FULL, choices=CHOICES, **SIZES)
+    run.main(
+        __file__,
+        tag="slow",
+        lr="5e-5",
+        beside=FULL,
+        choices=CHOICES,
+        episodes=12_800,
+        batch_size=128,
+        seeds=[1, 2, 3],
+    )

@@ -28,9 +28,14 @@ def draw(axes: Axes, record: Record, symptom: str, heading: str) -> None:
     width = 16 if metric == "train/accuracy" else 1
     for name, colour in (("healthy", START), ("ill", ILL)):
         values = smooth(row["curves"][name], width)
-        style = {"color": colour, "linewidth": 1.8, "marker": "o" if len(values) < 3 else None}
-        axes.plot(np.arange(1, len(values) + 1) * width, values, **style, label=f"{name} run")
-    axes.set_title(textwrap.fill(heading, 34), fontsize=10)
+        style = {"color": colour, "marker": "o" if len(values) < 3 else None}
+        axes.plot(
+            np.arange(1, len(values) + 1) * width,
+            values,
+            **style,
+            label=f"{name} run",
+        )
+    axes.set_title(textwrap.fill(heading, 34))
     report.label(axes, "updates", metric)
 
 
@@ -42,16 +47,16 @@ def symptoms(record: Record, others: Record) -> Figure:
         draw(axes, record, symptom, heading)
     panels[0, 1].set_ylim(0, 1.3)
     panels[1, 0].set_ylim(0, None)
-    panels[1, 1].axhline(0.25, color="black", linewidth=0.8, linestyle=":")
+    report.line_at(panels[1, 1], 0.25, style=":")
     panels[1, 1].text(500, 0.17, "chance", ha="right", fontsize=9)
     panels[1, 1].set_ylim(0, 0.8)
     last = panels[1, 2]
     for kind, name, line in (("reward", "reward", "--"), ("true_score", "true score", "-")):
         y = smooth(report.look_up(others, f"rows > 512 > PPO > 3 > {kind}"), 5)
         x = (np.arange(len(y)) + 0.5) * 5
-        last.plot(x, y, line, color=ILL, linewidth=1.8, label=name)
-    last.axhline(0, color="black", linewidth=0.8)
-    last.set_title(textwrap.fill(WEAK, 34), fontsize=10)
+        last.plot(x, y, line, color=ILL, label=name)
+    report.line_at(last, 0)
+    last.set_title(textwrap.fill(WEAK, 34))
     report.label(last, "updates", "score of the ill run", legend="best")
     report.legend_below(figure, panels[0, 0], 2)
     return figure
