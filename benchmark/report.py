@@ -99,12 +99,23 @@ def module_of(folder: Path) -> ModuleType | None:
 
 
 def part_of(part: str, paths: list[Path]) -> Any:
-    """What the function of this name makes of the records, or the field of this name in them."""
+    """What the function of this name makes of the records, or the field of this name in them. Rows
+    of measurements have the arguments of their record."""
     records = [load(path) for path in paths]
+    for record in records:
+        record["rows"] = [row | {"args": record["args"]} for row in record["rows"]]
     module = module_of(paths[0].resolve().parent)
     if hasattr(module, part):
         return getattr(module, part)(*records)
     return sum([record[part] for record in records], [])
+
+
+def group(rows: list[Row], *names: str) -> dict[Any, list[Row]]:
+    """Rows by their values of these fields."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return found
 
 
 def look_up(value: Any, path: str) -> Any:
@@ -145,15 +156,10 @@ def row_text(cells: str, row: Row) -> str:
     """A row of a table in Markdown."""
     parts = []
     for cell in cells.split("|"):
-        text = (
-            Cells()
-            .vformat(cell.strip(), (), row)
-            .replace(
-                "|",
-                "/",
-            )
-        )
-        parts.append(text.replace(" ± -", "").replace(" (-)", ""))
+        text = Cells().vformat(cell, (), row).strip()
+        for missing in (" ± -", " (-)"):
+            text = text.replace(missing, "")
+        parts.append(text.replace("|", "/"))
     return f"| {' | '.join(parts)} |".replace("|  |", "| |")
 
 
@@ -277,14 +283,32 @@ def label(axes: Axes, x: str = "", y: str = "", legend: str = "", **more: Any) -
 
 def line_at(axes: Axes, y: float, name: str = "", style: str = "-", colour: str = "black") -> None:
     """A horizontal line, which the legend has if it has a name."""
-    axes.axhline(y, color=colour, linestyle=style, linewidth=1, label=name or None)
+    axes.axhline(
+        y,
+        color=colour,
+        linestyle=style,
+        linewidth=1,
+        label=name or None,
+    )
+
+
+def note(axes: Axes, text: str, point: Any, shift: tuple[int, int], colour: str) -> Any:
+    """Words beside a point, so many points of type away from it."""
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    place = {"xytext": shift, "textcoords": "offset points", "fontsize": 9}
+    return axes.annotate(text, point, **place, color=colour, bbox=box)
 
 
 def legend_below(figure: Figure, axes: Axes, columns: int) -> None:
     """A legend of the figure, with each name of a panel's lines once."""
     handles, names = axes.get_legend_handles_labels()
     shown = dict(zip(names, handles, strict=True))
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns)
+    figure.legend(
+        shown.values(),
+        shown.keys(),
+        loc="outside lower center",
+        ncols=columns,
+    )
 
 
 def name_colours(axes: Axes, colours: dict[str, str], style: str = "o-", **more: Any) -> None:

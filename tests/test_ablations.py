@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
 from benchmark.studies.short_runs import run as ablations
 
@@ -108,6 +109,23 @@ def test_holm_stops_at_the_first_that_does_not_hold() -> None:
     assert lines["lambda 1 (default: 0.95)"]["equal_kl"] == pytest.approx(1.0)
     holds = [lines[choice]["equal_kl_holds"] for choice in spreads]
     assert holds == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["short_runs/short", "slow_rate/slow"])
+def test_the_table_of_a_record_is_that_of_its_runs(name: str) -> None:
+    studies = ROOT / "benchmark" / "studies"
+    record = json.loads((studies / f"{name}.json").read_text())
+    full = json.loads((studies / "full_length" / "full.json").read_text())
+    beside = full["rows"] if record["args"].get("beside") else None
+    levels = tuple(record["table"][0]["levels"])
+    table = ablations.summarise(record["rows"], levels, beside)
+    for mine, recorded in zip(table, record["table"], strict=True):
+        assert mine.keys() == recorded.keys()
+        for key, value in mine.items():
+            if isinstance(value, float):
+                assert recorded[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
+            elif isinstance(value, int | str | None):
+                assert recorded[key] == value, key
 
 
 def test_every_run_is_a_copy_that_vader_reads(tmp_path: Any) -> None:

@@ -1,5 +1,6 @@
 """The fits and labels of benchmark/studies/overoptimisation/run.py, where they are known."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,15 @@ def test_a_summary_names_the_top_and_the_end() -> None:
     }
     for name, value in expected.items():
         assert line[name] == pytest.approx(value), name
+
+
+def test_the_table_of_a_record_is_that_of_its_runs() -> None:
+    record = json.loads((ROOT / "benchmark/studies/overoptimisation/frontier.json").read_text())
+    groups = over.curves_of(record["rows"], record["best_of_n"])
+    table = over.summarise(groups, record["true_score_before"])
+    for mine, recorded in zip(table, record["table"], strict=True):
+        for key, value in mine.items():
+            if isinstance(value, float):
+                assert recorded[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
+            else:
+                assert recorded[key] == value, key

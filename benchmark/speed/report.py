@@ -22,30 +22,32 @@ SWEEPS = {
 
 
 # --- tables ---------------------------------------------------------------------------------------
-def memory(*records: Record) -> list[Row]:
-    """Memory and speed of an update of each algorithm, as ratios to PPO."""
-    return [row | {"args": record["args"]} for record in records for row in record["rows"]]
-
-
-def work(args: dict[str, Any]) -> str:
-    """A name for what a record of throughput.py has measured."""
-    if args["shape"] == args["queries"] == "tiny":
-        return f"default run, {args['dtype']}"
-    length = args["query_length"]
-    queries = f"book ({length})" if args["queries"] == "book" else length
-    tokens = f"{queries} + {args['response_length']}"
-    return f"{args['shape']}, {tokens}, {args['batch_size']}, {args['dtype']}"
-
-
 def phases(*records: Record) -> list[Row]:
-    """Updates against plain PyTorch, as ratios of one run. A record of memory has none."""
+    """Updates against plain PyTorch, as ratios of one run."""
     rows = []
     for record in records:
         of_contender = {row["contender"]: row for row in record["rows"]}
-        for algorithm, ratios in record.get("ratios", {}).items():
-            row = {"work": work(record["args"]), "algorithm": algorithm.upper()}
-            rows.append(of_contender[f"ours-{algorithm}"] | ratios | row)
+        for algorithm, ratios in record["ratios"].items():
+            ours = of_contender[f"ours-{algorithm}"]
+            rows.append(ours | ratios | {"algorithm": algorithm.upper()})
     return rows
+
+
+def bars(*records: Record) -> list[Row]:
+    """The share of the floor, then ours against plain PyTorch, TRL and our PPO, and its memory.
+    Records of the same work share a row, with the lowest of their floors."""
+    found: dict[Any, Row] = {}
+    for record in records:
+        of_contender = {row["contender"]: row for row in record["rows"]}
+        for algorithm in ("ppo", "rloo"):
+            if f"ours-{algorithm}" in of_contender:
+                args = record["args"]
+                key = (args["shape"], args["dtype"], algorithm)
+                row = found.setdefault(key, {"args": args, "algorithm": algorithm.upper()})
+                values = compared(of_contender, algorithm)
+                floors = [x["floor"] for x in (row, values) if "floor" in x]
+                row |= values | {"floor": min(floors)}
+    return list(found.values())
 
 
 def compared(rows: dict[str, Row], algorithm: str) -> dict[str, float]:
@@ -53,9 +55,9 @@ def compared(rows: dict[str, Row], algorithm: str) -> dict[str, float]:
     a value model of its own: so do we beside it, if the record has that."""
     ours = rows[f"ours-{algorithm}"]
     values = {}
-    for other in ("plain", "plain-fast", "trl", "trl-fast"):
+    for other in ("plain", "plain-fast", "trl"):
         row = rows.get(f"{other}-{algorithm}", {})
-        mine = rows.get(f"ours-critic-{algorithm}", ours) if "trl" in other else ours
+        mine = rows.get(f"ours-critic-{algorithm}", ours) if other == "trl" else ours
         if "seconds" in row:
             values[f"speed {other}"] = row["seconds"]["total"] / mine["seconds"]["total"]
         if "peak_bytes" in row:
@@ -67,55 +69,25 @@ def compared(rows: dict[str, Row], algorithm: str) -> dict[str, float]:
     return values
 
 
-def bars(*records: Record) -> list[Row]:
-    """The share of the floor, then ours against plain PyTorch, TRL and our PPO, and its memory.
-    Records of the same work share a row, with the lowest of their floors."""
-    found: dict[tuple[str, str], Row] = {}
-    for record in records:
-        of_contender = {row["contender"]: row for row in record["rows"]}
-        for algorithm in ("ppo", "rloo"):
-            if f"ours-{algorithm}" in of_contender:
-                values = compared(of_contender, algorithm)
-                row = found.setdefault((work(record["args"]), algorithm), {})
-                if "floor" in row:
-                    values["floor"] = min(row["floor"], values.get("floor", 1.0))
-                row |= values | {"args": record["args"], "algorithm": algorithm.upper()}
-    return [row | {"work": what} for (what, _), row in found.items()]
-
-
 def times(*records: Record) -> list[Row]:
     """How many times as long as ours other updates take, in fp32 and in bf16."""
-    found: dict[tuple[str, str], Row] = {}
+    found: dict[Any, Row] = {}
     for row in bars(*records):
-        key = (row["args"]["shape"], row["algorithm"])
-        both = found.setdefault(
-            key,
-            {"shape": key[0], "algorithm": key[1]},
-        )
+        both = found.setdefault((row["args"]["shape"], row["algorithm"]), {})
         both[row["args"]["dtype"]] = row
     return list(found.values())
 
 
-def versions(*records: Record) -> list[Row]:
-    """Whole runs against those of a former version."""
-    rows = []
-    for row in [row for record in records for row in record["rows"]]:
-        name = row["work"] + (f", with `{row['own']}` here alone" if row.get("own") else "")
-        rows.append(row | {"name": name})
-    return rows
-
-
 def scaling(record: Record) -> list[Row]:
     """How the time of an update grows, as ratios to the first point of a sweep."""
-    found: dict[str, Row] = {}
-    for row in record["rows"]:
-        sweep = found.setdefault(
-            row["sweep"],
-            {"what": SWEEPS[row["sweep"]], "values": {}},
-        )
-        sweep["values"][str(row["value"])] = True
-        sweep.setdefault(row["algorithm"], []).append(row["ratio"]["total"])
-    return [row | {"values": list(row["values"])} for row in found.values()]
+    found = []
+    for (sweep,), rows in report.group(record["rows"], "sweep").items():
+        values = dict.fromkeys(str(row["value"]) for row in rows)
+        ratios = {"ppo": [], "rloo": []}
+        for row in rows:
+            ratios[row["algorithm"]].append(row["ratio"]["total"])
+        found.append({"what": SWEEPS[sweep], "values": list(values)} | ratios)
+    return found
 
 
 # --- pictures -------------------------------------------------------------------------------------

@@ -9,10 +9,8 @@ from benchmark.report import ALGORITHMS, Record, Row
 
 def seeds(record: Record) -> list[Row]:
     """Both algorithms of each seed side by side."""
-    found: dict[int, Row] = {}
-    for row in record["rows"]:
-        found.setdefault(row["seed"], {"seed": row["seed"]})[row["algorithm"]] = row
-    return list(found.values())
+    groups = report.group(record["rows"], "seed")
+    return [{row["algorithm"]: row for row in rows} for rows in groups.values()]
 
 
 def estimated(*records: Record) -> list[Row]:

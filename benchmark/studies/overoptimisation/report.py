@@ -1,20 +1,31 @@
 """Rows and pictures of this study: `python benchmark/report.py overoptimisation`."""
 
 import functools
-from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmark import report
-from benchmark.report import ALGORITHMS, BEST_OF_N, OTHER, START, TRUE_SCORE, Record, Row, smooth
+from benchmark.report import (
+    ALGORITHMS,
+    BEST_OF_N,
+    OTHER,
+    START,
+    TRUE_SCORE,
+    Record,
+    Row,
+    group,
+    smooth,
+)
 
 BOUNDS = {0.3: "below 0.3", 0.45: "0.3 to 0.45", 1.0: "above 0.45"}  # of accuracies
 COLLAPSED = -0.5
+KINDS = ("true_score", "reward", "kl")
+WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 # Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
 SHOWN = (("128", "PPO", 0.0, 3), ("4000:0.5", "RLOO", 0.0, 2))
 SHOWN += (("512", "PPO", 0.0, 1), ("512", "PPO", 0.15, 1))
-PENALTIES = {0.0: "no KL penalty", 0.15: "default KL penalty"}
 SEEDS = {1: "-", 2: "--", 3: ":"}  # lines of runs that differ by their seed
 SHADES = {0.0: "#E69F00", 0.05: "#56B4E9", 0.15: "#009E73", 0.5: "#CC79A7"}  # of coefficients
 
@@ -32,40 +43,38 @@ def fits(record: Record) -> list[Row]:
     return sorted(rows, key=lambda row: (int(row["labels"].split(":")[0]), row["name"]))
 
 
+def ends(*records: Record) -> list[Row]:
+    """All runs by the accuracy of their reward models, those without a penalty first."""
+    rows = []
+    for row in sum([record["rows"] for record in records], []):
+        bound = next(words for most, words in BOUNDS.items() if row["accuracy"] < most)
+        rows.append(row | {"bound": bound})
+    return sorted(rows, key=lambda row: (row["kl_coef"], row["accuracy"]))
+
+
 def penalty(record: Record) -> list[Row]:
     """Runs of a kind, in the order of their seeds."""
-    groups: dict[tuple[str, str, float], list[Row]] = {}
-    for row in sorted(record["rows"], key=lambda row: row["seed"]):
-        groups.setdefault((row["labels"], row["algorithm"], row["kl_coef"]), []).append(row)
+    groups = group(record["rows"], "labels", "algorithm", "kl_coef")
     rows = []
     for (labels, algorithm, coef), runs in sorted(groups.items()):
-        row = {"name": labels_of(labels), "algorithm": algorithm}
-        row["penalty"] = "the default's" if coef else "none"
+        runs.sort(key=lambda run: run["seed"])
+        row = {"name": labels_of(labels), "algorithm": algorithm, "penalty": WORDS[coef]}
         row["accuracy"] = [run["accuracy"] for run in runs]
         row["start"] = [run["start"]["reward"] for run in runs]
-        row |= {kind: [run["end"][kind] for run in runs] for kind in runs[0]["end"]}
-        rows.append(row)
+        rows.append(row | {kind: [run["end"][kind] for run in runs] for kind in KINDS})
     return rows
 
 
 def gamble(*records: Record) -> list[Row]:
     """How runs end, by the accuracy of their reward models, with and without a penalty."""
-    found: dict[tuple[bool, float], list[float]] = {}
-    for row in [row for record in records for row in record["rows"]]:
-        bound = next(bound for bound in BOUNDS if row["accuracy"] < bound)
-        found.setdefault((row["kl_coef"] > 0, bound), []).append(row["end"]["true_score"])
     rows = []
-    for (has_penalty, bound), scores in sorted(found.items()):
-        low = sum(score < COLLAPSED for score in scores)
-        high = sum(score > -COLLAPSED for score in scores)
-        row = {"bound": BOUNDS[bound], "penalty": "default" if has_penalty else "none"}
-        counts = {
-            "runs": len(scores),
-            "low": low,
-            "high": high,
-            "between": len(scores) - low - high,
-        }
-        rows.append(row | counts)
+    for (penalty, bound), runs in group(ends(*records), "kl_coef", "bound").items():
+        scores = [run["end"]["true_score"] for run in runs]
+        row = {"penalty": WORDS[penalty], "bound": bound, "runs": len(runs)}
+        row["low"] = sum(score < COLLAPSED for score in scores)
+        row["high"] = sum(score > -COLLAPSED for score in scores)
+        row["between"] = row["runs"] - row["low"] - row["high"]
+        rows.append(row)
     return rows
 
 
@@ -85,10 +94,8 @@ def frontier(*records: Record) -> list[Row]:
     rows = []
     for record in records:
         rate = record["args"].get("lr")
-        for row in record["table"]:
-            levels = [value for name, value in row.items() if name.startswith("true_score_at_")]
-            more = {"rate": f", `--lr {rate}`" if rate else "", "levels": levels}
-            rows.append(row | more)
+        words = f", `--lr {rate}`" if rate else ""
+        rows += [row | {"rate": words} for row in record["table"]]
     rows.sort(key=lambda row: (row["algorithm"], not row["rate"], row["kl_coef"] or 0.0))
     return sorted(rows, key=lambda row: row["algorithm"] == "best of n")
 
@@ -138,35 +145,23 @@ def of_record(record: Record) -> Figure:
     return over_root_kl(record, record["args"]["labels"], "True score and reward")
 
 
-def draw_run(axes: Any, row: Row, episodes: int) -> None:
+def draw_run(axes: Axes, row: Row) -> None:
     """The true score of a run; what falls below 0 has the way of its reward beside it."""
     scores = smooth(row["true_score"], 5)
-    x = (np.arange(len(scores)) + 0.5) * episodes / len(scores)
+    reward = smooth(row["reward"], 5)
+    x = (np.arange(len(scores)) + 0.5) * 5 * 64
     colour = ALGORITHMS[row["algorithm"]]
-    width = 2.6 if scores[-1] < 0 else 1.5
+    is_low = scores[-1] < 0
     axes.plot(
         x,
         scores,
         SEEDS[row["seed"]],
         color=colour,
-        linewidth=width,
+        linewidth=2.6 if is_low else 1.5,
     )
-    if scores[-1] < 0:
-        reward = smooth(row["reward"], 5)
+    if is_low:
         text = f"reward {reward[0]:.1f} \N{RIGHTWARDS ARROW} {reward[-1]:.1f}"
-        place = {
-            "xytext": (-2, 12),
-            "textcoords": "offset points",
-            "ha": "right",
-            "fontsize": 9,
-        }
-        place["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        axes.annotate(
-            text,
-            (x[-1], scores[-1]),
-            **place,
-            color=colour,
-        )
+        report.note(axes, text, (x[-1], scores[-1]), (-2, 12), colour).set_ha("right")
 
 
 def with_penalty(record: Record) -> Figure:
@@ -174,27 +169,22 @@ def with_penalty(record: Record) -> Figure:
     below."""
     sources = record["args"]["labels"]
     text = "Weak reward models: some runs collapse without a penalty, and none with it"
-    figure, panels = report.new(
-        text,
-        2,
-        len(sources),
-        5.2,
-        sharex=True,
-        sharey=True,
-    )
-    for line, (coef, words) in zip(panels, PENALTIES.items(), strict=True):
-        for axes, labels in zip(line, sources, strict=True):
-            report.line_at(axes, 0)
-            for row in record["rows"]:
-                if row["labels"] == labels and row["kl_coef"] == coef:
-                    draw_run(axes, row, record["args"]["episodes"])
-        line[0].set_ylabel(f"{words}:\n{TRUE_SCORE}")
-    for column, labels in zip(panels.T, sources, strict=True):
-        column[0].set_title(heading(labels, record))
-        report.label(column[1], "episodes", ylim=(-1, 1))
+    size = (2, len(sources), 5.2)
+    figure, panels = report.new(text, *size, sharex=True, sharey=True)
+    for (coef, labels), rows in group(record["rows"], "kl_coef", "labels").items():
+        axes = panels[int(coef > 0), sources.index(labels)]
+        report.line_at(axes, 0)
+        for row in rows:
+            draw_run(axes, row)
+        if coef:
+            report.label(axes, "episodes", ylim=(-1, 1))
+        else:
+            axes.set_title(heading(labels, record))
+    panels[0, 0].set_ylabel(f"no KL penalty:\n{TRUE_SCORE}")
+    panels[1, 0].set_ylabel(f"default KL penalty:\n{TRUE_SCORE}")
     report.name_colours(panels[0, 0], ALGORITHMS, "-")
     for seed, style in SEEDS.items():
-        panels[0, 0].plot([], [], style, color="black", linewidth=1.5, label=f"seed {seed}")
+        report.name_colours(panels[0, 0], {f"seed {seed}": "black"}, style)
     report.legend_below(figure, panels[0, 0], 5)
     return figure
 
@@ -206,68 +196,61 @@ def over_accuracy(*records: Record) -> Figure:
     figure, panels = report.new(text, 1, 1, 4)
     axes = panels[0, 0]
     report.line_at(axes, 0)
-    rows = [row for record in records for row in record["rows"]]
-    marks = {"no KL penalty": "o", "default penalty": "^"}
-    hollow = {"markerfacecolor": "white", "markeredgewidth": 1.6}
-    for name, mark in marks.items():
-        shown = [row for row in rows if (row["kl_coef"] > 0) == (mark == "^")]
-        style = hollow if mark == "^" else {}
-        for row in shown:
-            colour = ALGORITHMS[row["algorithm"]]
-            point = (row["accuracy"], row["end"]["true_score"], mark)
-            axes.plot(*point, color=colour, markersize=7, alpha=0.6, **style)
-        report.name_colours(axes, {f"{name} ({len(shown)} runs)": START}, mark, **style)
+    styles = {
+        0.0: ("no KL penalty", "o", {}),
+        0.15: ("default penalty", "^", {"markerfacecolor": "white", "markeredgewidth": 1.6}),
+    }
+    for (coef,), rows in group(ends(*records), "kl_coef").items():
+        name, mark, style = styles[coef]
+        for row in rows:
+            style["color"] = ALGORITHMS[row["algorithm"]]
+            axes.plot(
+                row["accuracy"],
+                row["end"]["true_score"],
+                mark,
+                alpha=0.6,
+                **style,
+            )
+        axes.plot(
+            [],
+            [],
+            mark,
+            label=f"{name} ({len(rows)} runs)",
+            **style | {"color": START},
+        )
     chance = records[0]["reward_models"][0]["constant"]
     axes.axvline(chance, color=OTHER, linestyle="--", linewidth=1)
-    place = {
-        "xytext": (5, 0),
-        "textcoords": "offset points",
-        "color": START,
-        "fontsize": 9,
-    }
-    axes.annotate("always the same answer", (chance, -0.35), **place)
+    report.note(axes, "always the same answer", (chance, -0.35), (5, 0), START)
     report.name_colours(axes, ALGORITHMS, "s")
-    limits = {"ylim": (-1, 1.05), "legend": "lower right"}
     x = "accuracy of the reward model on held-out labels (best of four)"
-    report.label(axes, x, f"{TRUE_SCORE} at the end", **limits)
+    report.label(axes, x, f"{TRUE_SCORE} at the end", "lower right", ylim=(-1, 1.05))
     return figure
 
 
 def coefficients(fixed: Record, slow: Record, free: Record) -> Figure:
     """True score over the KL and over the episodes, for coefficients of the KL penalty and a lower
     rate; a row for each algorithm."""
-    groups: dict[tuple[str, Any, str], list[Row]] = {}
-    for record in (fixed, slow):
-        for row in record["rows"]:
-            key = (
-                row["algorithm"],
-                row["kl_coef"],
-                record["args"].get("lr", "2e-4"),
-            )
-            groups.setdefault(key, []).append(row)
     text = "At the same KL, a penalty and a lower learning rate score higher"
-    figure, panels = report.new(
-        text,
-        2,
-        2,
-        6,
-        sharex="col",
-        sharey=True,
-    )
+    figure, panels = report.new(text, 2, 2, 6, sharex="col", sharey=True)
     lines = dict(zip(ALGORITHMS, panels, strict=True))
-    for (algorithm, coef, rate), rows in groups.items():
-        style = {"color": SHADES[coef], "label": f"KL coefficient {coef:g}"}
-        if rate != "2e-4":
-            style |= {"linestyle": "--", "label": f"{style['label']}, --lr {rate}"}
-        curves = [{kind: smooth(row[kind], 2) for kind in ("kl", "true_score")} for row in rows]
-        lines[algorithm][0].plot(*report.first_passages(curves), **style)
-        scores = np.mean([smooth(row["true_score"], 5) for row in rows], 0)
-        lines[algorithm][1].plot((np.arange(len(scores)) + 0.5) * 5 * 64, scores, **style)
-    best = report.best_of_n(free)
+    for record, style, more in ((fixed, "-", ""), (slow, "--", ", --lr 5e-5")):
+        for (algorithm, coef), rows in group(record["rows"], "algorithm", "kl_coef").items():
+            by_kl, by_episodes = lines[algorithm]
+            name = f"KL coefficient {coef:g}{more}"
+            curves = [{kind: smooth(row[kind], 2) for kind in KINDS} for row in rows]
+            x, y = report.first_passages(curves)
+            by_kl.plot(x, y, style, color=SHADES[coef], label=name)
+            scores = np.mean([smooth(row["true_score"], 5) for row in rows], 0)
+            x = (np.arange(len(scores)) + 0.5) * 5 * 64
+            by_episodes.plot(x, scores, style, color=SHADES[coef])
     for algorithm, (by_kl, _) in lines.items():
-        by_kl.plot(*best, color=BEST_OF_N, linestyle=":", label="best of n")
-        limits = {"xlim": (0, 16), "ylim": (0, 1)}
-        report.label(by_kl, y=f"{algorithm}: {TRUE_SCORE}", **limits)
+        by_kl.plot(*report.best_of_n(free), ":", color=BEST_OF_N, label="best of n")
+        report.label(
+            by_kl,
+            y=f"{algorithm}: {TRUE_SCORE}",
+            xlim=(0, 16),
+            ylim=(0, 1),
+        )
     panels[1, 0].set_xlabel(report.KL)
     report.label(panels[1, 1], "episodes")
     report.legend_below(figure, panels[0, 0], 3)
