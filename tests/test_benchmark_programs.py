@@ -21,6 +21,7 @@ PROGRAMS = {
     "studies/optimum/run": "--seeds 1 --updates 2",
     "studies/short_runs/run": "--choices default GRPO 'k3 as the KL penalty' --seeds 1 --jobs 1"
     " --episodes 8 --batch_size 8",
+    "studies/slow_rate/run": "--choices default --seeds 1 --jobs 1 --episodes 8 --batch_size 8",
     "studies/overoptimisation/run": "--labels 128 --seeds 1 --episodes 64 --pool 2 --jobs 1"
     " --kl_coefs 0.15 --kl_target 6",
     "speed/memory_speed": "--shape 1x32 --variants ppo-value-model rloo-2 --batch_size 4"
@@ -68,7 +69,7 @@ def start(program: str, words: list[str], folder: Path, *changes: Any) -> tuple[
 def test_a_program_writes_its_record(program: str, tmp_path: Path) -> None:
     words = shlex.split(PROGRAMS[program])
     changes = []
-    if program in ("studies/short_runs/run", "studies/overoptimisation/run"):
+    if "--jobs" in words:
         runs = tmp_path / "runs"
         words += ["--folder", str(runs)]
         changes = [(ready_reward_models, program, str(runs)), (few_judged,)]

@@ -87,6 +87,7 @@ def test_every_table_of_the_measurements_is_made_from_records() -> None:
             assert len(re.sub("<!--.*?-->", "", line).strip("|").split(" | ")) <= 8, line
         for pattern in (report.TABLE, report.COPY):
             text = pattern.sub("", text)
+        assert not re.search(r"^<!-- \S+\.json: ", text, re.M), "begins a block of HTML"
         text = re.sub(r"<!-- \S+\.json: .*?<!-- / -->", "", text)
         text = text.partition("## All studies")[0]
         for line in re.findall(r"^\|.*$", text, re.M):

@@ -94,7 +94,7 @@ echo "== the first ratio in bf16"
 python benchmark/studies/bf16_ratios/run.py "${ratios[@]}" --out "$records" --tag "bf16_ratios-$gpu"
 
 for script in ppo_rlhf.py rloo_rlhf.py; do
-    echo "== a whole run of $script on the embedded default"
+    echo "== a whole run of $script of the default task"
     python benchmark/speed/whole_run.py --out "$records" --tag "$gpu-tiny-${script%_rlhf.py}" -- \
         "$script" "${reward[@]}" "${whole[@]}" --checkpoint_every 0
 done

@@ -380,7 +380,7 @@ def make_rloo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
 
 def main() -> None:
     text = "A worker of throughput.py: one JSON line in, one update, one out."
-    parser = common.make_parser(text)
+    parser = common.make_parser(text, __file__)
     parser.add_argument("algorithm", choices=RELEASES)
     parser.add_argument("folder", help="where that algorithm's release of TRL is")
     words = parser.parse_args()
