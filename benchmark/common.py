@@ -22,9 +22,7 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmark" / "results"
 SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py", "tf_adam.py")
-sys.path.insert(0, str(ROOT))
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()  # a new reward head is what is wanted here
 
@@ -60,10 +58,10 @@ def machine() -> dict[str, Any]:
 
 
 def write(
-    name: str, tag: str, args: argparse.Namespace, rows: list[dict[str, Any]], **more: Any
+    args: argparse.Namespace, rows: list[dict[str, Any]], kind: str = "", **more: Any
 ) -> Path:
-    """results/<name>-<tag>.json with commit, versions, machine, load and arguments, so that it can
-    be made again."""
+    """Writes <tag>.json, or <kind>-<tag>.json, into the folder --out. The record says who measured
+    it (version, commit, machine, load) and with which arguments, so that it can be made again."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     modules = (torch, transformers, accelerate)
     record = {
@@ -72,12 +70,32 @@ def write(
         "scripts_changed_since": git("diff", "--name-only", "HEAD", "--", *SCRIPTS).split(),
         "versions": {module.__name__: module.__version__ for module in modules},
         "machine": machine(),
-        "args": {name: x for name, x in vars(args).items() if name != "trl_dir"},
+        "args": {name: x for name, x in vars(args).items() if name not in ("trl_dir", "out")},
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{tag}.json"
-    path.write_text(json.dumps(record | more | {"rows": rows}, indent=1) + "\n")
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{kind}-{args.tag}.json".removeprefix("-")
+    path.write_text(to_json(record | more | {"rows": rows}))
     return path
+
+
+def six_digits(value: Any) -> Any:
+    """The same with six significant digits of every float in it."""
+    if isinstance(value, dict):
+        return {name: six_digits(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [six_digits(x) for x in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def to_json(record: dict[str, Any]) -> str:
+    """A record as text, with each list of numbers in one line."""
+    text = json.dumps(six_digits(record), indent=1)
+    return re.sub(r"\[[-+.\w\s,]+\]", on_one_line, text) + "\n"
+
+
+def on_one_line(numbers: re.Match) -> str:
+    """A list of numbers without line breaks."""
+    return f"[{' '.join(numbers[0][1:-1].split())}]"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -97,10 +115,13 @@ def show_rows(rows: list[dict[str, Any]], *lines: Any) -> None:
     show(list(rows[0]), cells, *lines)
 
 
-def make_parser(text: str) -> argparse.ArgumentParser:
-    """A parser whose help is the text as it stands."""
+def make_parser(text: str, program: str) -> argparse.ArgumentParser:
+    """A parser whose help is the text as it stands, for a file that writes a record."""
     style = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=text, formatter_class=style)
+    parser = argparse.ArgumentParser(description=text, formatter_class=style)
+    folder = Path(program).resolve().parent
+    parser.add_argument("--out", type=Path, default=folder, help="of the record (default: here)")
+    return parser
 
 
 # --- models and data ------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
-"""What a policy of the embedded default is worth: VADER, which labelled its data, reads samples."""
+"""What a policy of the default task is worth: VADER, which labelled its data, reads samples."""
 
 from pathlib import Path
 from typing import Any
 
-import common
-import ours
 import torch
 from torch import Tensor
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 import rloo_rlhf
+from benchmark import common, ours
 
 
 class Judge:
@@ -40,7 +39,7 @@ class Judge:
         return rloo_rlhf.uniforms(self.seed, draw, len(self.queries), length)
 
     def actor(self, folder: Path | str) -> Any:
-        """The policy in `folder`, or the reference; one response per query."""
+        """The policy in `folder`, or the starting model; one response per query."""
         return ours.make_actor(rloo_rlhf, ours.load_lm(str(folder), self.args), self.args)
 
     def responses(self, policy: Any, draw: int) -> list[list[int]]:
@@ -54,12 +53,12 @@ class Judge:
             truncated.append(row[:length])
         return truncated
 
-    def gold(self, responses: list[list[int]]) -> list[float]:
+    def true_scores(self, responses: list[list[int]]) -> list[float]:
         """VADER's scores in [-1, 1]."""
         texts = self.tokenizer.batch_decode(responses)
         return [self.vader.polarity_scores(text)["compound"] for text in texts]
 
-    def proxy(self, responses: list[list[int]]) -> list[float]:
+    def rewards(self, responses: list[list[int]]) -> list[float]:
         """The reward model's scores, without a penalty."""
         return self.reward(self.queries, responses).tolist()
 
@@ -79,8 +78,8 @@ class Judge:
         )
         texts = self.tokenizer.batch_decode(responses)
         return {
-            "gold": self.gold(responses),
-            "proxy": self.proxy(responses),
+            "true_score": self.true_scores(responses),
+            "reward": self.rewards(responses),
             "kl": (batch.logprobs - batch.ref_logprobs).sum(1).tolist(),
             "distinct": len(set(texts)) / len(texts),
         }

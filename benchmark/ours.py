@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import common
 import torch
 from accelerate import PartialState
 from torch import Tensor
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import ppo_rlhf
 import rloo_rlhf
+from benchmark import common
 from tf_adam import make_optimizer
 
 SCRIPTS = {"ppo": ppo_rlhf, "rloo": rloo_rlhf}

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,26 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 SMALL = "--batch_size 4 --query_length 8 --response_length 4 --num_epochs 1"
 PROGRAMS = {
-    "adam": "--seeds 1 --batch_size 4",
-    "architectures": "--models gpt2 mamba",
-    "bf16_ratio": "--models tiny --algorithms rloo --episodes 4 --lengths 4 --dtypes fp32",
-    "memory_speed": "--shape 1x32 --variants ppo-value-model rloo-2 --batch_size 4 --repeats 1"
-    " --response_length 4 --num_epochs 1 --speed_only",
-    "optimum": "--seeds 1 --updates 2",
-    "scaling": f"--sweeps batch_size --points_batch_size 4 --model 1x32 --repeats 1 {SMALL}",
-    "ablations": "--choices default 'GRPO (KL in the loss)' 'KL by k3' --seeds 1 --jobs 1"
+    "studies/adam/run": "--seeds 1 --batch_size 4",
+    "studies/architectures/run": "--models gpt2 mamba",
+    "studies/bf16_ratios/run": "--models tiny --algorithms rloo --episodes 4 --lengths 4"
+    " --dtypes fp32",
+    "studies/optimum/run": "--seeds 1 --updates 2",
+    "studies/short_runs/run": "--choices default GRPO 'k3 as the KL penalty' --seeds 1 --jobs 1"
     " --episodes 8 --batch_size 8",
-    "overoptimisation": "--labels 128 --seeds 1 --episodes 64 --pool 2 --jobs 1"
+    "studies/slow_rate/run": "--choices default --seeds 1 --jobs 1 --episodes 8 --batch_size 8",
+    "studies/overoptimisation/run": "--labels 128 --seeds 1 --episodes 64 --pool 2 --jobs 1"
     " --kl_coefs 0.15 --kl_target 6",
+    "speed/memory_speed": "--shape 1x32 --variants ppo-value-model rloo-2 --batch_size 4"
+    " --repeats 1 --response_length 4 --num_epochs 1 --speed_only",
+    "speed/scaling": f"--sweeps batch_size --points_batch_size 4 --model 1x32 --repeats 1 {SMALL}",
 }
 ESTIMATE = "--reward_fn tiny.rewards:happy --policy tiny/model --queries 4 --samples 4"
 
 
-def results_to(folder: str) -> None:
-    """A change of a run: records are written to this folder."""
-    sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT)]
-    import common
-
-    common.RESULTS = Path(folder)
-
-
 def few_judged() -> None:
     """A change of a run: policies are judged by few queries."""
-    import judge
+    from benchmark import judge
 
     init = judge.Judge.__init__
 
@@ -52,7 +45,7 @@ def few_judged() -> None:
 
 def ready_reward_models(name: str, folder: str) -> None:
     """A change of a run: reward models are there already."""
-    import common
+    from benchmark import common
 
     for run in ("reward-1", "reward-128-1"):
         out = Path(folder) / common.commit() / run
@@ -67,46 +60,48 @@ def ready_reward_models(name: str, folder: str) -> None:
 
 
 def start(program: str, words: list[str], folder: Path, *changes: Any) -> tuple[int, str, str]:
-    """Runs the program in a new folder, with its record there."""
+    """Runs the program in a new folder."""
     folder.mkdir(exist_ok=True)
-    results = (results_to, str(folder))
-    return fork_tools.run(f"benchmark/{program}.py", words, folder, results, *changes)
+    return fork_tools.run(f"benchmark/{program}.py", words, folder, *changes)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_writes_its_record(program: str, tmp_path: Path) -> None:
     words = shlex.split(PROGRAMS[program])
     changes = []
-    if program in ("ablations", "overoptimisation"):
+    if "--jobs" in words:
         runs = tmp_path / "runs"
         words += ["--folder", str(runs)]
         changes = [(ready_reward_models, program, str(runs)), (few_judged,)]
-    status, _, errors = start(program, [*words, "--tag", "x"], tmp_path / "out", *changes)
+    out = tmp_path / "out"
+    status, _, errors = start(program, [*words, "--tag", "x", "--out", str(out)], out, *changes)
     assert status == 0, errors
-    record = json.loads((tmp_path / "out" / f"{program}-x.json").read_text())
+    (path,) = out.glob("*x.json")
+    record = json.loads(path.read_text())
     assert record["rows"]
     assert not any(row.get("failed") for row in record["rows"])
 
 
 def test_the_optimum_of_a_reward_function_is_estimated(tmp_path: Path) -> None:
-    words = [*ESTIMATE.split(), "--policy_samples", "4", "--tag", "x"]
-    status, _, errors = start("optimum", words, tmp_path / "out")
+    out = tmp_path / "out"
+    words = [*ESTIMATE.split(), "--policy_samples", "4", "--tag", "x", "--out", str(out)]
+    status, _, errors = start("studies/optimum/run", words, out)
     assert status == 0, errors
-    assert "kl_policy" in json.loads((tmp_path / "out" / "optimum-x.json").read_text())["rows"][0]
+    assert "kl_policy" in json.loads((out / "x.json").read_text())["rows"][0]
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
 def test_ours_and_plain_make_the_same_step(algorithm: str, tmp_path: Path) -> None:
     """What throughput.py asks of a process of its own, before it measures."""
     words = [*SMALL.split(), "--check", algorithm, str(ROOT / "tiny" / "model")]
-    status, printed, errors = start("throughput", words, tmp_path / "out")
+    status, printed, errors = start("speed/throughput", words, tmp_path / "out")
     assert status == 0, errors
     assert float(printed.splitlines()[-1]) < 1e-2
 
 
 def test_peak_memory_of_a_contender(tmp_path: Path) -> None:
     words = [*SMALL.split(), "--peak", "ours-critic-ppo", str(ROOT / "tiny" / "model")]
-    status, printed, errors = start("throughput", words, tmp_path / "out")
+    status, printed, errors = start("speed/throughput", words, tmp_path / "out")
     assert status == 0, errors
     assert json.loads(printed.splitlines()[-1])["peak_bytes"] > 0
 
@@ -116,7 +111,7 @@ def test_a_whole_run_is_measured(tmp_path: Path) -> None:
     flags = " ".join(flags).replace(" model", f" {kit()}/model").replace("judge", f"{kit()}/judge")
     flags = flags.replace("queries.jsonl", f"{kit()}/queries.jsonl").split()
     words = ["--run", json.dumps([str(ROOT), PPO, flags])]
-    status, printed, errors = start("whole_run", words, tmp_path / "out")
+    status, printed, errors = start("speed/whole_run", words, tmp_path / "out")
     assert status == 0, errors
     assert json.loads(printed.splitlines()[-1])["updates"] == 4
 
@@ -125,9 +120,9 @@ def test_runs_are_drawn_and_compared(tmp_path: Path) -> None:
     run = plain(PPO, 1) / "out"
     out = tmp_path / "runs.png"
     words = [str(run), "--over", "seconds", "--out", str(out)]
-    status, _, errors = start("plot", words, tmp_path / "plot")
+    status, _, errors = start("tools/plot", words, tmp_path / "plot")
     assert status == 0, errors
     assert out.stat().st_size > 10_000
-    words = [str(run), str(run), "--judge", "benchmark.vader:sentiment"]
-    status, _, errors = start("win_rate", words, tmp_path / "win_rate")
+    words = [str(run), str(run), "--judge", "benchmark.tools.vader:sentiment"]
+    status, _, errors = start("tools/win_rate", words, tmp_path / "win_rate")
     assert status == 0, errors

@@ -1,4 +1,4 @@
-"""Copies of the scripts that an experimenter, or benchmark/symptoms.py, has changed. `pytest
+"""Copies of the scripts that an experimenter, or the study of symptoms, has changed. `pytest
 --script` runs tests against a copy."""
 
 import importlib
@@ -12,8 +12,7 @@ from conftest import ROOT
 from fork_tools import PPO, WORDS, copy, kit, plain, run
 from run_tools import read_lines
 
-sys.path.append(str(ROOT / "benchmark"))
-import symptoms
+from benchmark.studies.symptoms import run as symptoms
 
 
 def test_an_entropy_bonus_is_one_line(tmp_path: Path) -> None:

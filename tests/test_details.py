@@ -45,7 +45,7 @@ def test_code_is_found_by_its_syntax_alone() -> None:
 
 
 def copy_of_project(folder: Path) -> Path:
-    ignored = (".*", "__pycache__", "runs", "wandb", "*.egg-info", "results")
+    ignored = (".*", "__pycache__", "runs", "wandb", "*.egg-info", "*.png")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored))
     return folder
 

@@ -1,9 +1,6 @@
 """A policy small enough to enumerate: the best KL-regularised policy is known, and both algorithms
 find it."""
 
-import importlib
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,26 +9,20 @@ from accelerate import PartialState
 from conftest import ROOT
 from fork_tools import FORKS
 
+from benchmark.studies.optimum import run as optimum
+
 ALGORITHMS = ("ppo", "rloo")
-
-
-@pytest.fixture(scope="module")
-def optimum() -> Iterator[ModuleType]:
-    """benchmark/optimum.py."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.syspath_prepend(ROOT / "benchmark")
-        yield importlib.import_module("optimum")
 
 
 def train(algorithm: str) -> dict[str, Any]:
     """A run of 200 updates, in a process of its own. (A fork of this one would wait forever for its
     OpenMP threads, where there are several.)"""
     torch.set_num_threads(1)  # two such processes on two cores
-    return importlib.import_module("optimum").train(algorithm, 1, updates=200, points=5)
+    return optimum.train(algorithm, 1, updates=200, points=5)
 
 
 @pytest.fixture(scope="module")
-def rows(optimum: ModuleType) -> dict[str, dict[str, Any]]:
+def rows() -> dict[str, dict[str, Any]]:
     """What both algorithms reach, side by side."""
     with FORKS.Pool(2, maxtasksperchild=1) as pool:
         return dict(zip(ALGORITHMS, pool.map(train, ALGORITHMS, 1), strict=True))
@@ -39,7 +30,7 @@ def rows(optimum: ModuleType) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_training_comes_within_two_percent_of_the_exact_optimum(
-    algorithm: str, optimum: ModuleType, rows: dict[str, dict[str, Any]]
+    algorithm: str, rows: dict[str, dict[str, Any]]
 ) -> None:
     """J(pi) = E_pi[r] - beta KL(pi || rho), over all 8^3 responses, is at most
     J* = beta log E_rho exp(r / beta), with beta 1."""
@@ -50,7 +41,7 @@ def test_training_comes_within_two_percent_of_the_exact_optimum(
 
     row = rows[algorithm]
     best = row["j_star"]
-    start = row["j_ref"]
+    start = row["j_start"]
     exact = (probability * rewards.exp()).sum().log()
     mean = (probability * rewards).sum()
     assert best == pytest.approx(exact.item(), abs=1e-5)
@@ -61,7 +52,7 @@ def test_training_comes_within_two_percent_of_the_exact_optimum(
 
 
 def test_benchmarks_read_queries_before_an_accelerator_is_made(
-    optimum: ModuleType, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The scripts' logger asks for accelerate's state, which they have by then."""
     monkeypatch.chdir(ROOT)

@@ -1,8 +1,7 @@
-"""The fits and labels of benchmark/overoptimisation.py, where they are known."""
+"""The fits and labels of benchmark/studies/overoptimisation/run.py, where they are known."""
 
-import importlib
+import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import datasets
@@ -10,11 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-
-@pytest.fixture
-def over(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmark")
-    return importlib.import_module("overoptimisation")
+from benchmark.studies.overoptimisation import run as over
 
 
 def curves(bend: Any) -> list[dict[str, Any]]:
@@ -24,14 +19,12 @@ def curves(bend: Any) -> list[dict[str, Any]]:
         kl = np.linspace(0.01, highest, 40)
         d = np.sqrt(kl)
         gold = 0.1 + d * (0.5 - 0.2 * bend(d))
-        made.append({"kl": kl, "gold": gold})
+        made.append({"kl": kl, "true_score": gold})
     return made
 
 
 @pytest.mark.parametrize(("is_best_of_n", "bend"), [(False, np.log), (True, lambda d: d)])
-def test_a_fit_finds_the_curve_that_it_was_made_of(
-    over: ModuleType, is_best_of_n: bool, bend: Any
-) -> None:
+def test_a_fit_finds_the_curve_that_it_was_made_of(is_best_of_n: bool, bend: Any) -> None:
     found = over.fit(curves(bend), is_best_of_n, 0.1)
     assert found["alpha"] == pytest.approx(0.5)
     assert found["beta"] == pytest.approx(0.2)
@@ -40,14 +33,14 @@ def test_a_fit_finds_the_curve_that_it_was_made_of(
     assert other["explained"] < 0.999
 
 
-def labels_of(over: ModuleType, source: str, folder: Path) -> datasets.DatasetDict:
+def labels_of(source: str, folder: Path) -> datasets.DatasetDict:
     """The splits that a reward model is trained on."""
     made = over.labels_folder(source, 1, folder)
     return datasets.load_dataset(str(made), cache_dir=str(folder / "cache"))
 
 
-def test_few_labels_come_in_turn(over: ModuleType, tmp_path: Path) -> None:
-    splits = labels_of(over, "128", tmp_path)
+def test_few_labels_come_in_turn(tmp_path: Path) -> None:
+    splits = labels_of("128", tmp_path)
     rows = splits["train"].to_list()
     assert len(rows) == over.NUM_LABELS
     assert rows[:128] == rows[128:256]
@@ -57,23 +50,23 @@ def test_few_labels_come_in_turn(over: ModuleType, tmp_path: Path) -> None:
     assert splits["test"].to_list() == all_of_tiny["test"].to_list()
 
 
-def test_noise_replaces_that_share_of_the_choices(over: ModuleType, tmp_path: Path) -> None:
-    clean = labels_of(over, "4000", tmp_path)["train"]
-    noisy = labels_of(over, "4000:0.5", tmp_path)["train"]
+def test_noise_replaces_that_share_of_the_choices(tmp_path: Path) -> None:
+    clean = labels_of("4000", tmp_path)["train"]
+    noisy = labels_of("4000:0.5", tmp_path)["train"]
     assert clean["sample0"] == noisy["sample0"]
     pairs = zip(clean["best"], noisy["best"], strict=True)
     changed = [one != other for one, other in pairs]
     assert np.mean(changed) == pytest.approx(0.5 * 0.75, abs=0.03)
 
 
-def test_what_a_penalty_gains_is_taken_at_the_kl_where_runs_settle(over: ModuleType) -> None:
+def test_what_a_penalty_gains_is_taken_at_the_kl_where_runs_settle() -> None:
     """Without a penalty gold is a tenth of the KL. With one, runs stay at a KL of 4 and 6."""
     runs = []
     for seed, level, gold in ((1, 4.0, 0.6), (2, 6.0, 0.7)):
-        row = {"algorithm": "PPO", "labels": "128", "seed": seed, "proxy": np.zeros(40)}
+        row = {"algorithm": "PPO", "labels": "128", "seed": seed, "reward": np.zeros(40)}
         kl = np.arange(40.0)
-        runs.append(row | {"kl_coef": 0.0, "kl": kl, "gold": kl / 10})
-        settled = {"kl": np.minimum(kl, level), "gold": np.minimum(kl / 10, gold)}
+        runs.append(row | {"kl_coef": 0.0, "kl": kl, "true_score": kl / 10})
+        settled = {"kl": np.minimum(kl, level), "true_score": np.minimum(kl / 10, gold)}
         runs.append(row | {"kl_coef": 0.5} | settled)
     lines = over.summarise(over.curves_of(runs, []), 0.0)
     assert lines[0]["settled_gain"] is None
@@ -81,29 +74,41 @@ def test_what_a_penalty_gains_is_taken_at_the_kl_where_runs_settle(over: ModuleT
     assert lines[1]["settled_interval"] == pytest.approx(12.706 * 0.05, abs=1e-4)
 
 
-def test_a_summary_names_the_top_and_the_end(over: ModuleType) -> None:
+def test_a_summary_names_the_top_and_the_end() -> None:
     falling = {
         "algorithm": "PPO",
         "labels": "128",
         "kl_coef": 0.0,
         "seed": 1,
         "kl": np.arange(15.0),
-        "gold": np.repeat([0.0, 0.4, -0.2], 5),
-        "proxy": np.repeat([0.0, 1.0, 2.0], 5),
+        "true_score": np.repeat([0.0, 0.4, -0.2], 5),
+        "reward": np.repeat([0.0, 1.0, 2.0], 5),
     }
     other = dict(falling)
-    other["gold"] = np.repeat([0.0, 0.2, 0.1], 5)
+    other["true_score"] = np.repeat([0.0, 0.2, 0.1], 5)
     groups = over.curves_of([falling, other], [])
     (line,) = over.summarise(groups, 0.0)
     expected = {
-        "gold_near": 0.09,
-        "gold_at_4": 0.1125,  # in means of two updates
-        "gold_top": 0.3,
+        "true_score_near": 0.09,
+        "true_score_at_4": 0.1125,  # in means of two updates
+        "true_score_top": 0.3,
         "kl_top": 7.0,
-        "gold_end": -0.05,
+        "true_score_end": -0.05,
         "lowest_end": -0.2,
         "highest_end": 0.1,
-        "proxy_end": 2.0,
+        "reward_end": 2.0,
     }
     for name, value in expected.items():
         assert line[name] == pytest.approx(value), name
+
+
+def test_the_table_of_a_record_is_that_of_its_runs() -> None:
+    record = json.loads((ROOT / "benchmark/studies/overoptimisation/frontier.json").read_text())
+    groups = over.curves_of(record["rows"], record["best_of_n"])
+    table = over.summarise(groups, record["true_score_before"])
+    for mine, recorded in zip(table, record["table"], strict=True):
+        for key, value in mine.items():
+            if isinstance(value, float):
+                assert recorded[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
+            else:
+                assert recorded[key] == value, key

@@ -1,16 +1,14 @@
-"""benchmark/plot.py draws what metrics.jsonl has, of finished runs and of running ones."""
+"""benchmark/tools/plot.py draws what metrics.jsonl has, of finished runs and of running ones."""
 
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from fork_tools import PPO, REWARD, plain
 from run_tools import read_lines, to_lines
 
-sys.path.append(str(ROOT / "benchmark"))
-import plot
+from benchmark.tools import plot
 
 LINE = '{"train/loss": 1}\n'
 

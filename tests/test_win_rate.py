@@ -1,4 +1,4 @@
-"""benchmark/win_rate.py: rates that can be computed by hand."""
+"""benchmark/tools/win_rate.py: rates that can be computed by hand."""
 
 import math
 import sys
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from run_tools import to_lines
 
-sys.path.append(str(ROOT / "benchmark"))
-import win_rate
-from win_rate import Pairs
+from benchmark.tools import win_rate
+from benchmark.tools.win_rate import Pairs
 
 COLUMN = "response_after"
 
@@ -119,7 +117,11 @@ def test_a_side_that_wins_all_has_finite_rates(won: float) -> None:
 
 
 def test_matched_pairs_differ_by_a_tenth_at_most() -> None:
-    pairs = make_pairs([1.0, 0.0, 1.0, 0.0], [90, 89, 100, 5], [100] * 4)
+    pairs = make_pairs(
+        [1.0, 0.0, 1.0, 0.0],
+        [90, 89, 100, 5],
+        [100] * 4,
+    )
     similar = win_rate.similar(pairs)
     assert similar.tolist() == [True, False, True, False]
     assert win_rate.matched_rate(pairs, np.ones(4)) == 1.0

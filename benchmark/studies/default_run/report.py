@@ -1,0 +1,75 @@
+"""Rows and pictures of this study: `python benchmark/report.py default_run`."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmark import report
+from benchmark.report import CHOICES, NAMES, Record, Row
+
+
+def seeds(record: Record) -> list[Row]:
+    """The reward model of each seed, before and after its training."""
+    return list({row["seed"]: row["reward_model"] | row for row in record["rows"]}.values())
+
+
+def draw_bands(axes: Axes, record: Record, kind: str) -> None:
+    """The means of PPO and RLOO over seeds, and bands from the lowest to the highest."""
+    for choice, name in NAMES.items():
+        x, y = report.over_episodes(record, choice, kind)
+        colour = CHOICES[choice]
+        axes.plot(x, y.mean(0), color=colour, label=f"{name} (mean and range of {len(y)} seeds)")
+        axes.fill_between(
+            x,
+            y.min(0),
+            y.max(0),
+            color=colour,
+            alpha=0.18,
+            linewidth=0,
+        )
+    axes.set_xlim(0, record["args"]["episodes"])
+
+
+def draw_true_score(axes: Axes, record: Record, others: Record, what: str) -> None:
+    """The true score of PPO and RLOO over episodes, beside no training and best of n."""
+    draw_bands(axes, record, "true_score")
+    best = report.best_of_n(others)[1][-1]
+    report.line_at(axes, best, "best of 128, no training (held-out queries)", "--")
+    before = [row["true_score_before"] for row in record["rows"] if "true_score_before" in row]
+    level = float(np.mean(before))
+    report.line_at(axes, level, "before training (held-out queries)", ":", report.START)
+    report.label(axes, "episodes (responses trained on)", what, ylim=(0, 1))
+
+
+def readme(record: Record, others: Record) -> Figure:
+    """The true score of PPO and RLOO: the first picture of README.md."""
+    figure, panels = report.new("The model learns to continue stories cheerfully", 1, 1, 3.7)
+    axes = panels[0, 0]
+    draw_true_score(axes, record, others, "true score of training responses")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 0.08), fontsize=10)
+    return figure
+
+
+def curves(record: Record, others: Record) -> Figure:
+    """True score, reward and KL of the default run."""
+    text = "Both algorithms raise the true score, and level off as the KL nears its target"
+    figure, panels = report.new(text, 1, 3, 3.6)
+    first, second, last = panels[0]
+    draw_true_score(first, record, others, report.TRUE_SCORE)
+    draw_bands(second, record, "reward")
+    draw_bands(last, record, "kl")
+    report.label(second, "episodes", "reward (reward model's score)")
+    report.label(last, "episodes", report.SHORT_KL, ylim=(0, None))
+    for axes in panels.flat:
+        axes.set_xticks([0, 6_000, 12_000])
+    report.line_at(last, 6, "target of the KL penalty", "--", report.OTHER)
+    last.legend(handles=last.lines[-1:], loc="lower right")
+    report.legend_below(figure, first, 2)
+    return figure
+
+
+RECORDS = ("../full_length/full.json", "../overoptimisation/tiny.json")
+PICTURES = {
+    "readme.png": (readme, *RECORDS),
+    "curves.png": (curves, *RECORDS),
+}

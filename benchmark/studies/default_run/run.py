@@ -1,0 +1,74 @@
+"""The default run, end to end: reward model, then PPO and RLOO for several seeds, judged by VADER.
+
+    python benchmark/studies/default_run/run.py --seeds 1 2 3
+
+The policies only ever saw the reward model. VADER, which labelled the data, scores fresh samples of
+theirs and of the starting model for the held-out queries. The runs are those of full_length/, and
+are shared with it: that record has their curves. Writes <tag>.json.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import numpy as np
+import torch
+
+from benchmark import common
+from benchmark.studies.short_runs import run as short_runs
+
+NAMES = {"default": "PPO", "RLOO, K 4": "RLOO"}
+
+
+def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
+    """One algorithm with one seed: a row of the record."""
+    choice, seed, folder, _ = task
+    found = short_runs.measure(task)
+    out, _ = short_runs.run_folder(*task)
+    reward = short_runs.reward_folder("", seed, folder)
+    results = json.loads((reward / "results.json").read_text())
+    results["test/constant"] = common.best_constant()
+    metrics = common.read_lines(out / "metrics.jsonl")
+    return {
+        "algorithm": NAMES[choice],
+        "seed": seed,
+        "true_score_before": found["true_score_before"],
+        "true_score_after": found["true_score"],
+        "kl": found["kl"],
+        "distinct": found["distinct"],
+        "accuracy": results["test/accuracy"],
+        "reward": float(np.mean([x["objective/scores"] for x in metrics[-10:]])),
+        "found_end": float(np.mean([x["objective/found_end"] for x in metrics[-10:]])),
+        "reward_model": results,
+    }
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__, __file__)
+    add = parser.add_argument
+    add("--tag", default="runs", help="name of the record")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--episodes", type=int, default=12_800, help="of each policy (that is the default)")
+    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
+    add("--folder", default="runs/ablations", help="where the runs go")
+    args = parser.parse_args()
+    os.chdir(common.ROOT)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    folder = Path(args.folder) / common.commit()
+    sizes = ["--total_episodes", str(args.episodes), "--batch_size", "128"]
+    tasks = [(choice, seed, folder, sizes) for seed in args.seeds for choice in NAMES]
+    for row in short_runs.run_all(tasks, args.jobs):
+        sys.stdout.write(f"{row['choice']} {row['seed']}: {row.get('true_score')}\n")
+    rows = [measure(task) for task in tasks]
+    common.write(args, rows)
+    shown = [{name: x for name, x in row.items() if name != "reward_model"} for row in rows]
+    common.show_rows(shown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Rows and pictures of this study: `python benchmark/report.py full_length`."""
+
+from matplotlib.figure import Figure
+
+from benchmark import report
+from benchmark.report import BEST_OF_N, CHOICES, CRITIC, NAMES, PPO, Record, Row
+from benchmark.studies.short_runs import report as short_runs
+
+choices = short_runs.choices
+
+VALUES = {
+    "critic from the reward model": ("critic from the reward model", CRITIC, "-"),
+    "critic's rate 1e-2": ("value head, rate 1e-2", PPO, ":"),
+    "default": ("value head, rate 2e-4 (default)", PPO, "-"),
+}
+
+
+def pairs(*records: Record) -> list[Row]:
+    """RLOO beside PPO in each record."""
+    rows = []
+    for record in records:
+        row = {line["choice"]: line for line in record["table"]}
+        args = {"lr": "2e-4"} | {name: x for name, x in record["args"].items() if x is not None}
+        rows.append({"args": args, "ppo": row["default"], "rloo": row["RLOO, K 4"]})
+    return rows
+
+
+def full_length(record: Record, others: Record) -> Figure:
+    """True score over KL of three choices, and what three value functions explain."""
+    text = "A critic that predicts much better gains a little true score at the same KL"
+    figure, panels = report.new(text, 1, 2, 3.6)
+    score, values = panels[0]
+    for choice, colour in CHOICES.items():
+        curves = [row["fine_curve"] for row in report.runs_of(record, choice)]
+        name = NAMES.get(choice, f"PPO, {choice}")
+        score.plot(*report.first_passages(curves), color=colour, label=name)
+    name = "best of n, no training"
+    score.plot(*report.best_of_n(others), color=BEST_OF_N, linestyle="--", label=name)
+    limits = {"xlim": (0, 6.5), "ylim": (0, 1), "legend": "lower right"}
+    report.label(score, report.KL, f"{report.TRUE_SCORE}, mean of 3 seeds", **limits)
+    for choice, (name, colour, line) in VALUES.items():
+        x, y = report.over_episodes(record, choice, "var_explained", "curve")
+        values.plot(
+            x,
+            y.mean(0),
+            color=colour,
+            linestyle=line,
+            label=name,
+        )
+    report.line_at(values, 0)
+    limits = {"ylim": (-0.2, 1), "legend": "upper left"}
+    report.label(values, "episodes", "variance explained by the values", **limits)
+    return figure
+
+
+PICTURES = {"full.png": (full_length, "full.json", "../overoptimisation/tiny.json")}

@@ -1,0 +1,270 @@
+"""Rows and pictures of this study: `python benchmark/report.py overoptimisation`."""
+
+import functools
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmark import report
+from benchmark.report import (
+    ALGORITHMS,
+    BEST_OF_N,
+    OTHER,
+    START,
+    TRUE_SCORE,
+    Record,
+    Row,
+    group,
+    smooth,
+)
+
+BOUNDS = {0.3: "below 0.3", 0.45: "0.3 to 0.45", 1.0: "above 0.45"}  # of accuracies
+COLLAPSED = -0.5
+KINDS = ("true_score", "reward", "kl")
+WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
+# Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
+SHOWN = (("128", "PPO", 0.0, 3), ("4000:0.5", "RLOO", 0.0, 2))
+SHOWN += (("512", "PPO", 0.0, 1), ("512", "PPO", 0.15, 1))
+SEEDS = {1: "-", 2: "--", 3: ":"}  # lines of runs that differ by their seed
+SHADES = {0.0: "#E69F00", 0.05: "#56B4E9", 0.15: "#009E73", 0.5: "#CC79A7"}  # of coefficients
+
+
+# --- tables ---------------------------------------------------------------------------------------
+def labels_of(labels: str) -> str:
+    """How many labels a reward model has, and how many of them are random."""
+    size, _, noise = labels.partition(":")
+    return f"{int(size):,}, {float(noise):.0%} random" if noise else f"{int(size):,}"
+
+
+def fits(record: Record) -> list[Row]:
+    """Runs without a penalty as means over seeds, by their labels; best of n after the policies."""
+    rows = [row | {"name": labels_of(row["labels"])} for row in record["table"]]
+    return sorted(rows, key=lambda row: (int(row["labels"].split(":")[0]), row["name"]))
+
+
+def ends(*records: Record) -> list[Row]:
+    """All runs by the accuracy of their reward models, those without a penalty first."""
+    rows = []
+    for row in sum([record["rows"] for record in records], []):
+        bound = next(words for most, words in BOUNDS.items() if row["accuracy"] < most)
+        rows.append(row | {"bound": bound})
+    return sorted(rows, key=lambda row: (row["kl_coef"], row["accuracy"]))
+
+
+def penalty(record: Record) -> list[Row]:
+    """Runs of a kind, in the order of their seeds."""
+    groups = group(record["rows"], "labels", "algorithm", "kl_coef")
+    rows = []
+    for (labels, algorithm, coef), runs in sorted(groups.items()):
+        runs.sort(key=lambda run: run["seed"])
+        row = {"name": labels_of(labels), "algorithm": algorithm, "penalty": WORDS[coef]}
+        row["accuracy"] = [run["accuracy"] for run in runs]
+        row["start"] = [run["start"]["reward"] for run in runs]
+        rows.append(row | {kind: [run["end"][kind] for run in runs] for kind in KINDS})
+    return rows
+
+
+def gamble(*records: Record) -> list[Row]:
+    """How runs end, by the accuracy of their reward models, with and without a penalty."""
+    rows = []
+    for (penalty, bound), runs in group(ends(*records), "kl_coef", "bound").items():
+        scores = [run["end"]["true_score"] for run in runs]
+        row = {"penalty": WORDS[penalty], "bound": bound, "runs": len(runs)}
+        row["low"] = sum(score < COLLAPSED for score in scores)
+        row["high"] = sum(score > -COLLAPSED for score in scores)
+        row["between"] = row["runs"] - row["low"] - row["high"]
+        rows.append(row)
+    return rows
+
+
+def collapse(record: Record) -> list[Row]:
+    """The first response of the last update of runs that collapsed, and of others."""
+    of_run = {}
+    for row in record["rows"]:
+        text = " ".join(row["samples"][0]["response"].split())
+        penalty = "penalty" if row["kl_coef"] else "no penalty"
+        key = (row["labels"], row["algorithm"], row["kl_coef"], row["seed"])
+        of_run[key] = row | {"penalty": penalty, "response": text}
+    return [of_run[key] for key in SHOWN]
+
+
+def frontier(*records: Record) -> list[Row]:
+    """Groups of runs with their rate: best of n last, then by coefficient."""
+    rows = []
+    for record in records:
+        rate = record["args"].get("lr")
+        words = f", `--lr {rate}`" if rate else ""
+        rows += [row | {"rate": words} for row in record["table"]]
+    rows.sort(key=lambda row: (row["algorithm"], not row["rate"], row["kl_coef"] or 0.0))
+    return sorted(rows, key=lambda row: row["algorithm"] == "best of n")
+
+
+# --- pictures -------------------------------------------------------------------------------------
+def heading(labels: str, record: Record) -> str:
+    """Of a column: the labels of its reward models, and their accuracy."""
+    size, comma, random = labels_of(labels).partition(", ")
+    accuracy = next(row["accuracy"] for row in record["table"] if row["labels"] == labels)
+    return f"{size} labels{comma}{random}\n(accuracy {accuracy:.2f})"
+
+
+def over_root_kl(record: Record, sources: list[str], title: str) -> Figure:
+    """True score above and reward below, a column for each kind of reward model, a line for each
+    run."""
+    figure, panels = report.new(
+        title,
+        2,
+        len(sources),
+        5,
+        sharex=True,
+        sharey="row",
+    )
+    for column, labels in zip(panels.T, sources, strict=True):
+        for axes, kind in zip(column, ("true_score", "reward"), strict=True):
+            report.line_at(axes, 0)
+            for row in [*record["rows"], *record["best_of_n"]]:
+                if row["labels"] == labels:
+                    name = row.get("algorithm", "best of n")
+                    width = 5 if "algorithm" in row else 1
+                    x = np.sqrt(smooth(row["kl"], width).clip(min=0))
+                    style = {"color": ALGORITHMS.get(name, BEST_OF_N), "linewidth": 1.4}
+                    label = f"{name}, a line for each of 3 seeds"
+                    axes.plot(x, smooth(row[kind], width), **style, label=label)
+        column[0].set_title(heading(labels, record))
+        nats = (0, 4, 16, 36, 64, 100, 144)
+        column[1].set_xticks([value**0.5 for value in nats], nats)
+    panels[1, len(sources) // 2].set_xlabel(f"{report.KL}, on a square-root scale")
+    panels[0, 0].set_ylabel(TRUE_SCORE)
+    panels[1, 0].set_ylabel("reward (reward model)")
+    report.legend_below(figure, panels[0, 0], 3)
+    return figure
+
+
+def of_record(record: Record) -> Figure:
+    """A record of your own."""
+    return over_root_kl(record, record["args"]["labels"], "True score and reward")
+
+
+def draw_run(axes: Axes, row: Row) -> None:
+    """The true score of a run; what falls below 0 has the way of its reward beside it."""
+    scores = smooth(row["true_score"], 5)
+    reward = smooth(row["reward"], 5)
+    x = (np.arange(len(scores)) + 0.5) * 5 * 64
+    colour = ALGORITHMS[row["algorithm"]]
+    is_low = scores[-1] < 0
+    axes.plot(
+        x,
+        scores,
+        SEEDS[row["seed"]],
+        color=colour,
+        linewidth=2.6 if is_low else 1.5,
+    )
+    if is_low:
+        text = f"reward {reward[0]:.1f} \N{RIGHTWARDS ARROW} {reward[-1]:.1f}"
+        report.note(axes, text, (x[-1], scores[-1]), (-2, 12), colour).set_ha("right")
+
+
+def with_penalty(record: Record) -> Figure:
+    """True score over the episodes against weak reward models: without a KL penalty above, with one
+    below."""
+    sources = record["args"]["labels"]
+    text = "Weak reward models: some runs collapse without a penalty, and none with it"
+    size = (2, len(sources), 5.2)
+    figure, panels = report.new(text, *size, sharex=True, sharey=True)
+    for (coef, labels), rows in group(record["rows"], "kl_coef", "labels").items():
+        axes = panels[int(coef > 0), sources.index(labels)]
+        report.line_at(axes, 0)
+        for row in rows:
+            draw_run(axes, row)
+        if coef:
+            report.label(axes, "episodes", ylim=(-1, 1))
+        else:
+            axes.set_title(heading(labels, record))
+    panels[0, 0].set_ylabel(f"no KL penalty:\n{TRUE_SCORE}")
+    panels[1, 0].set_ylabel(f"default KL penalty:\n{TRUE_SCORE}")
+    report.name_colours(panels[0, 0], ALGORITHMS, "-")
+    for seed, style in SEEDS.items():
+        report.name_colours(panels[0, 0], {f"seed {seed}": "black"}, style)
+    report.legend_below(figure, panels[0, 0], 5)
+    return figure
+
+
+def over_accuracy(*records: Record) -> Figure:
+    """The true score at the end of every run over the accuracy of its reward model: without a KL
+    penalty, of both series, and with the default's."""
+    text = "Without a KL penalty, a reward model near chance makes training a gamble"
+    figure, panels = report.new(text, 1, 1, 4)
+    axes = panels[0, 0]
+    report.line_at(axes, 0)
+    styles = {
+        0.0: ("no KL penalty", "o", {}),
+        0.15: ("default penalty", "^", {"markerfacecolor": "white", "markeredgewidth": 1.6}),
+    }
+    for (coef,), rows in group(ends(*records), "kl_coef").items():
+        name, mark, style = styles[coef]
+        for row in rows:
+            style["color"] = ALGORITHMS[row["algorithm"]]
+            axes.plot(
+                row["accuracy"],
+                row["end"]["true_score"],
+                mark,
+                alpha=0.6,
+                **style,
+            )
+        axes.plot(
+            [],
+            [],
+            mark,
+            label=f"{name} ({len(rows)} runs)",
+            **style | {"color": START},
+        )
+    chance = records[0]["reward_models"][0]["constant"]
+    axes.axvline(chance, color=OTHER, linestyle="--", linewidth=1)
+    report.note(axes, "always the same answer", (chance, -0.35), (5, 0), START)
+    report.name_colours(axes, ALGORITHMS, "s")
+    x = "accuracy of the reward model on held-out labels (best of four)"
+    report.label(axes, x, f"{TRUE_SCORE} at the end", "lower right", ylim=(-1, 1.05))
+    return figure
+
+
+def coefficients(fixed: Record, slow: Record, free: Record) -> Figure:
+    """True score over the KL and over the episodes, for coefficients of the KL penalty and a lower
+    rate; a row for each algorithm."""
+    text = "At the same KL, a penalty and a lower learning rate score higher"
+    figure, panels = report.new(text, 2, 2, 6, sharex="col", sharey=True)
+    lines = dict(zip(ALGORITHMS, panels, strict=True))
+    for record, style, more in ((fixed, "-", ""), (slow, "--", ", --lr 5e-5")):
+        for (algorithm, coef), rows in group(record["rows"], "algorithm", "kl_coef").items():
+            by_kl, by_episodes = lines[algorithm]
+            name = f"KL coefficient {coef:g}{more}"
+            curves = [{kind: smooth(row[kind], 2) for kind in KINDS} for row in rows]
+            x, y = report.first_passages(curves)
+            by_kl.plot(x, y, style, color=SHADES[coef], label=name)
+            scores = np.mean([smooth(row["true_score"], 5) for row in rows], 0)
+            x = (np.arange(len(scores)) + 0.5) * 5 * 64
+            by_episodes.plot(x, scores, style, color=SHADES[coef])
+    for algorithm, (by_kl, _) in lines.items():
+        by_kl.plot(*report.best_of_n(free), ":", color=BEST_OF_N, label="best of n")
+        report.label(
+            by_kl,
+            y=f"{algorithm}: {TRUE_SCORE}",
+            xlim=(0, 16),
+            ylim=(0, 1),
+        )
+    panels[1, 0].set_xlabel(report.KL)
+    report.label(panels[1, 1], "episodes")
+    report.legend_below(figure, panels[0, 0], 3)
+    return figure
+
+
+WEAK = "The reward rises on every reward model; the true score does not"
+MORE = "Half of the labels at random are as bad as few labels"
+curves = functools.partial(over_root_kl, sources=["128", "512", "4000"], title=WEAK)
+more_curves = functools.partial(over_root_kl, sources=["1024", "2048", "4000:0.5"], title=MORE)
+PICTURES = {
+    "curves.png": (curves, "tiny.json"),
+    "more.png": (more_curves, "tiny.json"),
+    "penalty.png": (with_penalty, "penalty.json"),
+    "gamble.png": (over_accuracy, "tiny.json", "penalty.json"),
+    "frontier.png": (coefficients, "frontier.json", "slow.json", "tiny.json"),
+}

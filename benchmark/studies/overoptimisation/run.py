@@ -1,0 +1,373 @@
+"""True score and reward on the way from the starting model, as Gao et al. 2022 (arXiv:2210.10760)
+plot them.
+
+    run=benchmark/studies/overoptimisation/run.py
+    python $run
+    python $run --labels 4000 --kl_coefs 0 0.05 0.15 0.5 --tag frontier
+    python $run --labels 4000 --lr 5e-5 --pool 0 --tag slow
+    python $run --labels 128 512 4000:0.5 --kl_coefs 0 0.15 --kl_target 6 --pool 0 --tag penalty
+
+Policies of the default task are trained against reward models of several numbers of labels, by PPO
+and by RLOO, without a KL penalty (--kl_coefs: with fixed ones, which --kl_target adapts as the
+default does). A reward model makes as many optimizer steps with few labels as with many, which come
+in turn until there are 4,000; `4000:0.5` are 4,000 labels of which a half is replaced by a random
+choice. In every update VADER, which labelled the data, reads the very responses that the reward
+model scores. Best-of-n from the starting model is the curve to beat: of n responses the one that
+the reward model likes best, with KL log n - (n - 1) / n; means over all choices of n among --pool
+responses to each of 128 queries. Penalties for responses without an end are not in the scores.
+
+Fits are those of Gao et al.: the true score gained at d, the square root of the KL, is
+d (alpha - beta log d) of a trained policy, d (alpha - beta d) of best-of-n; least squares over the
+curves of all seeds. Finished runs of the same scripts are used again. Writes <tag>.json.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import datasets
+import numpy as np
+import torch
+from scipy.special import comb
+
+import ppo_rlhf
+import rloo_rlhf
+import train_reward
+from benchmark import common
+from benchmark.judge import Judge
+from benchmark.studies.short_runs.run import Choice, interval, output_to, run, slug, true_score_at
+
+SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
+WINDOW = 5  # updates whose means make a point of a curve
+FINE_WINDOW = 2  # where runs are compared that go at different speeds
+SETTLED = 5  # points of two updates that are a run's end
+BATCH_SIZE = 64
+NUM_LABELS = 4_000  # that a reward model reads, one after the other
+KINDS = ("true_score", "kl", "reward")
+LAST = 5  # updates whose mean is the end of a run
+NUM_SAMPLES = 1  # responses of the last update that a record has as texts
+NEAR = 3.5  # nats that best-of-n reaches, too
+LEVELS = (1, 2, 4, 8, 12)  # nats at which runs with different coefficients are compared
+SOURCES = ["128", "512", "1024", "2048", "4000", "4000:0.5"]
+
+
+# --- reward models --------------------------------------------------------------------------------
+def labels_folder(source: str, seed: int, folder: Path) -> Path:
+    """A data set whose training split repeats so many labels, of which a share has a random best
+    response; the test split is tiny's."""
+    size, _, noise = source.partition(":")
+    out = folder / slug(f"labels {source} {seed}")
+    splits = datasets.load_dataset(str(common.ROOT / "tiny" / "labels"))
+    random = np.random.default_rng([seed, int(size)])
+    order = random.permutation(len(splits["train"]))
+    rows = splits["train"].select(order[: int(size)]).to_list()
+    for row in rows:
+        if noise and random.random() < float(noise):
+            row["best"] = int(random.integers(4))
+    repeated = [rows[i % len(rows)] for i in range(NUM_LABELS)]
+    out.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_list(repeated).to_parquet(out / "train.parquet")
+    splits["test"].to_parquet(out / "test.parquet")
+    return out
+
+
+def reward_folder(source: str, seed: int, folder: Path) -> Path:
+    """Of the run of a reward model."""
+    return folder / slug(f"reward {source} {seed}")
+
+
+def reward_model(task: tuple[str, int, Path]) -> dict[str, Any]:
+    """Trains one, and says how often it names the best of four held-out responses, beside the
+    share of the best constant answer."""
+    source, seed, _ = task
+    out = reward_folder(*task)
+    if not (out / "samples.jsonl").exists():
+        labels = labels_folder(*task)
+        flags = ["--seed", str(seed), "--label_dataset", str(labels)]
+        status = run(Choice(train_reward.__file__), out, flags)
+        if status:
+            raise SystemExit(f"train_reward.py failed: see {out}.log")
+    results = json.loads((out / "results.json").read_text())
+    return {
+        "labels": source,
+        "seed": seed,
+        "accuracy": results["test/accuracy"],
+        "constant": common.best_constant(),
+    }
+
+
+# --- curves ---------------------------------------------------------------------------------------
+def examples(
+    judge: Judge,
+    queries: list[Any],
+    responses: list[list[int]],
+    rewards: list[float],
+    true_scores: list[float],
+) -> list[dict[str, Any]]:
+    """The first responses of a batch as texts, with their scores."""
+    prompts = judge.tokenizer.batch_decode([query.input_ids for query in queries[:NUM_SAMPLES]])
+    texts = judge.tokenizer.batch_decode(responses[:NUM_SAMPLES])
+    names = ("query", "response", "reward", "true_score")
+    rows = zip(prompts, texts, rewards, true_scores, strict=False)  # scores are of the whole batch
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def train(
+    task: tuple[str, str, float, float | None, int, int, list[str], Path],
+) -> dict[str, Any]:
+    """A run of a script's main, whose reward model's responses VADER reads too: KL, reward and true
+    score of every update."""
+    algorithm, source, kl_coef, kl_target, seed, episodes, rate, folder = task
+    penalty = f"{kl_coef} {kl_target}"
+    out = folder / slug(f"{algorithm} {source} {penalty} {seed} {episodes} {' '.join(rate)}")
+    record = out.with_name(f"{out.name}.json")
+    if record.exists():
+        return json.loads(record.read_text())
+    shutil.rmtree(out, ignore_errors=True)  # an interrupted run does not know its true scores
+    reward = reward_folder(source, seed, folder) / "reward_model"
+    judge = Judge(seed, reward, num_queries=1)
+    script = SCRIPTS[algorithm]
+    load_reward = script.load_reward
+    rewards = []
+    true_scores = []
+    samples = []
+
+    def load_judged_reward(*values: Any) -> Any:
+        score = load_reward(*values)
+
+        def judged(queries: list[Any], responses: list[list[int]]) -> Any:
+            scores = score(queries, responses)
+            if len(responses) == BATCH_SIZE:  # not an evaluation
+                found = judge.true_scores(responses)
+                rewards.append(scores.mean().item())
+                true_scores.append(float(np.mean(found)))
+                samples[:] = examples(judge, queries, responses, scores.tolist(), found)
+            return scores
+
+        return judged
+
+    script.load_reward = load_judged_reward
+    target = kl_target if kl_coef else None  # a coefficient of 0 stays 0
+    flags = f"--adaptive_kl_target {target} --kl_coef {kl_coef}"
+    flags += f" --seed {seed} --total_episodes {episodes}"
+    flags += f" --eval_queries 1 --batch_size {BATCH_SIZE} --checkpoint_every 0 --max_kl 1e4"
+    paths = ["--reward_model", str(reward), "--output_dir", str(out)]
+    sys.argv = [script.__file__, *flags.split(), *rate, *paths]
+    with output_to(out.with_name(f"{out.name}.log")):
+        script.main(*script.parse_args())
+    row = {
+        "algorithm": algorithm,
+        "labels": source,
+        "kl_coef": kl_coef,
+        "seed": seed,
+        "kl": [x["objective/kl"] for x in common.read_lines(out / "metrics.jsonl")],
+        "reward": rewards,
+        "true_score": true_scores,
+        "samples": samples,
+    }
+    assert len(row["kl"]) == len(row["true_score"])
+    record.write_text(json.dumps(row))
+    shutil.rmtree(out / "checkpoints")
+    return row
+
+
+def best_of_n(task: tuple[int, list[str], int, Path]) -> list[dict[str, Any]]:
+    """Reward and true score of the best of n = 1, 2, 4, .. of the starting model's responses, by
+    each of a seed's reward models."""
+    seed, sources, pool, folder = task
+    judges = {}
+    for source in sources:
+        reward = reward_folder(source, seed, folder) / "reward_model"
+        judges[source] = Judge(seed, reward, num_queries=128)
+    judge = judges[sources[0]]
+    draws = [judge.responses(judge.ref, 10**6 + i) for i in range(pool)]
+    true_scores = np.array([judge.true_scores(x) for x in draws]).T  # (queries, pool)
+    rows = []
+    for source in sources:
+        rewards = np.array([judges[source].rewards(x) for x in draws]).T
+        order = rewards.argsort(1)
+        sorted_rewards = np.take_along_axis(rewards, order, 1)
+        sorted_true_scores = np.take_along_axis(true_scores, order, 1)
+        points = []
+        n = 1
+        while n <= pool // 2:
+            # Of the pool's r-th smallest to be the best of n.
+            share = comb(np.arange(pool), n - 1) / comb(pool, n)
+            point = {
+                "n": n,
+                "kl": float(np.log(n) - (n - 1) / n),
+                "reward": float((sorted_rewards * share).sum(1).mean()),
+                "true_score": float((sorted_true_scores * share).sum(1).mean()),
+            }
+            points.append(point)
+            n *= 2
+        curve = {name: [point[name] for point in points] for name in points[0]}
+        rows.append({"labels": source, "seed": seed} | curve)
+    return rows
+
+
+def smooth(values: list[float], window: int) -> np.ndarray:
+    """Means of so many updates, or of all in a shorter run."""
+    window = min(window, len(values))
+    whole = len(values) // window * window
+    return np.array(values[:whole]).reshape(-1, window).mean(1)
+
+
+# --- results --------------------------------------------------------------------------------------
+def top_and_end(curves: dict[str, Any]) -> dict[str, float]:
+    """True score, KL and reward where the true score is highest, and where the curves end."""
+    top = int(np.argmax(curves["true_score"]))
+    found = {f"{kind}_top": float(curves[kind][top]) for kind in KINDS}
+    return found | {f"{kind}_end": float(curves[kind][-1]) for kind in KINDS}
+
+
+def fit(curves: list[dict[str, Any]], is_best_of_n: bool, start: float) -> dict[str, float]:
+    """Gao et al.'s form for the true score gained since the `start` of a curve at d = 0; with its
+    share of explained variance."""
+    d = np.sqrt(np.concatenate([curve["kl"] for curve in curves]).clip(min=0))
+    gained = np.concatenate([curve["true_score"] for curve in curves]) - start
+    bend = d**2 if is_best_of_n else d * np.log(np.maximum(d, 1e-9))
+    columns = np.stack([d, -bend], 1)
+    found, *_ = np.linalg.lstsq(columns, gained, rcond=None)
+    error = gained - columns @ found
+    return {
+        "alpha": float(found[0]),
+        "beta": float(found[1]),
+        "explained": float(1 - error.var() / gained.var()),
+    }
+
+
+def curves_of(runs: list[dict], best: list[dict]) -> dict[tuple[str, str, Any], list[dict]]:
+    """The curves of each group of runs that differ by their seeds."""
+    groups: dict[tuple[str, str, Any], list[dict]] = {}
+    for row in runs:
+        group = (row["labels"], row["algorithm"], row["kl_coef"])
+        curve = {kind: smooth(row[kind], WINDOW) for kind in KINDS}
+        curve["fine"] = {kind: smooth(row[kind], FINE_WINDOW) for kind in KINDS}
+        curve["seed"] = row["seed"]
+        groups.setdefault(group, []).append(curve)
+    for row in best:
+        group = (row["labels"], "best of n", None)
+        groups.setdefault(group, []).append(row)
+    return groups
+
+
+def mean_true_score_at(curves: list[dict], level: float) -> float | None:
+    """The mean true score where curves first pass a KL; None if one of them never does."""
+    found = [true_score_at(curve, level) for curve in curves]
+    return None if None in found else float(np.mean(found))
+
+
+def settled_gains(curves: list[dict], free: list[dict]) -> list[float]:
+    """How far true scores at the end of runs are above those of the run of the same seed without a
+    KL penalty, where that first passes the same KL."""
+    of_seed = {curve["seed"]: curve["fine"] for curve in free}
+    gains = []
+    for curve in curves:
+        kl = float(curve["fine"]["kl"][-SETTLED:].mean())
+        settled = float(curve["fine"]["true_score"][-SETTLED:].mean())
+        free_run = of_seed[curve["seed"]]
+        without = true_score_at(free_run, kl)
+        if without is not None:
+            gains.append(settled - without)
+    return gains
+
+
+def summarise(groups: dict[tuple[str, str, Any], list[dict]], start: float) -> list[dict]:
+    """Per group: the true score near the starting model, where it is highest, where it ends, what a
+    KL penalty gains there, as means over seeds; the lowest and highest at the end; the fit."""
+    table = []
+    for (labels, algorithm, kl_coef), curves in groups.items():
+        line = {"labels": labels, "algorithm": algorithm, "kl_coef": kl_coef}
+        ends = [top_and_end(curve) for curve in curves]
+        for name in ends[0]:
+            values = [end[name] for end in ends]
+            line[name] = float(np.mean(values))
+        line["true_score_near"] = mean_true_score_at(curves, NEAR)
+        # The curves of best-of-n have a point for each n, and no finer ones.
+        fine_curves = [curve.get("fine", curve) for curve in curves]
+        for level in LEVELS:
+            line[f"true_score_at_{level}"] = mean_true_score_at(fine_curves, level)
+        gains = []
+        if kl_coef and (labels, algorithm, 0.0) in groups:
+            gains = settled_gains(curves, groups[labels, algorithm, 0.0])
+        line["settled_gain"] = float(np.mean(gains)) if gains else None
+        line["settled_interval"] = interval(gains)
+        true_scores = [end["true_score_end"] for end in ends]
+        line["lowest_end"] = min(true_scores)
+        line["highest_end"] = max(true_scores)
+        fitted = fit(curves, algorithm == "best of n", start)
+        table.append(line | fitted)
+    return table
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__, __file__)
+    add = parser.add_argument
+    add("--tag", default="tiny", help="name of the record")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--labels", nargs="+", default=SOURCES, help="of a reward model; `4000:0.5`: half random")
+    add("--kl_coefs", type=float, nargs="+", default=[0.0], help="fixed ones")
+    add("--kl_target", type=float, help="adapt those above 0 to this KL, like the default")
+    add("--episodes", type=int, default=5_120, help="of each policy, 64 in an update")
+    add("--pool", type=int, default=256, help="responses per query for best-of-n (0: none)")
+    add("--lr", help="of the policies (their default: 2e-4)")
+    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
+    add("--folder", default="runs/overoptimisation", help="where the runs go")
+    args = parser.parse_args()
+    os.chdir(common.ROOT)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    folder = Path(args.folder) / common.commit()
+    rate = [] if args.lr is None else ["--lr", args.lr]
+    tasks = []
+    named = []
+    for seed in args.seeds:
+        for source in args.labels:
+            named.append((source, seed, folder))
+            for coef in args.kl_coefs:
+                for name in SCRIPTS:
+                    penalty = (coef, args.kl_target)
+                    task = (name, source, *penalty, seed, args.episodes, rate, folder)
+                    tasks.append(task)
+    runs = []
+    with multiprocessing.get_context("fork").Pool(args.jobs, maxtasksperchild=1) as pool:
+        models = pool.map(reward_model, named, 1)
+        for row in pool.imap(train, tasks, 1):
+            runs.append(row)
+            words = f"{row['algorithm']} {row['labels']} {row['kl_coef']}"
+            ends = f"KL {row['kl'][-1]:.1f}, true score {row['true_score'][-1]:.2f}"
+            sys.stdout.write(f"{words}: {ends}\n")
+            sys.stdout.flush()
+        asked = []
+        if args.pool:
+            asked = [(seed, args.labels, args.pool, folder) for seed in args.seeds]
+        best = [row for rows in pool.imap(best_of_n, asked, 1) for row in rows]
+    accuracies = {(model["labels"], model["seed"]): model["accuracy"] for model in models}
+    for row in runs:
+        row["accuracy"] = accuracies[row["labels"], row["seed"]]
+        row["start"] = {kind: float(np.mean(row[kind][:LAST])) for kind in KINDS}
+        row["end"] = {kind: float(np.mean(row[kind][-LAST:])) for kind in KINDS}
+    start = float(np.mean([row["true_score"][0] for row in best or runs]))  # before training
+    table = summarise(curves_of(runs, best), start)
+    for line in table:
+        of_labels = [model["accuracy"] for model in models if model["labels"] == line["labels"]]
+        line["accuracy"] = float(np.mean(of_labels))
+    more = {
+        "best_of_n": best,
+        "reward_models": models,
+        "true_score_before": start,
+        "table": table,
+    }
+    common.write(args, runs, **more)
+    common.show_rows(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Rows and pictures of this study: `python benchmark/report.py short_runs`. full_length/ and
+slow_rate/ use them, too."""
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmark import report
+from benchmark.report import CRITIC, PPO, RLOO, Record, Row
+
+# The choices in chosen.png, and those in the findings.
+CHOSEN_FULL = ("RLOO, K 4", "critic from the reward model", "1 epoch (default: 4)")
+CHOSEN_FULL += ("no value function", "advantages not whitened", "lambda 1 (default: 0.95)")
+CHOSEN_FULL += ("temperature 1 (default: 0.7)", "k3 as the KL penalty", "GRPO")
+CHOSEN_SHORT = ("critic from the reward model, warmed up", "critic from the policy")
+CHOSEN_SHORT += ("no penalty for a missing end", "rewards not whitened", "no ratio clipping")
+CHOSEN_SHORT += ("whitening per process, of 4", "reward model not normalised", "PyTorch's Adam")
+CHOSEN_SHORT += ("fixed KL coefficient", "constant learning rate", "8 minibatches (default: 1)")
+CHOSEN_SHORT += ("settings of InstructGPT",)
+MATTERS_FULL = ("default", "critic from the reward model", "no value function", "GRPO")
+MATTERS_SHORT = ("default", "critic from the reward model, warmed up")
+MATTERS_SHORT += ("8 minibatches (default: 1)", "settings of InstructGPT", "dropout left on")
+MASKED = ("truncated tokens masked", "settings of Qwen", "settings of Llama 2")
+MASKED += ("settings of DeepSpeed-Chat",)
+DIFFERENCE = "difference in true score at the same KL (better \N{RIGHTWARDS ARROW})"
+FULL = "Full runs: 12,800 episodes, 3 seeds"
+SHORT = "Short runs: 2,560 episodes, 4 seeds"
+HOLLOW = {"markerfacecolor": "white", "alpha": 0.6}
+
+
+# --- tables ---------------------------------------------------------------------------------------
+def by_effect(row: Row) -> tuple[bool, bool, float]:
+    """PPO's choices by their effect, then RLOO's; last what never gets as far as it is compared."""
+    choice = row["choice"]
+    effect = row["equal_kl"]
+    if effect is None:
+        effect = 0.0 if choice in ("default", "RLOO, K 4") else -9.0
+    return choice.startswith(("RLOO", "GRPO")), choice != "RLOO, K 4", -effect
+
+
+def choices(record: Record) -> list[Row]:
+    """The choices of a record by their effect; `bold_..` marks what Holm's correction keeps."""
+    rows = []
+    for row in sorted(record["table"], key=by_effect):
+        kinds = [name.removesuffix("_holds") for name in row if name.endswith("_holds")]
+        bold = {f"bold_{kind}": "**" if row[f"{kind}_holds"] else "" for kind in kinds}
+        rows.append(row | bold)
+    return rows
+
+
+def matters(short: Record, full: Record) -> list[Row]:
+    """The choices that most readers ask for, full runs before short ones."""
+    rows = []
+    for record, names in ((full, MATTERS_FULL), (short, MATTERS_SHORT)):
+        of_choice = {row["choice"]: row for row in choices(record)}
+        more = {"episodes": record["args"]["episodes"]}
+        rows += [of_choice[name] | more for name in names]
+    return rows
+
+
+# --- pictures -------------------------------------------------------------------------------------
+def compared(record: Record) -> list[Row]:
+    """What has a difference at equal KL, sorted by it."""
+    found = [row for row in record["table"] if row["equal_kl_interval"] is not None]
+    return sorted(found, key=lambda row: row["equal_kl"])
+
+
+def draw_forest(axes: Axes, rows: list[Row]) -> None:
+    """Differences at equal KL with intervals. What the correction keeps has a bold name; what is
+    not comparable has a hollow mark."""
+    for y, row in enumerate(rows):
+        colour = PPO
+        if row["choice"].startswith(("RLOO", "GRPO")):
+            colour = RLOO
+        elif row["choice"].startswith("critic from the reward"):
+            colour = CRITIC
+        style = {"fmt": "o", "color": colour, "capsize": 2, "markersize": 5, "linewidth": 1.3}
+        if row["choice"] in MASKED:
+            style |= HOLLOW
+        axes.errorbar(row["equal_kl"], y, xerr=row["equal_kl_interval"], **style)
+    axes.set_yticks(range(len(rows)), [row["choice"] for row in rows], fontsize=8.5)
+    for row, label in zip(rows, axes.get_yticklabels(), strict=True):
+        label.set_fontweight("bold" if row["equal_kl_holds"] else "normal")
+    axes.axvline(0, color="black", linewidth=1)
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+
+
+def forest(title: str, panels_of: dict[str, list[Row]], height: float, has_hollow: bool) -> Figure:
+    """A panel of differences below each heading, so many inches high for each of them."""
+    counts = [len(rows) for rows in panels_of.values()]
+    inches = 1.4 + height * sum(counts)
+    figure, panels = report.new(
+        title,
+        len(counts),
+        1,
+        inches,
+        sharex=True,
+        height_ratios=counts,
+    )
+    for axes, (heading, rows) in zip(panels[:, 0], panels_of.items(), strict=True):
+        draw_forest(axes, rows)
+        axes.set_title(heading)
+    panels[-1, 0].set_xlabel(DIFFERENCE)
+    legend = {"PPO": PPO, "PPO, critic from the reward model": CRITIC, "RLOO and GRPO": RLOO}
+    report.name_colours(panels[0, 0], legend)
+    if has_hollow:
+        report.name_colours(panels[0, 0], {"not comparable (KL leaves tokens out)": PPO}, **HOLLOW)
+    report.legend_below(figure, panels[0, 0], 2 + (not has_hollow))
+    return figure
+
+
+def of_record(record: Record) -> Figure:
+    """A record of your own."""
+    return forest("Differences at the same KL", {"": compared(record)}, 0.17, has_hollow=True)
+
+
+def of_both(full: Record, short: Record) -> Figure:
+    """All choices of full and of short runs."""
+    panels_of = {f"{FULL}, at 2, 4 and 6 nats": compared(full)}
+    panels_of[f"{SHORT}, at 1, 2 and 3 nats"] = compared(short)
+    text = "One of 45 differences (bold) survives Holm's correction"
+    return forest(text, panels_of, 0.17, has_hollow=True)
+
+
+def chosen(full: Record, short: Record) -> Figure:
+    """The choices that most readers ask for."""
+    panels_of = {FULL: [row for row in compared(full) if row["choice"] in CHOSEN_FULL]}
+    panels_of[SHORT] = [row for row in compared(short) if row["choice"] in CHOSEN_SHORT]
+    text = "Only one of these differences (bold) passes the strict test"
+    return forest(text, panels_of, 0.21, has_hollow=False)
+
+
+RECORDS = ("../full_length/full.json", "short.json")
+PICTURES = {"all.png": (of_both, *RECORDS), "chosen.png": (chosen, *RECORDS)}

@@ -1,0 +1,536 @@
+"""What each choice is worth on the default task, whose true score is known: VADER labelled its
+data.
+
+    python benchmark/studies/short_runs/run.py
+    python benchmark/studies/short_runs/run.py --tag mine --choices default "gamma 0.95"
+
+The studies full_length and slow_rate call this program with settings of their own. Long runs are
+those of the choices that matter most, short ones those of all others, beside the default and
+RLOO's.
+
+One choice at a time is made the other way. A seed has its own reward model, and its policies start
+from the same queries and random numbers: differences to the default are taken within seeds, and
+their 95 % intervals are Student's t over the seeds. True score (VADER), reward (of the default's
+reward model), KL and distinct samples are those of fresh samples for 512 held-out queries. A run
+has failed if it stopped, or if its true score ends below the starting model's. RLOO's rows compare
+with K 4, and that with PPO's default.
+
+A copy of the script that does each run has VADER read the responses of every update. So each run is
+a curve of true score over KL, whose points are means of two updates (longer means would put a run
+that moves fast below its own curve). Two of them are compared at equal KL: at each of 2, 4 and 6
+nats (1, 2 and 3 in shorter runs) that both reach, which are then averaged. Whether such a
+difference is 0 is asked of all choices at once, by Holm's method (1979). With --beside RECORD each
+run is compared with that of the same choice and seed in another record, too: say all runs with --lr
+5e-5.
+
+Runs of the same scripts and flags are used again, from --folder or from the record. Writes
+<tag>.json.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import numpy as np
+import torch
+from scipy import stats
+
+import ppo_rlhf
+import rloo_rlhf
+import train_reward
+from benchmark import common
+from benchmark.judge import Judge
+from benchmark.systems.make import SYSTEMS, patched
+
+PPO = ppo_rlhf.__file__
+RLOO = rloo_rlhf.__file__
+# A system's own settings are for models of billions, and for responses that end with an EOS.
+STEADY = "--lr 2e-4 --kl_coef 0.15 --temperature 0.7 --truncate_token . --truncate_after 16"
+# The script would stop there.
+UNCHECKED = ("            check_update(update, metrics, args)\n", "")
+DROPOUT = (
+    UNCHECKED,
+    ("    before = assess(", "    policy.train()\n    before = assess("),
+    ("    policy.train(args.gradient_checkpointing)", "    policy.train()"),
+    ("    policy.eval()\n", ""),
+)
+# VADER reads the responses of every update, in metrics.jsonl.
+JUDGED = (
+    ("from tf_adam import", "from benchmark.tools import vader\nfrom tf_adam import"),
+    (
+        "            scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)\n",
+        "            scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)\n"
+        "            texts = tokenizer.batch_decode(truncated)\n"
+        "            read = torch.tensor(vader.sentiment([], texts), device=scores.device)\n",
+    ),
+    (
+        '                "objective/scores": scores,\n',
+        '                "objective/scores": scores,\n'
+        '                "true_score": read,\n'
+        '                "reward": raw_scores,\n',
+    ),
+)
+LEVELS = (2.0, 4.0, 6.0)  # nats at which true scores are compared
+SHORT_LEVELS = (1.0, 2.0, 3.0)  # where runs have fewer episodes than the scripts' default
+EPISODES = 12_800  # the scripts' default
+INTERRUPTED = 130  # a script's exit status: by Ctrl-C or SIGTERM
+CURVES = {
+    "true_score": "true_score",
+    "reward": "reward",
+    "kl": "objective/kl",
+    "var_explained": "ppo/val/var_explained",
+}
+BINS = 16  # points of a curve in the picture
+FINE_WINDOW = 2  # updates whose means make a point of the curves that are compared
+SHIFTED = (("batch.mask, shift_mean=False)", "batch.mask, shift_mean=True)"),)
+
+
+class Choice(NamedTuple):
+    """A script, flags, a system whose patch it gets, whether the system's flags come first, flags
+    of the reward model, texts of the script to change, processes."""
+
+    script: str
+    flags: str = ""
+    system: str = ""
+    has_its_flags: bool = False
+    reward: str = ""
+    changes: tuple[tuple[str, str], ...] = ()
+    processes: int = 1
+
+
+CHOICES = {
+    "default": Choice(PPO),
+    "PyTorch's Adam": Choice(PPO, "--adam torch"),
+    "rewards not whitened": Choice(PPO, "--no-whiten_rewards"),
+    "rewards' mean shifted to 0": Choice(PPO, changes=SHIFTED),
+    "advantages not whitened": Choice(PPO, "--no-whiten_advantages"),
+    "whitening per process, of 4": Choice(PPO, processes=4),
+    "no value clipping": Choice(PPO, "--cliprange_value 1e9"),
+    "no ratio clipping": Choice(PPO, "--cliprange 1e9"),
+    "critic from the policy": Choice(PPO, "--critic policy"),
+    "critic from the reward model": Choice(PPO, "--critic reward"),
+    "critic from the reward model, warmed up": Choice(PPO, "--critic reward --critic_warmup 5"),
+    "reward model not normalised": Choice(PPO, reward="--normalization_samples 0"),
+    "fixed KL coefficient": Choice(PPO, "--adaptive_kl_target none"),
+    "k3 as the KL penalty": Choice(PPO, "--kl_estimator k3", "trl_1.12"),
+    "abs(k1) as the KL penalty": Choice(PPO, "--kl_estimator abs", "trl_0.9"),
+    "KL over the vocabulary as the penalty": Choice(PPO, "--kl_estimator full", "trl_0.9"),
+    "temperature 1 (default: 0.7)": Choice(PPO, "--temperature 1"),
+    "penalty for a missing end added": Choice(PPO, "--penalty_mode add"),
+    "no penalty for a missing end": Choice(PPO, "--penalty_mode add --penalty_reward_value 0"),
+    "whitening over the batch": Choice(PPO, "--whiten batch", "trl_0.9"),
+    "critic's rate 2e-3": Choice(PPO, "--critic_lr 2e-3"),
+    "critic's rate 1e-2": Choice(PPO, "--critic_lr 1e-2"),
+    "critic's rate 1e-2, no value clipping": Choice(PPO, "--critic_lr 1e-2 --cliprange_value 1e9"),
+    "value loss times 1": Choice(PPO, "--vf_coef 1"),
+    "no value function": Choice(PPO, "--vf_coef 0 --lam 1"),
+    "truncated tokens masked": Choice(PPO, "--mask_truncated"),
+    "8 minibatches (default: 1)": Choice(PPO, "--num_minibatches 8"),
+    "1 epoch (default: 4)": Choice(PPO, "--num_epochs 1"),
+    "lambda 1 (default: 0.95)": Choice(PPO, "--lam 1"),
+    "gamma 0.95": Choice(PPO, "--gamma 0.95"),
+    "constant learning rate": Choice(PPO, "--lr_schedule constant"),
+    "average of the weights (EMA, 0.8)": Choice(PPO, "--ema 0.8", "instructgpt"),
+    "PPO-ptx": Choice(PPO, "--ptx_coef 1 --ptx_dataset tiny/queries", "instructgpt"),
+    "scores clipped to 1": Choice(PPO, "--score_clip 1", "deepspeed_chat"),
+    "dropout left on": Choice(PPO, changes=DROPOUT),
+    "settings of InstructGPT": Choice(
+        PPO, f"{STEADY} --critic_lr 2e-4 --ema 0.8 --ptx_dataset tiny/queries", "instructgpt", True
+    ),
+    "settings of Llama 2": Choice(PPO, STEADY, "llama2", True),
+    "settings of Qwen": Choice(PPO, f"{STEADY} --critic_lr 2e-4 --critic_warmup 5", "qwen", True),
+    "settings of DeepSpeed-Chat": Choice(
+        PPO,
+        f"{STEADY} --critic_lr 2e-4 --query_length 32 --response_length 24 --lr_warmup 4 --ema 0.8",
+        "deepspeed_chat",
+        True,
+    ),
+    "settings of TRL 0.9": Choice(PPO, STEADY, "trl_0.9", True),
+    "RLOO, K 4": Choice(RLOO),
+    "RLOO, K 2": Choice(RLOO, "--rloo_k 2"),
+    "RLOO, K 8": Choice(RLOO, "--rloo_k 8"),
+    "RLOO of tokens": Choice(RLOO, system="dr_grpo"),
+    "RLOO, normalised": Choice(RLOO, "--normalize_advantages", "trl_rloo"),
+    "GRPO": Choice(RLOO, system="grpo"),
+}
+BASES = ("default", "RLOO, K 4")
+LONG = (
+    "lambda 1 (default: 0.95)",
+    "critic from the reward model",
+    "truncated tokens masked",
+    "k3 as the KL penalty",
+    "temperature 1 (default: 0.7)",
+    "advantages not whitened",
+    "1 epoch (default: 4)",
+    "critic's rate 1e-2",
+    "no value function",
+    "RLOO of tokens",
+    "GRPO",
+)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+def slug(text: str) -> str:
+    """As a name of a folder."""
+    return re.sub("[^A-Za-z0-9.]+", "-", text).strip("-")
+
+
+@contextlib.contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """All that is printed goes to a file."""
+    with path.open("a") as file:
+        kept = [(number, os.dup(number)) for number in (1, 2)]
+        try:
+            for number, _ in kept:
+                os.dup2(file.fileno(), number)
+            yield
+        finally:
+            for number, copy in kept:
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+def changed_copy(choice: Choice, path: Path) -> str:
+    """The script, or a copy at `path` that VADER reads too and that has the choice's changes."""
+    if choice.script == train_reward.__file__:
+        return choice.script
+    text = Path(choice.script).read_text()
+    if choice.system:
+        text = patched(choice.system, path).read_text()
+    for old, new in (*JUDGED, *choice.changes):
+        if text.count(old) != 1:
+            raise ValueError(f"{choice.script}: {old!r} stands there {text.count(old)} times")
+        text = text.replace(old, new)
+    path.write_text(text)
+    return str(path)
+
+
+def run(choice: Choice, out: Path, flags: list[str]) -> int:
+    """Its exit status: a script as a user would run it, or the rest of it; not if it is finished"""
+    if (out / "samples.jsonl").exists():
+        return 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    script = changed_copy(choice, out.with_name(f"{out.name}.py"))
+    command = [script, *flags, "--output_dir", str(out), "--resume"]
+    with output_to(out.with_name(f"{out.name}.log")):
+        if choice.processes > 1:
+            launch = ["-m", "accelerate.commands.launch", "--multi_gpu"]
+            launch += ["--num_processes", str(choice.processes)]
+            env = os.environ | {"PYTHONPATH": str(common.ROOT)}
+            launched = subprocess.run([sys.executable, *launch, *command], check=False, env=env)
+            return launched.returncode
+        sys.argv = command
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as error:
+            return int(error.code or 0)
+    return 0
+
+
+def reward_folder(flags: str, seed: int, folder: Path) -> Path:
+    """Of the run of a reward model."""
+    return folder / slug(f"reward {flags} {seed}")
+
+
+def reward_model(task: tuple[str, int, Path]) -> int:
+    """Trains one; in a process of its own, forked from one that has the imports."""
+    flags, seed, folder = task
+    choice = Choice(train_reward.__file__)
+    return run(choice, reward_folder(*task), [*flags.split(), "--seed", str(seed)])
+
+
+def flags_of(choice: Choice, seed: int, folder: Path, sizes: list[str]) -> list[str]:
+    """All flags of a run; what comes later counts."""
+    flags = []
+    if choice.has_its_flags:
+        file = SYSTEMS / f"{choice.system}.args"
+        flags += re.sub("#.*", "", file.read_text()).split()
+    flags += [*sizes, *choice.flags.split(), "--seed", str(seed), "--checkpoint_every", "0"]
+    reward = reward_folder(choice.reward, seed, folder) / "reward_model"
+    return [*flags, "--reward_model", str(reward)]
+
+
+def digest_of(choice: Choice, flags: list[str]) -> str:
+    """What tells runs with these flags from others."""
+    named = choice._replace(script=Path(choice.script).name)
+    words = [Path(word).name if word.endswith("reward_model") else word for word in flags]
+    return hashlib.sha256(repr((named, words)).encode()).hexdigest()[:6]
+
+
+def curve(metrics: list[dict[str, Any]], num_points: int) -> dict[str, list[float]]:
+    """True score, reward, KL and what values explain, of a run on its way, in so many points."""
+    points = {}
+    for kind, metric in CURVES.items():
+        if metric in metrics[0]:  # RLOO has no values
+            values = np.array([row[metric] for row in metrics])
+            parts = np.array_split(values, min(num_points, len(values)))
+            points[kind] = [float(part.mean()) for part in parts]
+    return points
+
+
+def run_folder(name: str, seed: int, folder: Path, sizes: list[str]) -> tuple[Path, str]:
+    """Where a choice's run with a seed is, and its digest."""
+    choice = CHOICES[name]
+    digest = digest_of(choice, flags_of(choice, seed, folder, sizes))
+    return folder / slug(f"{name} {seed} {digest}"), digest
+
+
+def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
+    """Trains one choice with one seed, and judges it."""
+    name, seed, folder, sizes = task
+    choice = CHOICES[name]
+    flags = flags_of(choice, seed, folder, sizes)
+    out, digest = run_folder(*task)
+    record = out.with_name(f"{out.name}.json")
+    if record.exists():
+        return with_curves(json.loads(record.read_text()), out)
+    status = run(choice, out, flags)
+    if status == INTERRUPTED:
+        raise RuntimeError(f"{out} was interrupted")
+    row = {"choice": name, "seed": seed, "failed": status != 0, "flags": " ".join(flags)}
+    row["commit"] = common.commit()
+    row["digest"] = digest
+    if status == 0:
+        judge = Judge(seed, reward_folder("", seed, folder) / "reward_model")
+        average = out / "ema" / "policy"
+        found = judge(judge.actor(average if average.exists() else out / "policy"))
+        for kind in ("true_score", "reward", "kl", "distinct"):
+            row[kind] = float(np.mean(found[kind]))
+        if name in BASES:  # the same for all of a seed
+            row["true_score_before"] = float(np.mean(judge(judge.ref)["true_score"]))
+    record.write_text(json.dumps(row))
+    return with_curves(row, out)
+
+
+def with_curves(row: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The row of a run, with its curves unless it has failed."""
+    if row["failed"]:
+        return row
+    metrics = common.read_lines(out / "metrics.jsonl")
+    fine = curve(metrics, math.ceil(len(metrics) / FINE_WINDOW))
+    return row | {"curve": curve(metrics, BINS), "fine_curve": fine}
+
+
+# --- results --------------------------------------------------------------------------------------
+def base_of(name: str) -> str:
+    """The choice that a choice is compared with."""
+    if CHOICES[name].script != PPO and name != "RLOO, K 4":
+        return "RLOO, K 4"
+    return "default"
+
+
+def interval(differences: list[float]) -> float | None:
+    """Half the width of the 95 % interval of their mean."""
+    if len(differences) < 2:
+        return None
+    error = np.std(differences, ddof=1) / len(differences) ** 0.5
+    return float(stats.t.ppf(0.975, len(differences) - 1) * error)
+
+
+def true_score_at(points: dict[str, list[float]], level: float) -> float | None:
+    """The true score where a curve first passes a KL; None if it never does."""
+    kl = np.maximum.accumulate(points["kl"])
+    if not kl[0] <= level <= kl[-1]:
+        return None
+    return float(np.interp(level, kl, points["true_score"]))
+
+
+def mean(values: list[float | None]) -> float | None:
+    """Of those that are not None."""
+    found = [value for value in values if value is not None]
+    return float(np.mean(found)) if found else None
+
+
+def at_equal_kl(
+    one: dict[str, Any],
+    other: dict[str, Any],
+    levels: tuple[float, ...] = LEVELS,
+) -> list[float | None]:
+    """True score of a run less that of another, at each level that both reach."""
+    differences = []
+    for level in levels:
+        mine = true_score_at(one["fine_curve"], level)
+        theirs = true_score_at(other["fine_curve"], level)
+        is_reached = mine is not None and theirs is not None
+        differences.append(mine - theirs if is_reached else None)
+    return differences
+
+
+def explained_at_end(row: dict[str, Any]) -> float | None:
+    """The share of variance that values explain at the end of a run, if it has values."""
+    curve = row.get("curve", {}).get("var_explained")
+    has_values = curve is not None and "--vf_coef 0" not in row["flags"]
+    return curve[-1] if has_values else None
+
+
+def mark_what_holds(tested: list[tuple[float, dict[str, Any]]], kind: str) -> None:
+    """Marks the lines, each with its p, whose differences are not 0 by Holm's method, at 5 % over
+    all of them."""
+    tested.sort(key=lambda item: item[0])
+    for i, (p, line) in enumerate(tested):
+        if not p <= 0.05 / (len(tested) - i):
+            break
+        line[f"{kind}_holds"] = True
+
+
+def add_equal_kl(
+    table: list[dict[str, Any]],
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]],
+    levels: tuple[float, ...],
+    kind: str,
+) -> None:
+    """Adds differences at equal KL between the runs of each pair, of which the first is a line's;
+    their intervals, and whether Holm's method keeps them. `kind` begins the names of all these."""
+    tested = []
+    for line in table:
+        of_seeds = []
+        for one, other in pairs:
+            if one["choice"] == line["choice"] and "fine_curve" in one and "fine_curve" in other:
+                of_seeds.append(at_equal_kl(one, other, levels))
+        found = [mean(values) for values in of_seeds]
+        found = [value for value in found if value is not None]
+        line[f"{kind}_levels"] = [mean(list(values)) for values in zip(*of_seeds, strict=True)]
+        line[kind] = mean(found)
+        line[f"{kind}_interval"] = interval(found)
+        line[f"{kind}_seeds"] = len(found)
+        line[f"{kind}_holds"] = False
+        if len(found) > 1:
+            tested.append((float(stats.ttest_1samp(found, 0).pvalue), line))
+    mark_what_holds(tested, kind)
+
+
+def summarise(
+    rows: list[dict[str, Any]],
+    levels: tuple[float, ...] = LEVELS,
+    beside: list[dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Means over seeds, and differences of true score and KL to the default, within seeds, with
+    95 % intervals. `beside` has rows of another record."""
+    of_run = {(row["choice"], row["seed"]): row for row in rows}
+    start = {row["seed"]: row["true_score_before"] for row in rows if "true_score_before" in row}
+    table = []
+    tested = {"true_score": [], "kl": []}
+    for name in dict.fromkeys(row["choice"] for row in rows):
+        mine = [row for row in rows if row["choice"] == name]
+        ended = [row for row in mine if "true_score" in row]
+        lost = [row for row in ended if row["true_score"] < start.get(row["seed"], -1)]
+        num_failed = len(mine) - len(ended) + len(lost)
+        line = {"choice": name, "seeds": len(mine), "num_failed": num_failed, "levels": levels}
+        line["explained"] = mean([explained_at_end(row) for row in ended])
+        for kind in ("true_score", "reward", "kl", "distinct"):
+            line[kind] = float(np.mean([row[kind] for row in ended] or [np.nan]))
+        for kind in tested:
+            differences = []
+            for row in ended:
+                base = of_run.get((base_of(name), row["seed"]), {})
+                if kind in base:
+                    differences.append(row[kind] - base[kind])
+            found = differences if name != base_of(name) else []
+            line[f"{kind}_ahead"] = sum(difference > 0 for difference in found)
+            line[f"{kind}_difference"] = float(np.mean(found)) if found else None
+            line[f"{kind}_interval"] = interval(found)
+            line[f"{kind}_holds"] = False
+            if len(found) > 1:
+                tested[kind].append((float(stats.ttest_1samp(found, 0).pvalue), line))
+        table.append(line)
+    for kind, lines in tested.items():
+        mark_what_holds(lines, kind)
+    pairs = []
+    for (name, seed), row in of_run.items():
+        base = of_run.get((base_of(name), seed))
+        if base is not None and name != base_of(name):
+            pairs.append((row, base))
+    add_equal_kl(table, pairs, levels, "equal_kl")
+    if beside is not None:
+        theirs = {(row["choice"], row["seed"]): row for row in beside}
+        pairs = [(row, theirs[key]) for key, row in of_run.items() if key in theirs]
+        add_equal_kl(table, pairs, levels, "beside")
+    return table
+
+
+def run_all(tasks: list[tuple[str, int, Path, list[str]]], jobs: int) -> Iterator[dict[str, Any]]:
+    """Rows of the tasks, so many at a time, after the reward models that they need."""
+    rewards = []
+    for name, seed, folder, _ in tasks:
+        rewards += [("", seed, folder), (CHOICES[name].reward, seed, folder)]
+    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
+        if any(pool.map(reward_model, list(dict.fromkeys(rewards)), 1)):
+            raise SystemExit(f"train_reward.py failed: see {tasks[0][2]}")
+        yield from pool.imap(measure, tasks)
+
+
+def recorded(
+    path: Path, choices: list[str], seeds: list[int], folder: Path, sizes: list[str]
+) -> list[dict[str, Any]]:
+    """Rows of the record that were made by these scripts, with these flags."""
+    if not path.exists():
+        return []
+    rows = []
+    for row in json.loads(path.read_text())["rows"]:
+        if row["choice"] not in choices or row["seed"] not in seeds or "digest" not in row:
+            continue
+        _, digest = run_folder(row["choice"], row["seed"], folder, sizes)
+        if (row["digest"], row["commit"]) == (digest, common.commit()):
+            rows.append(row)
+    return rows
+
+
+def main(program: str = __file__, **defaults: Any) -> None:
+    """Runs of a study: `program` is its file, beside which the record goes."""
+    parser = common.make_parser(__doc__, program)
+    add = parser.add_argument
+    add("--tag", default="short", help="name of the record")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4])
+    help_of_choices = "default: those of this length"
+    add("--choices", nargs="+", choices=CHOICES, metavar="CHOICE", help=help_of_choices)
+    add("--episodes", type=int, default=2_560, help="of each policy (the default's own: 12,800)")
+    add("--batch_size", type=int, default=64, help="of an update (the default's own: 128)")
+    add("--lr", help="learning rate of all runs (default: the scripts')")
+    add("--beside", type=Path, metavar="RECORD", help="another to compare with, choice by choice")
+    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
+    add("--folder", default="runs/ablations", help="where the runs go")
+    parser.set_defaults(**defaults)
+    args = parser.parse_args()
+    beside = None if args.beside is None else json.loads(args.beside.read_text())["rows"]
+    args.beside = args.beside and args.beside.stem
+    os.chdir(common.ROOT)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    is_long = args.episodes >= EPISODES
+    if args.choices is None:
+        others = LONG if is_long else [name for name in CHOICES if name not in LONG]
+        args.choices = list(dict.fromkeys((*BASES, *others)))
+    folder = Path(args.folder) / common.commit()
+    sizes = ["--total_episodes", str(args.episodes), "--batch_size", str(args.batch_size)]
+    if args.lr is not None:
+        sizes += ["--lr", args.lr]
+    rows = recorded(args.out / f"{args.tag}.json", args.choices, args.seeds, folder, sizes)
+    known = {(row["choice"], row["seed"]) for row in rows}
+    tasks = []
+    for seed in args.seeds:
+        for name in args.choices:
+            if (name, seed) not in known:
+                tasks.append((name, seed, folder, sizes))
+    for row in run_all(tasks, args.jobs):
+        rows.append(row)
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
+    table = summarise(rows, LEVELS if is_long else SHORT_LEVELS, beside)
+    common.write(args, rows, table=table)
+    common.show_rows(table)
+
+
+if __name__ == "__main__":
+    main()
