@@ -77,10 +77,10 @@ from tf_adam import (
     check_optimizer,
     clip_gradients,
     hold_in_bf16,
-    keep_freed_memory,
     make_optimizer,
     patch_layers,
     set_learning_rates,
+    set_up_torch,
 )
 
 FILE = Path(__file__).resolve()
@@ -160,10 +160,7 @@ class Args:
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
     adam: Literal["tf", "torch"] = "tf"
     adam_eps: PositiveFloat = 1e-5  # Adam's epsilon
-    adam_betas: tuple[float, float] = (
-        0.9,
-        0.999,
-    )  # Decay rates of Adam's two averages
+    adam_betas: tuple[float, float] = (0.9, 0.999)  # Decay rates of Adam's two averages
     weight_decay: NonNegativeFloat = 0.0  # Decoupled, as in AdamW; for matrices only
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
 
@@ -279,6 +276,8 @@ def main(preset: str, args: Args) -> None:
     # `wrapped` is what is trained: it averages gradients over processes. `policy` is inside.
     wrapped, optimizer = accelerator.prepare(policy, optimizer)
     policy = accelerator.unwrap_model(wrapped)
+    # Where weights are in shards, no bf16 copies of whole weights are kept.
+    torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
     evaluation = partial(evaluate, ref, held_out, score_fn, tokenizer, truncate_id, args)
     before = evaluation(ref)  # the reference is the untrained policy, also when a run is resumed
     state = {"kl_coef": args.kl_coef}
@@ -392,9 +391,8 @@ def rloo_update(
     once = torch.ones((), device=batch.responses.device)  # the mask of what is one number
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
-        # The loss is the mean over the minibatch's responses on all processes: each micro-batch
-        # adds its sum, divided by the count of all. Times num_processes, because DDP and FSDP
-        # average gradients.
+        # The loss is the mean over the minibatches of all processes: each micro-batch adds its sum,
+        # divided by the count of all. Times num_processes, because DDP and FSDP average gradients.
         counted = torch.ones_like(mini.advantages)  # (b,); for a loss per token mini.loss_mask
         loss_scale = accelerator.num_processes / sum_over_ranks(counted)
         groups = micro_batches(torch.arange(len(minibatch)), mini.contexts, args.micro_batch_size)
@@ -690,8 +688,8 @@ def entropy(all_logprobs: Tensor) -> Tensor:
 
 class Actor(Module):
     """A policy. The k responses to a query are always adjacent rows, so the query is read once.
-    Trunk and head are called one by one: the head computes in fp32 where the trunk computes in
-    bf16, and only the last tokens need logits. check_model compares them with lm(..).logits."""
+    Trunk and heads are called one by one: heads compute in fp32 where the trunk computes in bf16,
+    and only the last tokens need logits. check_model compares them with lm(..).logits."""
 
     def __init__(self, lm: Model, num_tokens: int, args: Args) -> None:
         super().__init__()
@@ -726,8 +724,7 @@ def states_after(
     cache: DynamicCache | None = None,
 ) -> Tensor:
     """States (b k, L, d) of the tokens `rest` (b k, L), k rows after each of the queries (b, T),
-    which are read once, into a cache. mask (b k, T + L) covers both. Gradients flow through the
-    cache."""
+    which are read once, into a cache that gradients pass. mask (b k, T + L) covers both."""
     if cache is None:
         cache = DynamicCache(config=model.config)
     k = len(rest) // len(queries)
@@ -820,9 +817,7 @@ def explained(what: str, kind: type = Exception) -> Iterator[None]:
 
 def make_accelerator(dtype: str) -> Accelerator:
     """The processes and their devices: GPUs, or else CPUs. Prints what they are."""
-    # The memory of one sampled token's cache then serves the longer cache of the next one.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    keep_freed_memory()
+    set_up_torch(dtype)
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available() or torch.backends.mps.is_available(),  # no fp64
         log_with="wandb",
@@ -835,10 +830,6 @@ def make_accelerator(dtype: str) -> Accelerator:
     accelerator.gradient_accumulation_steps = 1
     if not re.match("NO|MULTI|FSDP", accelerator.distributed_type):
         raise UserError("launch with DDP or FSDP2: see benchmark/accelerate/")
-    if dtype != "fp32":
-        torch.set_float32_matmul_precision("high")  # TF32 on GPUs; in bf16 runs for the heads alone
-    # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     accelerator.print(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
     return accelerator
 

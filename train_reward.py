@@ -70,10 +70,10 @@ from tf_adam import (
     averaging,
     clip_gradients,
     hold_in_bf16,
-    keep_freed_memory,
     make_optimizer,
     patch_layers,
     set_learning_rates,
+    set_up_torch,
 )
 
 FILE = Path(__file__).resolve()
@@ -249,6 +249,8 @@ def main(preset: str, args: Args) -> None:
     # `wrapped` is what is trained: it averages gradients over processes. `reward` is inside.
     wrapped, optimizer = accelerator.prepare(reward, optimizer)
     reward = accelerator.unwrap_model(wrapped)
+    # Where weights are in shards, no bf16 copies of whole weights are kept.
+    torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
 
     run = Run(accelerator, args, num_updates, {})
     run.start()
@@ -514,8 +516,7 @@ def states_after(
     cache: DynamicCache | None = None,
 ) -> Tensor:
     """States (b k, L, d) of the tokens `rest` (b k, L), k rows after each of the queries (b, T),
-    which are read once, into a cache. mask (b k, T + L) covers both. Gradients flow through the
-    cache."""
+    which are read once, into a cache that gradients pass. mask (b k, T + L) covers both."""
     if cache is None:
         cache = DynamicCache(config=model.config)
     k = len(rest) // len(queries)
@@ -591,9 +592,7 @@ def explained(what: str, kind: type = Exception) -> Iterator[None]:
 
 def make_accelerator(dtype: str) -> Accelerator:
     """The processes and their devices: GPUs, or else CPUs. Prints what they are."""
-    # The memory of one sampled token's cache then serves the longer cache of the next one.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    keep_freed_memory()
+    set_up_torch(dtype)
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available() or torch.backends.mps.is_available(),  # no fp64
         log_with="wandb",
@@ -606,10 +605,6 @@ def make_accelerator(dtype: str) -> Accelerator:
     accelerator.gradient_accumulation_steps = 1
     if not re.match("NO|MULTI|FSDP", accelerator.distributed_type):
         raise UserError("launch with DDP or FSDP2: see benchmark/accelerate/")
-    if dtype != "fp32":
-        torch.set_float32_matmul_precision("high")  # TF32 on GPUs; in bf16 runs for the heads alone
-    # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     accelerator.print(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
     return accelerator
 
