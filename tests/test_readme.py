@@ -248,8 +248,6 @@ def test_every_metric_that_a_run_logs_is_listed_and_no_other(tmp_path: Path) -> 
     logged = set()
     for script in SCRIPTS:
         words = [*WORDS[script], "--output_dir", script[:-3]]
-        if script != REWARD:
-            words += ["--eval_every", "1"]
         status, _, errors = fork_tools.run(script, words, kit)
         assert status == 0, errors
         logged |= set(read_lines(kit / script[:-3] / "metrics.jsonl")[0])
@@ -336,9 +334,10 @@ def test_reward_functions_of_tiny_score_what_the_scripts_give_them(
     responses = []
     for query, response in texts:
         ids = tokenizer(query).input_ids
-        queries.append(ppo_rlhf.Query(ids, ids, {}))
+        queries.append(ppo_rlhf.Query(ids, ids, query, {}))
         responses.append(tokenizer(response).input_ids)
     Accelerator(cpu=True)  # scores are on its device
+    monkeypatch.setattr(ppo_rlhf, "truncated", lambda batch: batch)
     scores = ppo_rlhf.score_by_function(rewards.happy, tokenizer, queries, responses)
     assert scores.tolist() == [2.0, 0.0]
 
