@@ -74,6 +74,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from tf_adam import (
     add_adapters,
     averaging,
+    check_launch,
     check_optimizer,
     clip_gradients,
     hold_in_bf16,
@@ -694,9 +695,7 @@ class Actor(Module):
     def __init__(self, lm: Model, num_tokens: int, args: Args) -> None:
         super().__init__()
         self.lm = lm
-        # accelerate calls these, where it loads weights anew and where it shards embeddings
-        self.tie_weights = lm.tie_weights
-        self.get_input_embeddings = lm.get_input_embeddings
+        self.tie_weights = lm.tie_weights  # accelerate calls it where it loads weights anew
         self.num_tokens = num_tokens
         self.dtype = args.dtype
         # Gradient checkpointing goes without caches, so then each response reads its query.
@@ -828,8 +827,8 @@ def make_accelerator(dtype: str) -> Accelerator:
     )
     # We micro-batch by hand; ignore the launcher's setting.
     accelerator.gradient_accumulation_steps = 1
-    if not re.match("NO|MULTI|FSDP", accelerator.distributed_type):
-        raise UserError("launch with DDP or FSDP2: see benchmark/accelerate/")
+    with explained("launch"):
+        check_launch(accelerator)
     accelerator.print(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
     return accelerator
 
@@ -1167,7 +1166,7 @@ class Run:
         read; and signals end the process, as usual, until all is ready."""
         accelerator = self.accelerator
         self.folder = Path(self.args.output_dir)
-        self.lock = FileLock(self.folder / "lock")
+        self.lock = FileLock(self.folder / "lock", is_singleton=True)
         self.state |= {"update": 0, "processes": accelerator.num_processes}
 
         # the folder; until wait_for_everyone all processes only read what is in it

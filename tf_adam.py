@@ -220,6 +220,14 @@ def set_learning_rates(
             group["lr"] = 0.0
 
 
+def check_launch(accelerator: Accelerator) -> None:
+    """ValueError for a way to distribute that trains wrongly: DeepSpeed, for one, makes a step of
+    each micro-batch."""
+    kind = accelerator.distributed_type.value
+    if kind.split("_")[0] not in ("NO", "MULTI", "FSDP"):
+        raise ValueError(f"{kind} is not supported: use DDP or FSDP2, see benchmark/accelerate/")
+
+
 def averaging(
     accelerator: Accelerator, model: nn.Module, is_last: bool
 ) -> contextlib.AbstractContextManager:

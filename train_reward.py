@@ -68,6 +68,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from tf_adam import (
     averaging,
+    check_launch,
     clip_gradients,
     hold_in_bf16,
     make_optimizer,
@@ -603,8 +604,8 @@ def make_accelerator(dtype: str) -> Accelerator:
     )
     # We micro-batch by hand; ignore the launcher's setting.
     accelerator.gradient_accumulation_steps = 1
-    if not re.match("NO|MULTI|FSDP", accelerator.distributed_type):
-        raise UserError("launch with DDP or FSDP2: see benchmark/accelerate/")
+    with explained("launch"):
+        check_launch(accelerator)
     accelerator.print(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
     return accelerator
 
@@ -994,7 +995,7 @@ class Run:
         read; and signals end the process, as usual, until all is ready."""
         accelerator = self.accelerator
         self.folder = Path(self.args.output_dir)
-        self.lock = FileLock(self.folder / "lock")
+        self.lock = FileLock(self.folder / "lock", is_singleton=True)
         self.state |= {"update": 0, "processes": accelerator.num_processes}
 
         # the folder; until wait_for_everyone all processes only read what is in it
