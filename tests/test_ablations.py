@@ -96,7 +96,11 @@ def test_finer_averages_tell_a_faster_run_from_a_worse_one(tmp_path: Path) -> No
 def test_holm_stops_at_the_first_that_does_not_hold() -> None:
     """Three choices with p of 0.003, 0.03 and 0.03: alone each is below 0.05, but 0.05 / 2 is not
     reached by the second."""
-    spreads = {"lambda 1 (default: 0.95)": 0.1, "gamma 0.95": 0.33, "1 epoch (default: 4)": 0.33}
+    spreads = {
+        "lambda 1 (default: 0.95)": 0.1,
+        "gamma 0.95": 0.33,
+        "1 epoch (default: 4)": 0.33,
+    }
     rows = []
     for seed, sign in ((1, -1.0), (2, 0.0), (3, 1.0)):
         rows.append(line("default", seed, 1.0, kl=10.0))
