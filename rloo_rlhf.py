@@ -1,10 +1,9 @@
-"""RLOO from human preferences for language models, in one file (its optimizer: tf_adam.py).
+"""RLOO from human preferences for language models. Its optimizer is in tf_adam.py.
 
 A policy continues queries, and a reward model (train_reward.py) scores the continuations. The
 policy moves towards higher scores, while a penalty on the KL divergence keeps it near the
 reference, which is the model that it started from. "The original" is OpenAI's lm-human-preferences
 (Ziegler et al. 2019, arXiv:1909.08593). The tests replay recordings of it and of TRL's trainers.
-
 RLOO (REINFORCE leave-one-out, Ahmadian et al. 2024, arXiv:2402.14740) has no value function: from
 the reward of each of K responses to a query it subtracts the mean reward of the other K - 1.
 
@@ -17,87 +16,79 @@ generation engines, several reward models, and what only one published system do
 that are in benchmark/systems/). Read main first: its numbered steps call the functions below it.
 
 A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
-train_reward.py is identical in all of them: what seems out of place here is needed there.
+train_reward.py is identical in all of them, so some branches are unused here.
 
 Shapes: B responses in a process's share of a batch, b in a minibatch or micro-batch, R tokens per
 response, T tokens of query and response together, V tokens in the vocabulary, d hidden units. A
-mask beside ids is an attention mask (B, T); that of a Batch says which tokens count (B, R).
+`mask` is an attention mask (B, T); a `loss_mask` says which tokens of responses count (B, R).
 """
 
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch>=2.8,<2.14", "transformers>=5.17,<5.24", "datasets>=4", "accelerate>=1.10",
-#     "tyro>=0.9.10", "wandb>=0.21", "numpy>=2", "huggingface-hub>=1", "safetensors>=0.8",
-#     "pandas>=2", "pydantic>=2.6", "filelock>=3.12", "tqdm>=4.66",
+#     "tyro>=0.9.10", "wandb>=0.21", "numpy>=2", "safetensors>=0.8", "pandas>=2", "pydantic>=2.6",
+#     "filelock>=3.12",
 # ]
 # ///
 
 import contextlib
 import copy
-import ctypes
-import functools
-import glob
-import inspect
-import itertools
 import json
 import math
 import os
-import pkgutil
-import platform
 import re
-import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from glob import escape
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Literal
 
-import accelerate
 import datasets
 import numpy as np
 import pandas as pd
 import pydantic
 import torch
-import transformers
 import tyro
-from accelerate import Accelerator, PartialState
-from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, reduce, set_seed
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate.utils import broadcast_object_list, gather, reduce, set_seed
 from filelock import FileLock
-from huggingface_hub import hf_hub_download
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
-from transformers import (
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Conv1D,
-    DynamicCache,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.masking_utils import sdpa_mask
 
-from tf_adam import clip_gradients, make_optimizer, set_learning_rates
+from tf_adam import (
+    add_adapters,
+    averaging,
+    check_launch,
+    check_optimizer,
+    clip_gradients,
+    hold_in_bf16,
+    make_optimizer,
+    patch_layers,
+    set_learning_rates,
+    set_up_torch,
+)
 
 FILE = Path(__file__).resolve()
 TokenRows = list[list[int]]
-logger = get_logger(__name__)  # prints on the first process only
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """An error that the user can fix. The script prints its text, like that of an OSError, as one
     line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
 
@@ -106,7 +97,7 @@ class UserError(ValueError):
 class Args:
     """Settings of a run. A preset may come first: sentiment, descriptiveness, cnndm, tldr."""
 
-    # The comment at a field is its help text. A blank line keeps a heading out of it.
+    # tyro shows each field's comment in --help, but not a comment that has a blank line below it.
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
@@ -115,16 +106,14 @@ class Args:
     # Continue the run in --output_dir, which has to be given; if there is none, start it
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
-    eval_every: NonNegativeInt = 0  # Updates between evaluations during the training (0: none)
-    eval_queries: PositiveInt = 64  # Held-out queries, sampled before, after and at --eval_every
+    eval_queries: PositiveInt = 64  # Held-out queries, sampled before and after the training
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
-    wandb_project: str = "rlhf"  # Name of the W&B project
 
     # models
     base_model: str = "tiny/model"  # Policy and reference start from it: a folder or hub id
     # Classifier with one label: a folder or hub id (None: the preset's newest in runs/)
     reward_model: str | None = None
-    # Instead of a reward model: `module:function` (queries, responses, ...), see score_by_function
+    # Instead of a reward model: `module:function`, which is called as TRL calls reward functions
     reward_fn: str | None = None
     # tf32: GPUs multiply matrices in TF32. bf16: autocast, and frozen linear layers held in bf16
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
@@ -136,8 +125,9 @@ class Args:
 
     # the task
 
-    # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config] on the hub. Read is
-    # the first column of: query, prompt, messages, text, article, content
+    # A file (json, jsonl, csv, parquet, txt), a folder or a hub id, perhaps with :config:split. The
+    # first of these columns that exists is used: query, prompt, question, instruction, messages,
+    # conversations, text, article, content
     query_dataset: str = "tiny/queries"
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop)
@@ -162,11 +152,10 @@ class Args:
     total_episodes: PositiveInt = 12_800  # Responses sampled in the run, in whole batches
     batch_size: PositiveInt = 128  # Episodes per update, over all devices
     micro_batch_size: PositiveInt = 128  # Rows per forward pass on one device; gradients accumulate
-    sample_batch_size: PositiveInt | None = None  # Rows sampled at a time on one device (None: all)
     num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
     num_epochs: PositiveInt = 4  # Passes over the batch in each update
     lr: NonNegativeFloat = 2e-4  # Learning rate, see the schedule
-    lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # --lr decays to 0, or stays
     # Number n of warm-up updates: update i (from 0) uses lr * (i + 1) / (n + 1)
     lr_warmup: NonNegativeInt = 0
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
@@ -183,13 +172,12 @@ class Args:
     adaptive_kl_target: PositiveFloat | None = 6.0
     # The coefficient changes by about 20 % at most in this many episodes
     kl_horizon: PositiveFloat = 2_000.0
-    # The run stops when the KL (nats per response) leaves the range of +- this, or, in the first
-    # update, is not 0
+    # The run stops when the KL (nats per response) leaves the range of +- this
     max_kl: PositiveFloat = 200.0
 
     # the algorithm
     cliprange: NonNegativeFloat = 0.2  # The probability ratio is clipped to 1 +- this
-    rloo_k: PositiveInt = 4  # Responses per query, at least 2
+    rloo_k: conint(ge=2) = 4  # Responses per query
 
 
 # Settings of OpenAI's launch.py, or of the scripts it starts. Queries in the label files are cut
@@ -229,39 +217,41 @@ class Query:
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
+    prompt: str | list  # as a --reward_fn reads it, if it is a chat
     columns: dict  # its row in the table, for PPO's and RLOO's --reward_fn
 
 
 @dataclass
 class Batch:
-    """B responses of R tokens, and what follows from them."""
+    """B responses of R tokens, and what follows from them. The fields below are set in this order;
+    `rewards` and `returns` only in PPO. Sampled log-probabilities come token by token through a
+    cache, the others from passes over whole responses."""
 
     contexts: TokenRows  # B lists of the tokens before each response
     responses: Tensor  # (B, R), as sampled
     lengths: Tensor  # (B,), of the responses up to their truncate token
     found_end: Tensor  # (B,), whether there is a truncate token, at --truncate_after or later
-    mask: Tensor  # (B, R), the tokens that count: all, or with --mask_truncated the first `lengths`
-    sampled_logprobs: Tensor  # (B, R), from sampling, token by token with a cache: for check_update
-    logprobs: Tensor  # (B, R), of the same policy, from a pass over whole responses: the old ones
-    ref_logprobs: Tensor  # (B, R), of the reference
-    values: Tensor  # (B, R), predicted before each token; 0 in RLOO
-    rewards: Tensor | None = None  # (B, R); not in RLOO
-    advantages: Tensor | None = None  # (B, R); in RLOO (B,)
-    returns: Tensor | None = None  # (B, R); not in RLOO
+    loss_mask: Tensor  # (B, R), tokens that count: all, or those within `lengths`
+    sampled_logprobs: Tensor  # (B, R), for check_update
+    logprobs: Tensor | None = None  # (B, R), of the policy before the update: the old ones
+    ref_logprobs: Tensor | None = None  # (B, R), of the reference
+    values: Tensor | None = None  # (B, R), predicted before each token; 0 in RLOO
+    scores: Tensor | None = None  # (B,)
+    rewards: Tensor | None = None  # (B, R)
+    advantages: Tensor | None = None  # (B, R), new in each minibatch; in RLOO (B,)
+    returns: Tensor | None = None  # (B, R), new in each minibatch
 
 
 def main(preset: str, args: Args) -> None:
     """Set-up; a loop of rollout, score, reward, update, log; at the end evaluate and save."""
-    cpu = not torch.accelerator.is_available() or torch.backends.mps.is_available()  # MPS: no fp64
-    accelerator = Accelerator(cpu=cpu, log_with="wandb", mixed_precision="no", dynamo_backend="no")
-    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says, as for the other two
+    accelerator = make_accelerator(args.dtype)
     rank = accelerator.process_index
-    k = args.rloo_k
-    check_settings(args, accelerator.num_processes * args.num_minibatches * k)
-    if k < 2 or args.micro_batch_size % k or (args.sample_batch_size or k) % k:
-        raise UserError(f"--rloo_k {k} must be above 1 and divide micro and sample batch sizes")
-    choose_folder(preset, args)  # sets args.output_dir
     num_updates = math.ceil(args.total_episodes / args.batch_size)
+    k = args.rloo_k
+    check_settings(args, num_updates, accelerator.num_processes * args.num_minibatches * k)
+    if args.micro_batch_size % k:
+        raise UserError(f"--micro_batch_size must be a multiple of --rloo_k {k}")
+    choose_folder(preset, args)  # sets args.output_dir
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
     my_rows = slice(rank * share, (rank + 1) * share)
 
@@ -271,89 +261,86 @@ def main(preset: str, args: Args) -> None:
     truncate_id = token_id("truncate_token", tokenizer, args)
     num_queries = args.eval_queries + num_updates * args.batch_size
     queries = load_queries("query_dataset", args, tokenizer, num_queries)
-    held_out = [query for query in queries[: args.eval_queries] for _ in range(k)]  # k rows each
-    queries = queries[args.eval_queries :]
-    if not queries:
-        raise UserError(f"--eval_queries {args.eval_queries}: none is left to train on")
-    longest = max(len(query.context) for query in held_out + queries) + args.response_length
-    score = load_reward(args, preset, tokenizer, longest)
+    longest = max(len(query.context) for query in queries) + args.response_length
+    held_out, queries = hold_out(queries, args.eval_queries)
+    held_out = [query for query in held_out for _ in range(k)]  # k rows each
+    score_fn = load_reward("reward_model", args, preset, tokenizer, longest)
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
-    set_up_backend(args.dtype)  # after the models, which are checked in full fp32
-    policy = Actor(lm, args)
-    ref = Actor(ref_lm, args).to(accelerator.device)
-    optimizer = make_optimizer([policy.lm], [], args)
-    policy, optimizer = accelerator.prepare(policy, optimizer)
-    unwrapped = accelerator.unwrap_model(policy)  # the same module, without DDP around it
+    num_tokens = max(tokenizer.get_vocab().values()) + 1
+    policy = Actor(lm, num_tokens, args)
+    ref = Actor(ref_lm, num_tokens, args).to(accelerator.device)
+    with explained("optimizer"):
+        optimizer = make_optimizer([policy.lm], [], args)
+        check_optimizer(policy, optimizer)
+    # `wrapped` is what is trained: it averages gradients over processes. `policy` is inside.
+    wrapped, optimizer = accelerator.prepare(policy, optimizer)
+    policy = accelerator.unwrap_model(wrapped)
+    # Where weights are in shards, no bf16 copies of whole weights are kept.
+    torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
+    evaluation = partial(evaluate, ref, held_out, score_fn, tokenizer, truncate_id, args)
+    before = evaluation(ref)  # the reference is the untrained policy, also when a run is resumed
+    state = {"kl_coef": args.kl_coef}
+    run = Run(accelerator, args, num_updates, state)
+    run.start()
+    for update in range(run.state["update"], num_updates):
+        kl_coef = run.state["kl_coef"]
 
-    def assess(model: Module) -> pd.DataFrame:
-        return evaluate(model, ref, held_out, score, tokenizer, truncate_id, args)
+        # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
+        episodes = range(update * args.batch_size, (update + 1) * args.batch_size)[my_rows]
+        my_queries = [queries[i // k % len(queries)] for i in episodes]
+        u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
+        batch = rollout(policy, my_queries, u, truncate_id, args)
+        # These passes use the first epoch's micro-batches, so in the first optimizer step
+        # padding and rounding match: every ratio is 1, on a CPU exactly.
+        epochs = shuffle(args, rank, update, share // k)  # of queries; next, of their k rows
+        epochs = (epochs.unsqueeze(3) * k + torch.arange(k)).flatten(2)
+        set_logprobs(batch, policy, ref, epochs[0], args)
 
-    before = assess(ref)  # the reference is the untrained policy, also when a run is resumed
+        # 2. score: that of the truncated response, or a penalty where it never ends
+        raw_scores = score_fn(my_queries, batch)  # (B,)
+        batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)
 
-    with Run(accelerator, preset, args, kl_coef=args.kl_coef) as run:
-        # A resumed run draws the shuffles of the finished updates once more, and discards them.
-        shuffles = itertools.islice(draw_epochs(args, rank, share // k), run.state["update"], None)
-        for update in run.updates(num_updates):
-            kl_coef = run.state["kl_coef"]
+        # 3. reward: the score minus a KL penalty
+        kl = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask  # the estimator k1
+        rewards = batch.scores - kl_coef * kl.sum(1)  # (B,)
+        batch.advantages = rloo_advantages(rewards.view(-1, k)).flatten()
 
-            # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
-            episodes = range(update * args.batch_size, (update + 1) * args.batch_size)[my_rows]
-            my_queries = [queries[i // k % len(queries)] for i in episodes]
-            u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
-            # The rollout uses the first epoch's micro-batches, so in the first optimizer step
-            # padding and rounding match: every ratio is 1, on a CPU exactly.
-            epochs = (next(shuffles).unsqueeze(3) * k + torch.arange(k)).flatten(2)  # their k rows
-            batch, truncated = rollout(unwrapped, ref, my_queries, u, epochs[0], truncate_id, args)
+        # 4. update: learning rates (tf_adam.py has the schedule), and the optimizer steps
+        set_learning_rates(optimizer, update, update / num_updates, args)
+        records = rloo_update(accelerator, wrapped, optimizer, batch, epochs, args)
 
-            # 2. score: that of the truncated response, or a penalty where it never ends
-            raw_scores = score(my_queries, truncated)  # (B,)
-            scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)
+        # 5. log; each entry has a number for every response, which reduce_means averages
+        per_response = {
+            "objective/scores": batch.scores,
+            "objective/score_total": rewards,
+            "objective/found_end": batch.found_end,
+            "objective/length": batch.lengths,
+            "objective/kl": kl.sum(1),
+            "objective/entropy": -(batch.logprobs * batch.loss_mask).sum(1),  # of samples
+            "objective/non_score_reward": -kl_coef * kl.sum(1),
+        }
+        metrics = reduce_means([*records, sums_over(torch.ones_like(raw_scores), per_response)])
+        metrics["objective/kl_coef"] = kl_coef
+        metrics["rloo/episode"] = (update + 1) * args.batch_size
+        metrics["rloo/lr"] = optimizer.param_groups[0]["lr"]
+        run.log(metrics)
+        accelerator.print(
+            f"update {update + 1} of {num_updates}: score {metrics['objective/scores']:.2f}, "
+            f"KL {metrics['objective/kl']:.2f} nats, {metrics['seconds']:.1f} s"
+        )
+        check_update(update, metrics, args)
 
-            # 3. reward: the score minus a KL penalty
-            kl = (batch.logprobs - batch.ref_logprobs) * batch.mask  # (B, R), the estimator k1
-            rewards = scores - kl_coef * kl.sum(1)  # (B,)
-            batch.advantages = rloo_advantages(rewards.view(-1, k)).flatten()
+        # 6. adapt the KL coefficient; leave a checkpoint
+        run.state["kl_coef"] = adapt_kl_coef(kl_coef, metrics["objective/kl"], args)
+        run.end_update()
 
-            # 4. update: learning rates (tf_adam.py has the schedule), and the optimizer steps
-            set_learning_rates(optimizer, update, update / num_updates, args)
-            records = rloo_update(accelerator, policy, optimizer, batch, epochs, args)
-
-            # 5. log; each entry has a number for every response, which reduce_means averages
-            per_response = {
-                "objective/scores": scores,
-                "objective/score_total": rewards,
-                "objective/found_end": batch.found_end,
-                "objective/length": batch.lengths,
-                "objective/kl": kl.sum(1),
-                "objective/entropy": -(batch.logprobs * batch.mask).sum(1),  # of sampled tokens
-                "objective/non_score_reward": -kl_coef * kl.sum(1),
-            }
-            records.append(sums_over(torch.ones_like(scores), per_response))
-            metrics = reduce_means(records)
-            metrics["objective/kl_coef"] = kl_coef
-            metrics["ppo/episode"] = (update + 1) * args.batch_size
-            metrics["ppo/lr"] = optimizer.param_groups[0]["lr"]
-            if args.eval_every and (update + 1) % args.eval_every == 0:
-                samples = assess(unwrapped)
-                run.log_samples(f"samples/{update + 1:07d}", samples)
-                metrics |= samples.mean(numeric_only=True).add_prefix("eval/").to_dict()
-            tokens = args.batch_size * args.response_length
-            run.log(metrics, episodes=args.batch_size, tokens=tokens)
-            check_update(update, metrics, args)
-
-            # 6. adapt the KL coefficient; leave a checkpoint
-            run.state["kl_coef"] = adapt_kl_coef(kl_coef, metrics["objective/kl"], args)
-            run.end_update()
-
-        # 7. evaluate and save; get_state_dict may gather weights, so every process calls it
-        samples = before.join(assess(unwrapped).drop(columns="query").add_suffix("_after"))
-        weights = accelerator.get_state_dict(policy)
-        if rank == 0:
-            save_policy(unwrapped, weights, tokenizer, args.output_dir)
-        run.log_samples("samples", samples)  # written last: it marks a finished run
+    # 7. evaluate and save; get_state_dict may gather weights, so every process calls it
+    after = evaluation(policy).drop(columns="query").add_suffix("_after")
+    weights = accelerator.get_state_dict(wrapped)
     if rank == 0:
-        show_samples(samples, args.output_dir)
-    policy, optimizer = accelerator.free_memory(policy, optimizer)  # without this gloo can hang
+        save_policy(policy, weights, tokenizer, args.output_dir)
+        write_samples(before.join(after), args.output_dir)
+    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # without this gloo can hang
     accelerator.end_training()
 
 
@@ -371,15 +358,13 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
     return (rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / (rewards.shape[1] - 1)
 
 
-def rloo_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, args: Args
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped losses of whole responses (b,), and metrics (b,). Advantages are (b,), the others
-    (b, R). A ratio is that of a whole response. Where it is 1, the gradient is REINFORCE's."""
-    log_ratio = ((logprobs - old_logprobs) * mask).sum(1)
+def rloo_loss(logprobs: Tensor, old: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped losses of whole responses (b,), and metrics (b,). `old` is the micro-batch as the
+    rollout left it. Where the ratio of a response is 1, the gradient is REINFORCE's."""
+    log_ratio = ((logprobs - old.logprobs) * old.loss_mask).sum(1)
     ratio = log_ratio.clamp(-40, 40).exp()  # clamped, so that it does not overflow
-    policy_loss = -advantages * ratio
-    policy_loss_clipped = -advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+    policy_loss = -old.advantages * ratio
+    policy_loss_clipped = -old.advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     policy_loss_max = torch.maximum(policy_loss, policy_loss_clipped)
     metrics = {
         "rloo/loss/policy": policy_loss_max,
@@ -401,49 +386,50 @@ def rloo_update(
     """Makes all optimizer steps on one batch, and returns what is logged of them. epochs
     (num_epochs, num_minibatches, b) says which rows are in which minibatch."""
     records = []
-    one = torch.ones((), device=batch.mask.device)  # the mask of a metric that is one number
-    policy.train(args.gradient_checkpointing)  # it needs train mode; nothing has dropout
+    errors = {}
+    once = torch.ones((), device=batch.responses.device)  # the mask of what is one number
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
-        # The loss is the mean over the minibatch's responses on all processes: each micro-batch
-        # adds its sum, divided by this process's count, which all have. Gradients are averaged.
+        # The loss is the mean over the minibatches of all processes: each micro-batch adds its sum,
+        # divided by the count of all. Times num_processes, because DDP and FSDP average gradients.
+        counted = torch.ones_like(mini.advantages)  # (b,); for a loss per token mini.loss_mask
+        loss_scale = accelerator.num_processes / sum_over_ranks(counted)
         groups = micro_batches(torch.arange(len(minibatch)), mini.contexts, args.micro_batch_size)
         for rows in groups:
             micro = select(mini, rows)
-            sync = contextlib.nullcontext() if rows is groups[-1] else accelerator.no_sync(policy)
-            with sync:  # processes average gradients at the last micro-batch only
+            with averaging(accelerator, policy, is_last=rows is groups[-1]):
                 all_logprobs, _ = forward_response(policy, micro, args.temperature)
                 logprobs = selected_logprobs(all_logprobs, micro.responses)
-                loss, metrics = rloo_loss(
-                    logprobs, micro.logprobs, micro.advantages, micro.mask, args
-                )
-                accelerator.backward(loss.sum() / len(minibatch))  # add a loss of your own here
+                loss, metrics = rloo_loss(logprobs, micro, args)  # a loss of your own: add it here
+                accelerator.backward((loss * counted[rows]).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
-            records.append(sums_over(torch.ones_like(loss), metrics))
-            metrics = {"ppo/policy/entropy": entropy(all_logprobs.detach())}
-            records.append(sums_over(micro.mask, metrics))
+            records.append(sums_over(counted[rows], metrics))
+            metrics = {"rloo/entropy": entropy(all_logprobs.detach())}
+            records.append(sums_over(micro.loss_mask, metrics))
             if step == 0:
-                ratio_error = ((logprobs - micro.logprobs) * micro.mask).abs().max()
-                sampling_error = ((logprobs - micro.sampled_logprobs) * micro.mask).abs().max()
-                errors = {"first_ratio_error": ratio_error, "sampling_error": sampling_error}
-                records.append(sums_over(one, errors))
+                olds = {
+                    "first_ratio_error": micro.logprobs,
+                    "sampling_error": micro.sampled_logprobs,
+                }
+                for name, old in olds.items():
+                    error = ((logprobs.detach() - old) * micro.loss_mask).abs().max()
+                    errors[name] = torch.maximum(error, errors.get(name, error))
         norm = clip_gradients(policy, args.max_grad_norm)
-        records.append(sums_over(one, {"ppo/policy/gradient_norm": norm}))
+        records.append(sums_over(once, {"gradient_norm": norm}))
         optimizer.step()
         optimizer.zero_grad()
-    policy.eval()
-    return records
+    largest = {name: gather(error).max() for name, error in errors.items()}
+    return [*records, sums_over(once, largest)]
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     """Raises the coefficient where the KL is above --adaptive_kl_target, and lowers it where it is
     below: times 1 + c e, with the relative error e clipped to +-0.2 and c = batch_size / kl_horizon
-    (Ziegler et al. 2019, section 2.2, where c is called K_beta and is 0.1). It never gets negative,
-    as it would without the maximum if c were above 5."""
+    (Ziegler et al. 2019, section 2.2, where c is called K_beta and is 0.1)."""
     if args.adaptive_kl_target is None:
         return kl_coef
     error = min(max(kl / args.adaptive_kl_target - 1, -0.2), 0.2)
-    return kl_coef * max(1 + error * args.batch_size / args.kl_horizon, 0)
+    return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
 # --- metrics and checks ---------------------------------------------------------------------------
@@ -475,100 +461,84 @@ def reduce_means(records: list[dict]) -> dict:
 
 # How much of a difference in log-probabilities rounding explains: between the rollout's pass and
 # the same pass in the update (first_ratio_error); and between that and sampling, token by token
-# through a cache (sampling_error). Each is the largest one in a micro-batch, averaged over
-# micro-batches and processes.
+# through a cache (sampling_error). Each is the largest one of the first minibatch.
 TOLERANCES = {"fp32": (1e-3, 0.01), "tf32": (0.01, 0.2), "bf16": (0.02, 1.0)}
 
 
 def check_update(update: int, metrics: dict, args: Args) -> None:
     """UserError if one of these numbers is beyond its limit or NaN. docs/metrics.md has causes."""
-    ratio_tolerance, sampling_tolerance = TOLERANCES[args.dtype]
+    ratio_limit, sampling_limit = TOLERANCES[args.dtype]
+    # In the first update the policy is the reference: the KL of each token is rounding.
+    kl_limit = args.max_kl if update > 0 else ratio_limit * args.response_length
     limits = {
-        "ppo/policy/gradient_norm": sys.float_info.max,  # finite
-        "first_ratio_error": ratio_tolerance,  # the first ratios are 1
-        "sampling_error": sampling_tolerance,  # tokens come from the distribution the loss sees
-        # in the first update the policy is the reference
-        "objective/kl": args.max_kl if update > 0 else ratio_tolerance,
+        "gradient_norm": (sys.float_info.max, "the loss is not finite, or --lr is too high"),
+        "first_ratio_error": (ratio_limit, "the passes of rollout and update differ"),
+        "sampling_error": (sampling_limit, "tokens are sampled from other logits"),
+        "objective/kl": (kl_limit, "--lr may be too high; --max_kl is the limit after update 0"),
     }
-    for name, limit in limits.items():
+    for name, (limit, hint) in limits.items():
         # `not` makes NaN raise, too
         if not abs(metrics[name]) <= limit:
             raise UserError(
-                f"{name} is {metrics[name]:.3g}, its limit {limit:.3g}: --lr may be too high, a "
-                "reward may not be finite, or passes differ (KL: --max_kl): see docs/metrics.md"
+                f"{name} is {metrics[name]:.3g}, its limit {limit:.3g}: {hint}; see docs/metrics.md"
             )
 
 
 # --- rollout and scoring --------------------------------------------------------------------------
-def draw_epochs(args: Args, rank: int, size: int) -> Iterator[Tensor]:
-    """Yields for each update the row numbers of its minibatches (RLOO: query numbers), a tensor
-    (num_epochs, num_minibatches, b). Each epoch is a permutation of range(size)."""
-    generator = np.random.RandomState(args.seed + 100_003 * rank)
-    while True:
-        shuffles = [generator.permutation(size) for _ in range(args.num_epochs)]
-        yield torch.from_numpy(np.stack(shuffles)).view(args.num_epochs, args.num_minibatches, -1)
+SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4  # streams of random numbers: default_rng([seed, ..])
+
+
+def shuffle(args: Args, rank: int, update: int, size: int) -> Tensor:
+    """The row numbers (RLOO: query numbers) of an update's minibatches, (num_epochs,
+    num_minibatches, b). Each epoch is a permutation of range(size)."""
+    generator = np.random.default_rng([args.seed, ROWS, rank, update])
+    epochs = [generator.permutation(size) for _ in range(args.num_epochs)]
+    return torch.tensor(np.array(epochs)).view(args.num_epochs, args.num_minibatches, -1)
 
 
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
-    take their rows of one array, so these numbers do not depend on how many processes there are."""
-    # 1 names this stream of random numbers; load_queries has 2, and read_labels 3.
-    generator = np.random.default_rng([seed, 1, draw])
-    return torch.tensor(
-        generator.random((batch, length), dtype=np.float32), device=PartialState().device
-    )
+    take their rows of one array, so these numbers do not depend on how many processes there are.
+    The same numbers give the same responses: to sample queries again, take another draw, for
+    example num_updates + update + 1."""
+    generator = np.random.default_rng([seed, SAMPLING, draw])
+    numbers = generator.random((batch, length), dtype=np.float32)
+    return torch.from_numpy(numbers).to(PartialState().device)
 
 
 @torch.no_grad()
 def rollout(
-    policy: Module,
-    ref: Module,
-    queries: list[Query],
-    u: Tensor,
-    minibatches: Tensor,
-    truncate_id: int | None,
-    args: Args,
-) -> tuple[Batch, TokenRows]:
-    """Responses to the queries, from uniforms u (B, R), with log-probabilities and values; and the
-    responses as lists that end with their truncate token. Rows go through the models in the
-    micro-batches of minibatches (num_minibatches, b)."""
+    policy: Module, queries: list[Query], u: Tensor, truncate_id: int | None, args: Args
+) -> Batch:
+    """Responses to the queries, from uniforms u (B, R)."""
     contexts = [query.context for query in queries]
-    size = args.sample_batch_size or len(contexts)
-    responses = torch.zeros_like(u, dtype=torch.long)
-    sampled_logprobs = torch.zeros_like(u)
     # autocast discards its bf16 copies of trained weights when the outermost autocast block ends.
     # This disabled block is the outermost one, so weights are cast once and not at every token.
     with torch.autocast(u.device.type, enabled=False):
-        for start in range(0, len(contexts), size):
-            rows = slice(start, start + size)
-            responses[rows], sampled_logprobs[rows] = sample(
-                policy, contexts[rows], u[rows], args.temperature
-            )
-
+        responses, logprobs = sample(policy, contexts, u, args.temperature)
     until_end, found_end = truncate(responses, truncate_id, args.truncate_after)
-    batch = Batch(
-        contexts=contexts,
-        responses=responses,
-        lengths=until_end.sum(1),
-        found_end=found_end,
-        mask=until_end if args.mask_truncated else torch.ones_like(until_end),
-        sampled_logprobs=sampled_logprobs,
-        logprobs=torch.zeros_like(u),
-        ref_logprobs=torch.zeros_like(u),
-        values=torch.zeros_like(u),
-    )
+    loss_mask = until_end if args.mask_truncated else torch.ones_like(until_end)
+    return Batch(contexts, responses, until_end.sum(1), found_end, loss_mask, logprobs)
+
+
+@torch.no_grad()
+def set_logprobs(
+    batch: Batch, policy: Module, ref: Module, minibatches: Tensor, args: Args
+) -> None:
+    """Sets the batch's log-probabilities, by policy and reference, and values. Rows go through the
+    models in the micro-batches of minibatches (num_minibatches, b)."""
+    for name in ("logprobs", "ref_logprobs", "values"):
+        setattr(batch, name, torch.zeros_like(batch.sampled_logprobs))
     for minibatch in minibatches:
-        for rows in micro_batches(minibatch, contexts, args.micro_batch_size):
+        for rows in micro_batches(minibatch, batch.contexts, args.micro_batch_size):
             micro = select(batch, rows)
-            index = rows.to(u.device)
+            index = rows.to(batch.responses.device)
             all_logprobs, batch.values[index] = forward_response(policy, micro, args.temperature)
             batch.logprobs[index] = selected_logprobs(all_logprobs, micro.responses)
             del all_logprobs  # makes room for the reference's
             all_logprobs, _ = forward_response(ref, micro, args.temperature)
             batch.ref_logprobs[index] = selected_logprobs(all_logprobs, micro.responses)
-    truncated = torch.where(until_end, responses, -1).tolist()  # waits for the GPU
-    return batch, [[token for token in row if token >= 0] for row in truncated]
 
 
 @torch.no_grad()
@@ -611,17 +581,25 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
     return ends_before == 0, is_end.any(1)
 
 
+def truncated(batch: Batch) -> TokenRows:
+    """The responses as lists, up to and including their truncate token."""
+    rows = zip(batch.responses.tolist(), batch.lengths.tolist(), strict=True)  # waits for the GPU
+    return [row[:length] for row, length in rows]
+
+
 def select(batch: Batch, rows: Tensor) -> Batch:
     """A batch of these rows (numbers, on the CPU), in this order."""
-    index = rows.to(batch.mask.device)
+    index = rows.to(batch.responses.device)
     chosen = {name: x[index] for name, x in vars(batch).items() if isinstance(x, Tensor)}
     return replace(batch, contexts=[batch.contexts[i] for i in rows], **chosen)
 
 
 @torch.no_grad()
-def score_by_model(model: Model, args: Args, queries: list[Query], responses: TokenRows) -> Tensor:
-    """Scores (B,) of a classifier with one label: see scalar_head."""
-    head = scalar_head(model)  # the classifier's own, with train_reward.py's gain and bias
+def score_by_model(
+    model: Model, head: nn.Linear, args: Args, queries: list[Query], batch: Batch
+) -> Tensor:
+    """Scores (B,) of a classifier with one label, by its reward_head, at the responses' ends."""
+    responses = truncated(batch)
     texts = [query.input_ids + row for query, row in zip(queries, responses, strict=True)]
     scores = []
     for i in range(0, len(texts), args.micro_batch_size):
@@ -631,48 +609,51 @@ def score_by_model(model: Model, args: Args, queries: list[Query], responses: To
 
 
 def score_by_function(
-    function: Callable, tokenizer: Tokenizer, queries: list[Query], responses: TokenRows
+    function: Callable, tokenizer: Tokenizer, queries: list[Query], batch: Batch
 ) -> Tensor:
-    """Scores (B,) of a --reward_fn, function(queries, responses, ..), which gets two lists of texts
-    and returns exactly one float per response. Further parameters get the columns of these names in
-    the queries' table; a parameter **kwargs (it must have this name) gets them all."""
-    prompts = [query.input_ids for query in queries]
-    texts = [tokenizer.batch_decode(x, skip_special_tokens=True) for x in (prompts, responses)]
-    parameters = list(inspect.signature(function).parameters)[2:]
-    columns = {}
-    for name in queries[0].columns:
-        if name in parameters or "kwargs" in parameters:
-            columns[name] = [query.columns[name] for query in queries]
-    rewards = function(*texts, **columns)
-    scores = [float(x) for x, _ in zip(rewards, responses, strict=True)]
-    return torch.tensor(scores, device=PartialState().device)
+    """Scores (B,) of a --reward_fn, called as TRL calls its reward functions: function(prompts=..,
+    completions=.., **columns). These are lists of texts, or of chats where the table has chats; and
+    of what its other columns have. It returns one finite float for each completion."""
+    rows = [query.columns for query in queries]
+    named = pd.DataFrame(rows, dtype=object).to_dict("list")
+    prompts = tokenizer.batch_decode([q.input_ids for q in queries], skip_special_tokens=True)
+    completions = tokenizer.batch_decode(truncated(batch), skip_special_tokens=True)
+    if is_chat(queries[0].prompt):
+        prompts = [query.prompt for query in queries]
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    named |= {"prompts": prompts, "completions": completions}
+    rewards = function(**copy.deepcopy(named))  # it may change what it gets
+    with explained("--reward_fn must return a list, array or tensor of floats"):
+        scores = torch.as_tensor(rewards, dtype=torch.float32, device=PartialState().device)
+    if scores.shape != (len(queries),) or not scores.isfinite().all():
+        raise UserError(f"--reward_fn must return {len(queries)} finite floats, not {rewards}")
+    return scores.detach()
 
 
 def evaluate(
-    policy: Module,
     ref: Module,
     queries: list[Query],
-    score: Callable,
+    score_fn: Callable,
     tokenizer: Tokenizer,
     truncate_id: int | None,
     args: Args,
+    policy: Module,
 ) -> pd.DataFrame:
     """A row for each of the queries, sampled from the same uniforms in all calls and on all
     processes. Scores have their penalty, as in training."""
     u = uniforms(args.seed, 0, len(queries), args.response_length)
-    minibatches = torch.arange(len(queries)).view(1, -1)
-    batch, responses = rollout(policy, ref, queries, u, minibatches, truncate_id, args)
-    scores = score(queries, responses)
-    kls = (batch.logprobs - batch.ref_logprobs) * batch.mask
-    return pd.DataFrame(
-        {
-            "query": tokenizer.batch_decode([query.input_ids for query in queries]),
-            "response": tokenizer.batch_decode(responses),
-            "score": penalize_missing_end(scores, batch.found_end, args).tolist(),
-            "kl": kls.sum(1).tolist(),
-            "found_end": batch.found_end.tolist(),
-        }
-    )
+    batch = rollout(policy, queries, u, truncate_id, args)
+    set_logprobs(batch, policy, ref, torch.arange(len(queries)).view(1, -1), args)
+    scores = penalize_missing_end(score_fn(queries, batch), batch.found_end, args)
+    kl = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask
+    columns = {
+        "query": tokenizer.batch_decode([query.input_ids for query in queries]),
+        "response": tokenizer.batch_decode(truncated(batch)),
+        "score": scores.tolist(),
+        "kl": kl.sum(1).tolist(),
+        "found_end": batch.found_end.tolist(),
+    }
+    return pd.DataFrame(columns)
 
 
 # --- forward passes -------------------------------------------------------------------------------
@@ -699,35 +680,50 @@ def entropy(all_logprobs: Tensor) -> Tensor:
 
 
 class Actor(Module):
-    """A policy. The k responses to a query are always adjacent rows, so the query is read once."""
+    """A policy. The k responses to a query are always adjacent rows, so the query is read once.
+    Trunk and heads are called one by one: heads compute in fp32 where the trunk computes in bf16,
+    and only the last tokens need logits. check_model compares them with lm(..).logits."""
 
-    def __init__(self, lm: Model, args: Args) -> None:
+    def __init__(self, lm: Model, num_tokens: int, args: Args) -> None:
         super().__init__()
         self.lm = lm
         self.tie_weights = lm.tie_weights  # accelerate calls it where it loads weights anew
+        self.num_tokens = num_tokens
         self.dtype = args.dtype
         # Gradient checkpointing goes without caches, so then each response reads its query.
         self.k = 1 if args.gradient_checkpointing else args.rloo_k
 
     def forward(
         self, ids: Tensor, mask: Tensor, last: int = 1, cache: DynamicCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Logits (b, last, V), in fp32, at the last tokens of ids (b, T); and 0, where PPO has
-        values. The tokens before are the same in each group of k rows: they are read once."""
-        n = ids.shape[1] - last  # the tokens before
-        unused = 0.0
+    ) -> tuple[Tensor, float]:
+        """Logits (b, last, V), in fp32, at the last tokens of ids (b, T): see hidden_states. And 0,
+        where PPO has values."""
+        n = ids.shape[1] - last  # tokens that are the same in each group of k rows
         if n > 0 and self.k > 1:
-            if cache is None:
-                cache = DynamicCache(config=self.lm.config)
-            unused = hidden_states(
-                self.lm, ids[:: self.k, :n], mask[:: self.k, :n], 1, self.dtype, cache
-            ).sum()
-            cache.batch_repeat_interleave(self.k)
-            ids = ids[:, n:]
-        # With sharded weights every output must get a gradient: the query's state gets zeros.
-        states = hidden_states(self.lm, ids, mask, last, self.dtype, cache) + 0 * unused
-        logits = lm_logits(self.lm, states)
-        return logits, logits.new_zeros(())
+            states = states_after(self.lm, ids[:: self.k, :n], ids[:, n:], mask, self.dtype, cache)
+        else:
+            states = hidden_states(self.lm, ids, mask, last, self.dtype, cache)
+        return lm_logits(self.lm, states, self.num_tokens), 0.0
+
+
+def states_after(
+    model: Model,
+    queries: Tensor,
+    rest: Tensor,
+    mask: Tensor,
+    dtype: str,
+    cache: DynamicCache | None = None,
+) -> Tensor:
+    """States (b k, L, d) of the tokens `rest` (b k, L), k rows after each of the queries (b, T),
+    which are read once, into a cache that gradients pass. mask (b k, T + L) covers both."""
+    if cache is None:
+        cache = DynamicCache(config=model.config)
+    k = len(rest) // len(queries)
+    query_mask = mask[::k, : queries.shape[1]]
+    unused = hidden_states(model, queries, query_mask, 1, dtype, cache).sum()
+    cache.batch_repeat_interleave(k)
+    # With sharded weights every output must get a gradient: the query's last state gets zeros.
+    return hidden_states(model, rest, mask, rest.shape[1], dtype, cache) + 0 * unused
 
 
 def hidden_states(
@@ -754,9 +750,10 @@ def hidden_states(
     return output.last_hidden_state[:, -last:].float()
 
 
-def lm_logits(lm: Model, states: Tensor) -> Tensor:
-    """Logits (..., V) of states (..., d). Some models scale logits, here by scaling the states, as
-    their heads have no bias; or cap them."""
+def lm_logits(lm: Model, states: Tensor, num_tokens: int) -> Tensor:
+    """Logits (..., V) of states (..., d), for the V = num_tokens tokens of the tokenizer: models
+    may have more embeddings. Some models scale logits, here by scaling the states, as their heads
+    have no bias; or cap them."""
     config = lm.config.get_text_config()
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
     factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -766,30 +763,26 @@ def lm_logits(lm: Model, states: Tensor) -> Tensor:
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     if cap:
         logits = cap * (logits / cap).tanh()
+    if logits.shape[-1] > num_tokens:
+        logits = logits[..., :num_tokens]
     return logits
 
 
-def scalar_head(model: Model) -> nn.Linear:
-    """A linear layer from states (..., d) to (..., 1). Of a classifier it gives the reward, gain *
-    logit + bias, with the two numbers that train_reward.py wrote to config.json. Of any other model
-    it is a new value head, which starts at 0."""
-    # Of any other model only the width d of the weight matters: its gain is 0.
-    weight = getattr(model, "score", model.get_output_embeddings()).weight.detach()
-    gain = bias = 0.0
-    if hasattr(model, "score"):
-        gain = getattr(model.config, "reward_gain", 1.0)
-        bias = getattr(model.config, "reward_bias", 0.0)
-    head = nn.Linear(weight.shape[1], 1, device=model.device)
-    head.weight.data.copy_(gain * weight[:1])
-    nn.init.constant_(head.bias, bias)
+@torch.no_grad()
+def reward_head(classifier: Model) -> nn.Linear:
+    """A layer from states (..., d) to rewards (..., 1), gain * logit + bias, with the classifier's
+    logit and the two numbers that train_reward.py wrote to its config.json."""
+    head = nn.Linear(classifier.score.in_features, 1, device=classifier.device)
+    head.weight.copy_(getattr(classifier.config, "reward_gain", 1.0) * classifier.score.weight)
+    head.bias.fill_(getattr(classifier.config, "reward_bias", 0.0))
     return head
 
 
-def pad_rows(rows: TokenRows, side: str = "left") -> tuple[Tensor, Tensor]:
-    """Token ids (B, T), padded on one side, and a mask, which is False at padding."""
-    tensors = [torch.tensor(row) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
-    ids = ids.to(PartialState().device)
+def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
+    """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
+    longest = max(map(len, rows))
+    padded = [[-1] * (longest - len(row)) + row for row in rows]
+    ids = torch.tensor(padded, device=PartialState().device)
     return ids.clamp(min=0), ids >= 0
 
 
@@ -801,54 +794,66 @@ def micro_batches(rows: Tensor, token_rows: TokenRows, size: int) -> tuple[Tenso
 
 
 # --- models ---------------------------------------------------------------------------------------
-def names_flag(load: Callable) -> Callable:
-    """Decorator: an error of load(flag, args, ...) becomes a UserError that names the flag, its
-    value and the cause. `flag` is what the caller loads it for."""
-
-    def wrapper(flag: str, args: Args, *rest: object, **named: object) -> object:
-        try:
-            return load(flag, args, *rest, **named)
-        except UserError:
-            raise
-        except Exception as error:
-            # The cause of a library's error often says more than the error; some have no text.
-            reason = error.__cause__ or str(error) or repr(error)
-            raise UserError(f"--{flag} {getattr(args, flag)}: {reason}") from error
-
-    return wrapper
+@contextlib.contextmanager
+def explained(what: str, kind: type = Exception) -> Iterator[None]:
+    """An error of this kind in the block becomes a UserError: `what`, and the cause. Around calls
+    of libraries any kind, around functions of this file UserError: its faults keep their traceback.
+    """
+    try:
+        yield
+    except kind as error:
+        # The cause of a library's error often says more than the error; some have no text.
+        raise UserError(f"{what}: {error.__cause__ or str(error) or repr(error)}") from error
 
 
-@names_flag
+def make_accelerator(dtype: str) -> Accelerator:
+    """The processes and their devices: GPUs, or else CPUs. Prints what they are."""
+    set_up_torch(dtype)
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available() or torch.backends.mps.is_available(),  # no fp64
+        log_with="wandb",
+        mixed_precision="no",
+        dynamo_backend="no",
+        # The others wait while one process writes a checkpoint, or for a slow --reward_fn.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
+    )
+    # We micro-batch by hand; ignore the launcher's setting.
+    accelerator.gradient_accumulation_steps = 1
+    with explained("launch"):
+        check_launch(accelerator)
+    accelerator.print(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
+    return accelerator
+
+
 def load_tokenizer(flag: str, args: Args) -> Tokenizer:
     """The tokenizer of the model that the flag names."""
-    return AutoTokenizer.from_pretrained(local_path(getattr(args, flag)), trust_remote_code=False)
+    name = local_path(getattr(args, flag))
+    with explained(f"--{flag} {name}"):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
-def load_reward(args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
-    """A function from (queries, responses) to scores (B,), made of --reward_fn, --reward_model, or
-    the newest reward model that train_reward.py made for the preset. Then args gets its name."""
+def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
+    """A function from queries and batch to scores (B,), by --reward_fn, the flag's reward model, or
+    the newest that train_reward.py made for the preset. Then args gets its name."""
     if args.reward_fn:
-        function = load_function("reward_fn", args)
-        return functools.partial(score_by_function, function, tokenizer)
+        sys.path.insert(0, os.getcwd())
+        with explained(f"--reward_fn {args.reward_fn}"):
+            return partial(score_by_function, resolve_name(args.reward_fn), tokenizer)
 
-    if args.reward_model is None:
-        found = Path.cwd().glob(f"runs/train_reward-{preset}-*/reward_model")
-        newest = max(found, key=os.path.getmtime, default=None)
+    if getattr(args, flag) is None:
+        found = Path.cwd().glob(f"runs/train_reward-{preset}-*/samples.jsonl")  # in finished runs
+        found = sorted(found, key=lambda path: path.parent.name[-15:])  # by the time in the name
+        (newest,) = broadcast_object_list(found[-1:] or [None])  # what the first process sees
         if not newest:
-            raise UserError(f"--reward_model None: `python train_reward.py {preset}` makes one")
-        args.reward_model = str(newest)  # args.json will name it
-    if load_tokenizer("reward_model", args).get_vocab() != tokenizer.get_vocab():
-        raise UserError("--reward_model has another tokenizer than --base_model: use a --reward_fn")
-    model = load_model("reward_model", args, AutoClassifier, tokenizer, longest)
+            raise UserError(f"--{flag} None: `python train_reward.py {preset}` makes one")
+        setattr(args, flag, str(newest.with_name("reward_model")))
+    PartialState().print(f"--{flag} {getattr(args, flag)}")
+    if load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"--{flag} has another tokenizer than --base_model: use a --reward_fn")
+    model = load_model(flag, args, AutoClassifier, tokenizer, longest)
     hold_in_bf16(model.requires_grad_(False), args)
-    return functools.partial(score_by_model, model.to(PartialState().device), args)
-
-
-@names_flag
-def load_function(flag: str, args: Args) -> Callable:
-    """The function `module:name` that the flag names, from here or from an installed package."""
-    sys.path.insert(0, os.getcwd())
-    return pkgutil.resolve_name(getattr(args, flag))
+    model = model.to(PartialState().device)
+    return partial(score_by_model, model, reward_head(model), args)
 
 
 def load_policy_and_reference(
@@ -857,101 +862,70 @@ def load_policy_and_reference(
     """Two models from --base_model: the policy, and the reference, which is frozen. They share the
     weights that are not trained."""
     lm = load_model("base_model", args, AutoModelForCausalLM, tokenizer, longest)
-    add_adapters(lm, args)
+    with explained("--lora_rank"):
+        add_adapters(lm, args)
     shared = {id(p): p for p in lm.parameters() if not p.requires_grad}
-    # `shared` is deepcopy's memo. What is in it is not copied, so frozen weights are shared. All
-    # else is copied, LoRA adapters too; the reference's stay at their initial values, and add 0.
+    # `shared` is deepcopy's memo: what is in it is not copied. LoRA adapters are trained, so they
+    # are copied too. The copies stay at their initial value, which adds nothing.
     ref_lm = copy.deepcopy(lm, shared).requires_grad_(False)
     hold_in_bf16(ref_lm, args)
     return lm, ref_lm
 
 
-def add_adapters(model: Model, args: Args) -> None:
-    """With --lora_rank the weights are frozen, and LoRA adapters (Hu et al. 2021, arXiv:2106.09685)
-    on all linear layers but the head are trained."""
-    if args.lora_rank:
-        from peft import LoraConfig
-
-        model.add_adapter(
-            LoraConfig(
-                r=args.lora_rank,
-                lora_alpha=args.lora_alpha,
-                target_modules="all-linear",
-                task_type="CAUSAL_LM",
-            )
-        )
-        hold_in_bf16(model, args)
-
-
-@names_flag
 @torch.no_grad()
 def load_model(
-    flag: str, args: Args, auto_class: type, tokenizer: Tokenizer, longest: int, **config: object
+    flag: str,
+    args: Args,
+    auto_class: type,
+    tokenizer: Tokenizer,
+    longest: int,
+    new_head: bool = False,
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
-    the original. `config` replaces values of its config; if there is any, the head may be new."""
-    path = local_path(getattr(args, flag))
-    if os.path.exists(f"{path}/adapter_config.json"):
-        raise ValueError("is an adapter: merge it first (peft's merge_and_unload)")
-    model, info = auto_class.from_pretrained(
-        path,
-        dtype=torch.float32,
-        # the faster one of each kind of device
-        attn_implementation="eager" if PartialState().device.type == "cpu" else "sdpa",
-        use_safetensors=True,
-        trust_remote_code=False,  # None would ask
-        output_loading_info=True,
-        **config,
-    )
+    the original. With new_head the files may have no reward head."""
+    name = local_path(getattr(args, flag))
+    what = f"--{flag} {name}"
+    if os.path.exists(f"{name}/adapter_config.json"):
+        raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
+    head = "score" if auto_class is AutoClassifier else "lm_head"
+    with explained(what):
+        model, info = auto_class.from_pretrained(
+            name,
+            dtype=torch.float32,
+            # the faster one on a CPU; on a GPU transformers chooses
+            attn_implementation="eager" if PartialState().device.type == "cpu" else None,
+            use_safetensors=True,
+            trust_remote_code=False,  # None would ask
+            ignore_mismatched_sizes=True,  # they are refused below
+            output_loading_info=True,
+            **({"num_labels": 1} if head == "score" else {}),
+        )
 
-    # transformers only warns if the files lack weights of the model, or have weights that it has no
-    # place for. Such weights of a layer (`h.3.`) are wrong; those of an unused head are not.
-    wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}
-    if not config:  # with config (in train_reward.py) the head may be missing
-        wrong |= info["missing_keys"]
+    # transformers only warns if weights of the model are not in the files, or have another size; or
+    # if the files have more: that is right for another head, but not for layers (`h.3.`).
+    wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
+    wrong |= info["missing_keys"] - ({"score.weight"} if new_head else set())
+    wrong |= {str(key) for key in info["mismatched_keys"]}
     if wrong:
-        raise ValueError(f"its config and its weights do not agree on {min(wrong)}")
-
-    change_layers(model, args)
-    check_model(model, tokenizer, longest)
+        raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
+    patch_layers(model, args)
+    with explained(what):
+        check_model(model, tokenizer, longest)
     return model
 
 
-def change_layers(model: Model, args: Args) -> None:
-    """What the model's own layers have to do differently, for speed, padding and memory."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # else a pad that is also the eos gets no gradient
-        if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
-            module.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
-    if args.gradient_checkpointing:  # needs train mode, in which dropout would act: it is set to 0
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        for part in [*model.modules(), model.config]:  # some layers read it from the config
-            for name, value in vars(part).items():
-                # the p of a Dropout, or a number like config.attn_pdrop
-                if isinstance(value, float) and "drop" in f"{type(part)} {name}":
-                    setattr(part, name, 0.0)
-
-
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """Raises ValueError for too few embeddings, too short a window, or several labels; and for a
-    model whose output for a padded text, read through a cache, is not what transformers gives for
-    the text alone. This is a first test, on tokens of no meaning; check_update of PPO and RLOO
-    tests the run's own texts."""
-    # 1. what it says of itself
-    num_embeddings = model.get_input_embeddings().num_embeddings
-    top_token = max(tokenizer.get_vocab().values())
-    if top_token >= num_embeddings:
-        raise ValueError(f"has {num_embeddings} embeddings for token {top_token}")
+    """UserError for too few embeddings, or too short a window; and for a model whose output for a
+    padded text, read through a cache, is not what transformers gives for the text alone. This is a
+    first test, on tokens of no meaning; check_update of PPO and RLOO tests the run's own texts."""
+    size = model.get_input_embeddings().num_embeddings
+    top = max(tokenizer.get_vocab().values())
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
-    if longest > window:
-        raise ValueError(f"has a window of {window} for {longest} tokens")
-    if hasattr(model, "score") and model.config.num_labels > 1:  # `score`: a classifier's head
-        raise ValueError("has several labels: use a --reward_fn")
-
-    # 2. what it computes. Ours: the first token as padding, the others but the last into a cache,
-    # and the last one through it. Plain: all but the first token, at once.
-    ids = torch.arange(min(longest, 64)).unsqueeze(0) % num_embeddings
+    if top >= size or longest > window:
+        raise UserError(f"{size} embeddings for token {top}, a window of {window} for {longest}")
+    # Ours: the first token as padding, the others but the last into a cache, and the last one
+    # through it. Plain: all but the first token, at once.
+    ids = torch.arange(min(longest, 64)).unsqueeze(0) % top
     mask = ids.cumsum(1) > 0  # False at the first token alone, which has id 0
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
@@ -959,101 +933,120 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     ours = hidden_states(model, ids[:, -1:], mask, 1, "fp32", cache)
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
     if not hasattr(model, "score"):
-        ours = lm_logits(model, ours)
+        ours = lm_logits(model, ours, size)
         plain = model(ids[:, 1:]).logits[:, -1:]
     if not (ours - plain).abs().max() < 1e-3 * plain.std():
-        raise ValueError("gives other results with padding and a cache: not supported")
-
-
-def hold_in_bf16(model: Model, args: Args) -> None:
-    """With --dtype bf16 frozen linear layers are held in bf16, in half the memory; autocast would
-    round them anyway. Biases, the head, embeddings and norms stay in fp32."""
-    if args.dtype != "bf16":
-        return
-    for module in model.base_model.modules():
-        if isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad:
-            module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
+        raise UserError("gives other results with padding and a cache: not supported")
 
 
 def local_path(name: str) -> str:
-    """The local path of a file or folder, which may be beside this script, or which is downloaded
-    for hf://datasets/owner/name/file. Any other name is a hub id, and is returned as it is."""
-    if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
-        return hf_hub_download(*match.groups(), repo_type="dataset")
-    for path in (Path(name).expanduser(), FILE.parent / name):
-        if path.exists():
-            return str(path.absolute())
-    return name
-
-
-def set_up_backend(dtype: str) -> None:
-    """Settings for speed, and no attention of cuDNN. They change results by rounding only."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # make glibc keep freed memory: saves 10 % of the time
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
-    if PartialState().device.type == "cpu":
-        # "medium" is faster. But on some CPUs it multiplies in bf16: then it is taken back.
-        torch.set_float32_matmul_precision("medium")
-        x = torch.randn(256, 256)
-        if (x @ x - x.double() @ x.double()).abs().max() > 1e-4:
-            torch.set_float32_matmul_precision("highest")
-    elif dtype != "fp32":
-        torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
-    # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    AttentionMaskInterface.register("sdpa", full_sdpa_mask)
-
-
-def full_sdpa_mask(**named: object) -> Tensor:
-    """transformers' mask for `sdpa` attention. Its own function first checks whether the mask is
-    True everywhere and could be left out. That check waits for the GPU at every sampled token."""
-    return sdpa_mask(**named | {"allow_is_causal_skip": False})
+    """The path of a file or folder, or else of one beside this script, or else a name on the hub,
+    which is returned as it is."""
+    places = (os.path.expanduser(name), f"{FILE.parent}/{name}")
+    return next(filter(os.path.exists, places), name)
 
 
 # --- data -----------------------------------------------------------------------------------------
-def load_table(name: str) -> datasets.DatasetDict:
-    """The splits of a file, a folder, or owner/name[:config] on the hub."""
-    path = Path(local_path(name))
-    if path.is_file():  # from its folder: datasets then takes the format from the file's name
-        splits = datasets.load_dataset(str(path.parent), data_files=glob.escape(str(path)))
-    else:
-        where = [str(path)] if path.exists() else name.split(":")
-        splits = datasets.load_dataset(*where)
-    if "train" not in splits:
-        raise ValueError(f"has splits {list(splits)}, but no `train`")
-    return splits
+FORMATS = {".json", ".jsonl", ".csv", ".parquet", ".txt"}
 
 
-@names_flag
+def load_table(flag: str, args: Args) -> datasets.DatasetDict:
+    """The splits of a file, a folder or a data set on the hub. Behind these may stand :config and
+    :split; such a split is `train`, and the only one."""
+    name = getattr(args, flag)
+    path, config, split = [*name.split(":"), "", ""][:3]
+    path = local_path(path)
+    formats = {file.suffix for file in Path(path).rglob("*.*")} & FORMATS
+    with explained(f"--{flag} {name}"):
+        if name.startswith("hf://"):
+            return datasets.load_dataset("json", data_files=name)
+        if os.path.isfile(path):  # from its folder: datasets then takes the format from its name
+            path = os.path.abspath(path)
+            return datasets.load_dataset(os.path.dirname(path), data_files=escape(path))
+        splits = datasets.load_dataset(path, config or None)
+    if len(formats) > 1 or (split or "train") not in splits:
+        raise UserError(f"--{flag} {name} has {[*formats, *splits]}: name one, as in data::test")
+    return datasets.DatasetDict(train=splits[split]) if split else splits
+
+
 def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) -> list[Query]:
     """Up to `num_queries` queries (at least one) of the flag's table, in an order drawn from
     --seed."""
     begin = bos(tokenizer)
-    prefix = encode(args.query_prefix, tokenizer)
-    suffix = encode(args.query_suffix, tokenizer)
+    prefix = encode(args.query_prefix or "", tokenizer)
+    suffix = encode(args.query_suffix or "", tokenizer)
     start = token_id("start_text", tokenizer, args)
     end = token_id("end_text", tokenizer, args)
     long = args.long_queries or ("drop" if end is None else "keep_start")
-    table = load_table(getattr(args, flag))["train"]
-    table = table.shuffle(generator=np.random.default_rng([args.seed, 2]))
-    names = "query prompt messages text article content".split()
-    found = [name for name in names if name in table.column_names]
-    if not found:
-        raise ValueError(f"none of its columns {table.column_names} is one of {names}")
+    table = load_table(flag, args)["train"]
     queries = []
-    for row in table:
-        tokens = encode(row[found[0]], tokenizer)
+    for i in np.random.default_rng([args.seed, QUERIES]).permutation(len(table)).tolist():
+        row = table[i]
+        with explained(f"--{flag} {getattr(args, flag)}, row {i}", UserError):
+            prompt = prompt_of(row)
+            if is_chat(prompt) and (start or end or long == "keep_start"):
+                raise UserError(
+                    "a chat must keep its end: --start_text none --end_text none, and "
+                    "--long_queries drop or keep_end"
+                )
+            tokens = encode(prompt, tokenizer)
         query = cut_query(tokens, args.query_length, start, end, long)
         if query:
-            queries.append(Query(begin + query, begin + prefix + query + suffix, row))
-            if len(queries) >= num_queries:
-                break
+            queries.append(Query(begin + query, begin + prefix + query + suffix, prompt, row))
+        if len(queries) == num_queries:
+            break
     if not queries:
-        raise ValueError("no query is left: see --query_length, --start_text and --end_text")
+        raise UserError(f"--{flag}: no query is left: see --query_length, --start_text, --end_text")
     first = tokenizer.decode(queries[0].context)
-    logger.warning(f"--{flag}: {len(queries)} queries of {len(table)} rows, first {first!r}")
+    PartialState().print(f"--{flag}: {len(queries)} of {len(table)} rows, first {first!r}")
     return queries
+
+
+def hold_out(queries: list[Query], count: int) -> tuple[list[Query], list[Query]]:
+    """The first `count` queries, held out, and all that differ from them."""
+    contexts = [query.context for query in queries[:count]]
+    others = [query for query in queries if query.context not in contexts]
+    if not others:
+        raise UserError(f"--eval_queries {count}: no query is left to train on")
+    return queries[:count], others
+
+
+# The prompt is in the first of these columns that exists.
+PROMPTS = "query prompt question instruction messages conversations text article content".split()
+
+
+def prompt_of(row: dict) -> str | list:
+    """What is to be answered in this row: a text, token ids, or a chat, which is a list of messages
+    without the answer. If `chosen` is a chat, all before its last message is the prompt, unless the
+    prompt column has more."""
+    column = next((name for name in PROMPTS if name in row), "chosen")
+    if column not in row or row.get("system") or row.get("tools"):
+        raise UserError(f"a prompt is read from {PROMPTS}, not from `system` or `tools`: {row}")
+    prompt = row[column] or ""
+    if column == "instruction" and row.get("input"):
+        prompt = f"{prompt}\n{row['input']}"
+    chosen = row.get("chosen")
+    if not is_chat(prompt) and not is_chat(chosen):
+        return prompt
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}] if prompt else []
+    elif prompt[-1].get("role") == "assistant":
+        prompt = prompt[:-1]
+    return max(prompt, chosen[:-1] if is_chat(chosen) else [], key=len)
+
+
+def is_chat(value: object) -> bool:
+    """Whether this is a list of messages."""
+    return isinstance(value, list) and value != [] and isinstance(value[0], dict)
+
+
+def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
+    """The text of a chat, by the tokenizer's template."""
+    for message in chat:
+        if not isinstance(message.get("content"), str) or message.get("tool_calls"):
+            raise UserError(f"a message must be a role and a text, and no more: {message}")
+    with explained("chat template"):
+        return tokenizer.apply_chat_template(chat, tokenize=False, **options)
 
 
 def cut_query(
@@ -1085,83 +1078,94 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
     known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
     # encode alone is not enough: Llama 2's tokenizer puts a space before `.`, another token.
     ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1 or None in ids:
+    if len(ids) != 1 or ids[0] is None:
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
     return ids[0]
 
 
 def bos(tokenizer: Tokenizer) -> list[int]:
     """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
-    first = tokenizer("").input_ids[:1]
+    first = tokenizer("a").input_ids[:1]  # of "" it could be an EOS that is appended
     return first if first == [tokenizer.bos_token_id] else []
 
 
 PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
 
 
-def encode(value: object, tokenizer: Tokenizer) -> list[int]:
-    """Token ids, without BOS, of a text, a chat (list of messages) or a padded row of token ids; []
-    for anything else. ValueError for ids that the tokenizer does not have; ids of another model
-    that it does have are not noticed, so read the first query and label, which are printed."""
-    tokens = []
-    match value:
-        case [int(), *_]:  # token ids
-            size = len(tokenizer)
-            # 50259 is padding, unless this tokenizer has so many tokens.
-            tokens = [token for token in value if token != PADDING or PADDING < size]
-            if not all(0 <= token < size for token in tokens):
-                raise ValueError("has token ids of another model")
-        case [dict(), *_]:  # a chat, which becomes a text
-            if not {"role", "content"} <= value[0].keys():
-                raise ValueError("has messages without `role` and `content`")
-            value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
+def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
+    """Token ids, without BOS, of a text, a chat that is to be answered, or a padded row of token
+    ids. UserError for anything else, and for ids that the tokenizer does not have; ids of another
+    model that it does have are not noticed, so read the first query and label, which are printed.
+    """
+    if is_chat(value):
+        value = render(value, tokenizer, add_generation_prompt=True)
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
-    # A chat template may have put BOS there. Where bos() is [], no token is equal to it.
-    return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
+        # A chat template may have put BOS there. Where bos() is [], no token is equal to it.
+        return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
+    # 50259 is padding, unless this tokenizer has so many tokens.
+    known = range(len(tokenizer))
+    if not isinstance(value, list) or not all(x in known or x == PADDING for x in value):
+        raise UserError(f"neither text, nor chat, nor ids of this tokenizer: {value}")
+    return [token for token in value if token in known]
 
 
 # --- the run's folder -----------------------------------------------------------------------------
+# What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
+# learning rates. Anything else would turn one run into two experiments.
+CHANGEABLE = """resume output_dir track checkpoint_every total_episodes lr
+critic_lr max_kl micro_batch_size gradient_checkpointing""".split()
+
+
 def choose_folder(preset: str, args: Args) -> None:
-    """Sets args.output_dir. UserError if it has a run that is not to be resumed."""
+    """Sets args.output_dir. UserError if it has other files than those of a run to be resumed, or
+    if that run had other settings."""
     default = f"runs/{FILE.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     # All processes take the first one's: their clocks differ.
     name = broadcast_object_list([args.output_dir or default])[0]
-    args.output_dir = str(Path(name).expanduser().absolute())
-    if os.path.exists(f"{args.output_dir}/args.json") and not args.resume:
-        raise UserError(f"--output_dir {args.output_dir} has a run: --resume, or another folder")
+    folder = Path(name).expanduser().absolute()
+    args.output_dir = str(folder)
+    files = {path.name for path in folder.glob("*")}
+    is_run = args.resume and bool(files & {"lock", "args.json"})
+    if files - {"lock"} and not is_run:
+        raise UserError(f"--output_dir {folder} is not empty: --resume, or another folder")
+    if "args.json" in files:
+        before = vars(Args()) | json.loads((folder / "args.json").read_text())["args"]
+        for name, value in json.loads(json.dumps(vars(args))).items():
+            is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
+            if value != before[name] and not is_open:  # load_reward chooses the newest later
+                raise UserError(f"--{name} {value}: {folder} was started with {before[name]}")
 
 
+@dataclass
 class Run:
-    """The folder of a run: args.json, a record of the script (to run it, put tf_adam.py beside it),
-    metrics.jsonl, samples/, checkpoints/.
+    """The folder of a run: args.json, a record of the script and of tf_adam.py, metrics.jsonl,
+    checkpoints/, and at the end samples.jsonl.
 
-    As a context it holds the folder's lock, and notes SIGINT and SIGTERM: the run stops at the end
-    of the update, with a checkpoint. After the last update a signal is only noted. A second signal
-    of the same kind ends the process at once."""
+    SIGINT and SIGTERM are noted: the run stops at the end of the update, with a checkpoint. After
+    the last update a signal changes nothing. Press Ctrl-C twice to stop at once."""
 
-    def __init__(self, accelerator: Accelerator, preset: str, args: Args, **state: object) -> None:
-        """Nothing is written yet. `state` is what the loop carries from update to update, at the
-        start; `update` (how many were made) and `processes` are added to it. In a resumed run the
-        newest checkpoint's state takes its place."""
-        self.accelerator = accelerator
-        self.preset = preset
-        self.args = args
-        self.folder = Path(args.output_dir)
-        self.state = state | {"update": 0, "processes": accelerator.num_processes}
-        self.lock = FileLock(self.folder / "lock")
-        self.signals = []
+    accelerator: Accelerator
+    args: Args
+    num_updates: int
+    # What the loop carries from update to update, at the start: equal on all processes, and made of
+    # what JSON has (keys are texts, no tensors). A resumed run has the newest checkpoint's.
+    state: dict
+    stopped_at: float = 0.0  # when the first signal came
 
-    def __enter__(self) -> "Run":
+    def start(self) -> None:
         """Starts the run, or continues it at its newest checkpoint. The order matters: the folder
-        is looked at with the lock held; no process writes before all have read; and signals end the
-        process, as usual, until all is ready."""
+        is looked at with the lock held (until this process ends); no process writes before all have
+        read; and signals end the process, as usual, until all is ready."""
         accelerator = self.accelerator
+        self.folder = Path(self.args.output_dir)
+        self.lock = FileLock(self.folder / "lock", is_singleton=True)
+        self.state |= {"update": 0, "processes": accelerator.num_processes}
 
         # the folder; until wait_for_everyone all processes only read what is in it
         if accelerator.is_main_process:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
-        choose_folder(self.preset, self.args)  # again, with the lock: another run may have used it
+        choose_folder("", self.args)  # again, with the lock: a run may have used it
 
         # the newest checkpoint, if there is one
         if newest := self.checkpoints()[-1:]:
@@ -1170,161 +1174,121 @@ class Run:
                 raise UserError(f"--resume needs {saved['processes']} processes")
             accelerator.load_state(str(newest[0]))
             self.state = saved
-        elif (self.folder / "samples.jsonl").exists():  # a finished run: it must not start anew
-            raise UserError(f"--output_dir {self.folder}: no checkpoint to go on from")
 
-        # Weights & Biases
         if self.args.track:
-            self.state.setdefault("wandb_id", os.urandom(4).hex())
-            wandb = {
-                "id": self.state["wandb_id"],
-                "name": self.folder.name,
-                "resume": "allow",
-                "save_code": True,
-            }
-            accelerator.init_trackers(self.args.wandb_project, vars(self.args), {"wandb": wandb})
-
-        # the files: what the run is, and metrics.jsonl without the updates after the checkpoint
+            wandb = {"id": self.folder.name, "resume": "allow"}
+            accelerator.init_trackers("rlhf", vars(self.args), {"wandb": wandb})
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            about = {
-                "script": FILE.stem,
-                "preset": self.preset,
-                "args": vars(self.args),
-                "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
-                f"transformers {transformers.__version__}, accelerate {accelerate.__version__}",
-                "commit": subprocess.getoutput(
-                    f"git -C '{FILE.parent}' log -1 --format=%H 2>/dev/null"
-                ),
-                "machine": f"{platform.platform()}, {os.cpu_count()} CPUs, "
-                f"{accelerator.num_processes} x {accelerator.device.type}",
-            }
-            write(self.folder / "args.json", json.dumps(about, indent=2))
-            write(self.folder / FILE.name, FILE.read_text())
-            (self.folder / "samples.jsonl").unlink(missing_ok=True)
-            log = self.folder / "metrics.jsonl"
-            log.touch()
-            lines = log.read_text().splitlines(keepends=True)
-            write(log, "".join(lines[: self.state["update"]]))
-
+            self.write_records()
         # from here on signals stop the run between updates
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.note)
+        signal.signal(signal.SIGINT, self.note_signal)
+        signal.signal(signal.SIGTERM, self.note_signal)
         self.last_log = time.monotonic()
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.lock.release()
+    def write_records(self) -> None:
+        """args.json and the scripts, as they were when the run began; metrics.jsonl without the
+        updates after the checkpoint."""
+        log = self.folder / "metrics.jsonl"
+        if not log.exists():
+            about = {"script": FILE.stem, "torch": torch.__version__, "args": vars(self.args)}
+            write(self.folder / "args.json", json.dumps(about, indent=2))
+            for name in (FILE.name, "tf_adam.py"):
+                write(self.folder / name, (FILE.parent / name).read_text())
+            log.touch()
+        (self.folder / "samples.jsonl").unlink(missing_ok=True)
+        lines = log.read_text().splitlines(keepends=True)
+        write(log, "".join(lines[: self.state["update"]]))
 
-    def note(self, number: int, frame: object) -> None:
-        """Notes a signal. The next one of its kind ends the process."""
-        self.signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
+    def note_signal(self, number: int, frame: object) -> None:
+        """Notes a signal. Launchers may send a process the same one twice, so only a Ctrl-C that
+        comes a second later ends it at once."""
+        now = time.monotonic()
+        self.stopped_at = self.stopped_at or now
+        if number == signal.SIGINT and now > self.stopped_at + 1:
+            raise KeyboardInterrupt
 
-    def updates(self, total: int) -> tqdm:
-        """The numbers of the updates that are left, with a progress bar."""
-        done = self.state["update"]
-        self.total = total
-        return tqdm(
-            range(done, total),
-            initial=done,
-            total=total,
-            disable=not self.accelerator.is_main_process,
-        )
-
-    def log(self, metrics: dict, **counts: int) -> None:
-        """Adds the seconds since the last call (with evaluations and checkpoints), for each of
-        `counts` the number per second, and the peak memory of the GPU or else of this process. Then
-        writes a line of metrics.jsonl, and logs where --track asks for it."""
-        seconds = time.monotonic() - self.last_log
-        self.last_log += seconds  # now
-        metrics["seconds"] = seconds
-        for name, count in counts.items():
-            metrics[f"{name}_per_second"] = count / seconds
-        # Kilobytes on Linux. On a Mac these are bytes, and the number is 1024 times too large.
-        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        metrics["peak_memory_gb"] = (torch.cuda.max_memory_allocated() or 1024 * kilobytes) / 1e9
+    def log(self, metrics: dict) -> None:
+        """Adds the seconds since the last call (with evaluations and checkpoints) and the peak
+        memory of the GPU. Writes a line of metrics.jsonl, and logs where --track asks for it."""
+        now = time.monotonic()
+        metrics["seconds"] = now - self.last_log
+        self.last_log = now
+        metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        metrics["reserved_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
         if self.accelerator.is_main_process:
             with open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(f"{json.dumps(metrics)}\n")
         self.accelerator.log(metrics, step=self.state["update"] + 1)
 
-    def log_samples(self, name: str, samples: pd.DataFrame) -> None:
-        """Writes <name>.jsonl in the folder, and where --track logs a table of that name."""
-        if self.accelerator.is_main_process:
-            path = self.folder / f"{name}.jsonl"
-            path.parent.mkdir(exist_ok=True)
-            write(path, samples.to_json(orient="records", lines=True, double_precision=15))
-        if self.args.track:
-            self.accelerator.get_tracker("wandb").log_table(name, dataframe=samples)
-
     def checkpoints(self) -> list[Path]:
         """The folders of complete checkpoints, checkpoints/<updates made>, the newest last."""
-        found = self.folder.glob(f"checkpoints/{7 * '[0-9]'}/state.json")
+        found = self.folder.glob("checkpoints/???????/state.json")
         return sorted(path.parent for path in found)
 
     def end_update(self) -> None:
         """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
-        any process. Only the newest two are kept. No random state is needed: uniforms follow from
-        seed, update and row, and main draws the shuffles again from the start."""
+        any process. Only the newest two checkpoints are kept. No random state is needed: uniforms
+        and shuffles follow from seed, update and row."""
         self.state["update"] += 1
-        updates_made = self.state["update"]
-        every = self.args.checkpoint_every
-        is_due = updates_made == self.total or (every > 0 and updates_made % every == 0)
-        # A signal may reach one process only, so all add theirs up.
-        count = torch.tensor(len(self.signals), device=self.accelerator.device)
-        is_stopping = sum_over_ranks(count) > 0
-        if is_due or is_stopping:
-            path = self.folder / f"checkpoints/{updates_made:07d}"
+        made = self.state["update"]
+        every = self.args.checkpoint_every or self.num_updates
+        stopped = torch.tensor(self.stopped_at, device=self.accelerator.device)
+        is_stopping = sum_over_ranks(stopped) > 0  # a signal may reach one process only
+        if is_stopping or made % every == 0 or made == self.num_updates:
+            path = self.folder / f"checkpoints/{made:07d}"
             self.accelerator.save_state(str(path))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
                 write(path / "state.json", json.dumps(self.state))  # last: now it is complete
                 for old in self.checkpoints()[:-2]:
+                    (old / "state.json").unlink()  # first: now it is none
                     shutil.rmtree(old)
+            self.accelerator.wait_for_everyone()  # nobody leaves before it is written
         if is_stopping:
-            logger.warning("stopped by a signal, with a checkpoint: --resume goes on from it")
+            where = f"--resume --output_dir {self.folder}"
+            self.accelerator.print(f"stopped by a signal; to go on:\n{' '.join(sys.argv)} {where}")
             raise SystemExit(130)
 
 
 def write(path: Path, text: str) -> None:
     """Writes the file so that it is there as a whole or not at all."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(text)
+    unfinished = path.with_suffix(f".{os.urandom(4).hex()}")
+    with open(unfinished, "x") as file:  # a new one: no link is followed
+        file.write(text)
     unfinished.rename(path)
 
 
 def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str) -> None:
     """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders. The value
-    head is a file beside the model whose states it reads: named_children yields lm, critic and
-    value_head in the order of their assignment."""
-    folder = parent
+    head is a file beside the model whose states it reads."""
     for part, module in policy.named_children():
         own = {
             name: weights[f"{part}.{name}"]
             for name in module.state_dict()
             if name not in getattr(module, "all_tied_weights_keys", ())  # they are saved once
         }
-        if isinstance(module, Model):
-            folder = f"{parent}/policy" if part == "lm" else f"{parent}/{part}"
+        if part == "value_head":
+            reads = "critic" if policy.critic else "policy"
+            save_file(own, f"{parent}/{reads}/value_head.safetensors")
+        else:
+            folder = f"{parent}/{part.replace('lm', 'policy')}"
             module.save_pretrained(folder, state_dict=own)
             tokenizer.save_pretrained(folder)
-        else:
-            save_file(own, f"{folder}/{part}.safetensors")
 
 
-def show_samples(samples: pd.DataFrame, folder: str) -> None:
-    """Prints three queries with their responses before and after the training, and mean scores."""
+def write_samples(samples: pd.DataFrame, folder: str) -> None:
+    """Writes samples.jsonl, the last file: it marks a finished run. Prints three queries with their
+    responses before and after the training, and mean scores."""
+    text = samples.to_json(orient="records", lines=True, double_precision=15)
+    write(Path(folder) / "samples.jsonl", text)
     for row in samples.drop_duplicates("query").head(3).itertuples():
-        sys.stdout.write(
-            f"\nquery: {row.query}\nbefore: {row.response}\nafter: {row.response_after}\n"
-        )
-    scores = f"{samples.score.mean():.2f} before, {samples.score_after.mean():.2f} after"
-    sys.stdout.write(f"\nmean score {scores}; see {folder}/samples.jsonl\n")
+        print(f"\nquery: {row.query!r}\nbefore: {row.response!r}\nafter: {row.response_after!r}")
+    print(f"\nmean score {samples.score.mean():.2f} before, {samples.score_after.mean():.2f} after")
 
 
 # --- entry point ----------------------------------------------------------------------------------
-def check_settings(args: Args, divisor: int) -> None:
+def check_settings(args: Args, num_updates: int, divisor: int) -> None:
     """UserError for settings that do not go together."""
     if args.batch_size % divisor:
         raise UserError(
@@ -1333,59 +1297,36 @@ def check_settings(args: Args, divisor: int) -> None:
         )
     if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(f"--truncate_after {args.truncate_after} must be below --response_length")
-
-
-# What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
-# learning rates. Anything else would make two experiments of one run.
-CHANGEABLE = """resume output_dir track wandb_project checkpoint_every eval_every total_episodes lr
-critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
+    if args.adaptive_kl_target and args.batch_size >= 5 * args.kl_horizon:
+        raise UserError(f"--kl_horizon {args.kl_horizon} must be above a fifth of --batch_size")
+    if max(args.lr_warmup, getattr(args, "critic_warmup", 0)) >= num_updates:
+        raise UserError(f"--lr_warmup and --critic_warmup must be below {num_updates} updates")
 
 
 def parse_args() -> tuple[str, Args]:
-    """Name of the preset (`tiny` if a flag comes first), and Args. Flags override args.json (with
-    --resume), which overrides the preset."""
+    """Name of the preset (`tiny` if a flag comes first), and Args."""
     # People write `--flag none` or `--flag=none`. tyro reads only None.
     words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
     preset = words.pop(0) if words and not words[0].startswith("-") else "tiny"
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(PRESETS)}")
-    # Parsed once to learn --resume and --output_dir, then again with the old run's as defaults.
     args = tyro.cli(Args, default=PRESETS[preset], args=words)
-    if args.resume and not args.output_dir:
-        raise UserError("--resume needs --output_dir, the folder of the run")
-    path = Path(f"{args.output_dir}/args.json").expanduser()
-    if args.resume and path.exists():
-        old_run = json.loads(path.read_text())
-        writer = f"{old_run['script']}.py {old_run['preset']}"
-        if writer != f"{FILE.name} {preset}":
-            raise UserError(f"{path} was written by {writer}")
-        old_args = validated(old_run["args"])
-        default = replace(old_args)  # a copy
-        default.reward_fn = None  # args.json must not choose what code is run
-        args = tyro.cli(Args, default=default, args=words)
-        # A flag may repeat what args.json has. Only CHANGEABLE ones may differ.
-        for name, old in vars(old_args).items():
-            if name not in CHANGEABLE.split() and getattr(args, name) != old:
-                raise UserError(f"--output_dir {args.output_dir} was started with --{name} {old}")
-    return preset, validated(vars(args))
-
-
-def validated(values: dict) -> Args:
-    """Args with these values; UserError for one that is not what its type says."""
     try:
-        return pydantic.TypeAdapter(Args).validate_python(values)
+        pydantic.TypeAdapter(Args).validate_python(vars(args))
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
+    if args.resume and not args.output_dir:
+        raise UserError("--resume needs --output_dir, the folder of the run")
+    return preset, args
 
 
 if __name__ == "__main__":
     try:
         main(*parse_args())
-    except Exception as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(2)  # when one process ends, the launcher ends all: let the first print
-        if not isinstance(error, UserError | OSError) or os.environ.get("RLHF_DEBUG"):
+    except (UserError, OSError) as error:
+        if os.environ.get("RLHF_DEBUG"):
             raise
-        sys.stderr.write(f"{FILE.name}: {' '.join(str(error).split())}\n")
+        hint = " (RLHF_DEBUG=1 shows more)" if error.__cause__ else ""
+        sys.stderr.write(f"{FILE.name}: {' '.join(str(error).split())}{hint}\n")
         sys.exit(2)

@@ -1,5 +1,6 @@
 """Adam as TensorFlow 1.x computes it, the optimizer behind OpenAI's lm-human-preferences, and what
-stands between gradients and weights: parameter groups, learning rates, clipping.
+else is done to weights and gradients, whatever the algorithm: which weights are trained, how the
+others are held, parameter groups, learning rates, averages over processes, clipping.
 
 PyTorch implements Algorithm 1 of Kingma & Ba (2015, arXiv:1412.6980), TensorFlow the reordering in
 the paragraph before its section 2.1. With m, v the moving averages and t the step, counted from 1:
@@ -14,13 +15,21 @@ Implementation Details of RLHF with PPO") measured an approxkl of 3.7e-4 with Te
 against 2.4e-3 with PyTorch's on the same rollouts.
 """
 
+import contextlib
+import ctypes
 import math
+import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import Conv1D, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 logger = get_logger(__name__)
 
@@ -89,6 +98,69 @@ def can_be_fused(p: Tensor) -> bool:
     return p.is_floating_point() and p.device.type in ("cpu", "cuda")
 
 
+def set_up_torch(dtype: str) -> None:
+    """Settings for speed and memory, made before the first tensor: --dtype is "fp32", "tf32" or
+    "bf16". They change results by rounding only."""
+    # On a GPU the memory of one sampled token's cache then serves the longer cache of the next one.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc keeps freed memory: saves a tenth of the time on a CPU
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
+    if dtype != "fp32":
+        torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
+    # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def patch_layers(model: PreTrainedModel, args: Any) -> None:
+    """Changes what layers do in training: padding is an embedding like any other, GELU is faster,
+    and with args.gradient_checkpointing activations are computed again in the backward pass.
+
+    Raises ValueError if the model's layers are not made for checkpointing.
+    """
+    layers = list(model.modules())
+    for layer in layers:
+        if isinstance(layer, nn.Embedding):
+            layer.padding_idx = None  # else a pad that is also the eos gets no gradient
+        if type(getattr(layer, "act", None)).__name__ == "NewGELUActivation":
+            layer.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
+    if args.gradient_checkpointing:
+        # transformers' own checkpointing needs train mode, in which dropout acts.
+        blocks = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
+        if not blocks:
+            raise ValueError("--gradient_checkpointing: the model does not support it")
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def add_adapters(model: PreTrainedModel, args: Any) -> None:
+    """With args.lora_rank the weights are frozen, and LoRA adapters (Hu et al. 2021,
+    arXiv:2106.09685) on all linear layers but the head are trained. ImportError without peft."""
+    if not args.lora_rank:
+        return
+    from peft import LoraConfig
+
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    model.add_adapter(config)
+    hold_in_bf16(model, args)
+
+
+def hold_in_bf16(model: PreTrainedModel, args: Any) -> None:
+    """With args.dtype "bf16" frozen linear layers are held in bf16, in half the memory; autocast
+    would round them anyway. Biases, the head, embeddings and norms stay in fp32."""
+    if args.dtype != "bf16":
+        return
+    for module in model.base_model.modules():
+        if isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad:
+            module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
+
+
 def make_optimizer(
     policy: list[nn.Module], critic: list[nn.Module | None], args: Any
 ) -> torch.optim.Optimizer:
@@ -115,25 +187,56 @@ def make_optimizer(
     return optimizer(groups, lr=args.lr, betas=tuple(args.adam_betas), eps=args.adam_eps)
 
 
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError if a weight is to be trained, but no optimizer has it: it would never
+    change, while its gradients counted in the clipping norm."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if p.requires_grad and id(p) not in known:
+            raise ValueError(f"{name} has no optimizer: give its module to make_optimizer")
+
+
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, update: int, progress: float, args: Any
 ) -> None:
     """Sets the rates for all optimizer steps of this update (updates count from 0); `progress`, in
     [0, 1), is the share of the run that is over.
 
-    Warm-up (args.lr_warmup updates) and the linear decay to 0 multiply. Value head and critic have
-    args.critic_lr, if it is given. In the first args.critic_warmup updates the policy's rate is 0:
-    its weights rest, while Adam averages its gradients, and clipping counts them, as always.
+    Warm-up (args.lr_warmup updates) and the decay to 0, linear or by a cosine, multiply. Value head
+    and critic have args.critic_lr, if it is given. In the first args.critic_warmup updates the
+    policy's rate is 0: its weights rest, while Adam averages its gradients, and clipping counts
+    them, as always.
     """
     factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
     if args.lr_schedule == "linear":
         factor *= 1 - progress
+    if args.lr_schedule == "cosine":
+        factor *= (1 + math.cos(math.pi * progress)) / 2
     for group in optimizer.param_groups:
         group["lr"] = factor * args.lr
         if group["is_critic"] and args.critic_lr is not None:
             group["lr"] = factor * args.critic_lr
         if not group["is_critic"] and update < getattr(args, "critic_warmup", 0):
             group["lr"] = 0.0
+
+
+def check_launch(accelerator: Accelerator) -> None:
+    """ValueError for a way to distribute that trains wrongly: DeepSpeed, for one, makes a step of
+    each micro-batch."""
+    kind = accelerator.distributed_type.value
+    if kind.split("_")[0] not in ("NO", "MULTI", "FSDP"):
+        raise ValueError(f"{kind} is not supported: use DDP or FSDP2, see benchmark/accelerate/")
+
+
+def averaging(
+    accelerator: Accelerator, model: nn.Module, is_last: bool
+) -> contextlib.AbstractContextManager:
+    """A context for the backward pass of a micro-batch. Processes average their gradients at the
+    last micro-batch of a step. Where weights are in shards they do it at each: until then every
+    process would hold whole gradients."""
+    if is_last or hasattr(model, "reshard"):
+        return contextlib.nullcontext()
+    return accelerator.no_sync(model)
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:

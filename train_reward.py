@@ -1,4 +1,4 @@
-"""A reward model from human comparisons, in one file.
+"""A reward model from human comparisons. Its optimizer is in tf_adam.py.
 
 A language model with a scalar head learns which of N responses to a query people like best. It is
 trained for one epoch on the loss -log softmax(reward_1, ..., reward_N)[best], which for a pair is
@@ -11,12 +11,12 @@ lm-human-preferences (Ziegler et al. 2019, arXiv:1909.08593). The tests replay r
     accelerate launch --num_processes 8 train_reward.py sentiment  # eight GPUs share --batch_size
 
 A table of labels has the columns query, sample0, sample1, ... (token ids or texts) and best, the
-number of the sample that people liked best, from 0; or chosen, rejected and perhaps prompt (texts
-or messages). The result, reward_model/, is a Hugging Face folder of a classifier, which gives the
-logit; gain and bias are reward_gain and reward_bias of its config.json.
+number of the sample that people liked best, from 0; or chosen, rejected (texts or messages) and
+perhaps a prompt. The result, reward_model/, is a Hugging Face folder of a classifier, which gives
+the logit; gain and bias are reward_gain and reward_bias of its config.json.
 
 A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
-train_reward.py is identical in all of them: what seems out of place here is needed there.
+train_reward.py is identical in all of them, so some branches are unused here.
 
 Shapes: b labels in a micro-batch, N responses in each (b N rows, label by label), B rows of any
 kind, R tokens in a response, T in a row, V in the vocabulary, d hidden units.
@@ -26,70 +26,62 @@ kind, R tokens in a response, T in a row, V in the vocabulary, d hidden units.
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch>=2.8,<2.14", "transformers>=5.17,<5.24", "datasets>=4", "accelerate>=1.10",
-#     "tyro>=0.9.10", "wandb>=0.21", "numpy>=2", "huggingface-hub>=1", "safetensors>=0.8",
-#     "pandas>=2", "pydantic>=2.6", "filelock>=3.12", "tqdm>=4.66",
+#     "tyro>=0.9.10", "wandb>=0.21", "numpy>=2", "safetensors>=0.8", "pandas>=2", "pydantic>=2.6",
+#     "filelock>=3.12",
 # ]
 # ///
 
 import contextlib
-import ctypes
-import glob
 import json
 import math
 import os
-import platform
 import re
-import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from glob import escape
 from pathlib import Path
 from typing import Literal
 
-import accelerate
 import datasets
 import numpy as np
 import pandas as pd
 import pydantic
 import torch
-import transformers
 import tyro
-from accelerate import Accelerator, PartialState
-from accelerate.logging import get_logger
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import broadcast_object_list, reduce, set_seed
 from filelock import FileLock
-from huggingface_hub import hf_hub_download
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import cross_entropy, pad
-from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
-from transformers import (
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Conv1D,
-    DynamicCache,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.masking_utils import sdpa_mask
 
-from tf_adam import clip_gradients, make_optimizer, set_learning_rates
+from tf_adam import (
+    averaging,
+    check_launch,
+    clip_gradients,
+    hold_in_bf16,
+    make_optimizer,
+    patch_layers,
+    set_learning_rates,
+    set_up_torch,
+)
 
 FILE = Path(__file__).resolve()
 TokenRows = list[list[int]]
-logger = get_logger(__name__)  # prints on the first process only
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """An error that the user can fix. The script prints its text, like that of an OSError, as one
     line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
 
@@ -98,7 +90,7 @@ class UserError(ValueError):
 class Args:
     """Settings of a run. A preset may come first: sentiment, descriptiveness, cnndm, tldr."""
 
-    # The comment at a field is its help text. A blank line keeps a heading out of it.
+    # tyro shows each field's comment in --help, but not a comment that has a blank line below it.
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
 
     # the run
@@ -108,7 +100,6 @@ class Args:
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
-    wandb_project: str = "rlhf"  # Name of the W&B project
 
     # models
     base_model: str = "tiny/model"  # Reward model and reference start from it: a folder or hub id
@@ -119,7 +110,7 @@ class Args:
 
     # the task
 
-    # A file (json, jsonl, csv, parquet, txt), a folder, or owner/name[:config] on the hub
+    # A file (json, jsonl, csv, parquet, txt), a folder or a hub id, perhaps with :config:split
     label_dataset: str = "tiny/labels"
     # Train on the first so many rows of `train` (None: all). Held out are `test`, or else the rest
     num_labels: PositiveInt | None = None
@@ -138,8 +129,10 @@ class Args:
     # Tokens sampled per response; chosen and rejected responses are cut to it
     response_length: PositiveInt = 24
     temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
-    # Only `eos` matters here: with it chosen and rejected responses end at their first eos
+    # Chosen and rejected responses end after this token (`eos`: the tokenizer's, which is added if
+    # it is missing; None: they are not cut)
     truncate_token: str | None = "."
+    truncate_after: NonNegativeInt = 16  # The token ends a response only at this index or later
     # Samples that set gain and bias, before and after training (0: gain starts at 1, bias at 0)
     normalization_samples: NonNegativeInt = 512
 
@@ -148,7 +141,7 @@ class Args:
     # Labels, or sampled rows, per pass on one device; gradients accumulate
     micro_batch_size: PositiveInt = 128
     lr: NonNegativeFloat = 2e-3  # Learning rate, see the schedule
-    lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # --lr decays to 0, or stays
     # Number n of warm-up updates: update i (from 0) uses lr * (i + 1) / (n + 1)
     lr_warmup: NonNegativeInt = 0
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
@@ -173,6 +166,7 @@ POSTS = replace(
     query_suffix="\n\nTL;DR:",
     response_length=75,
     truncate_token="\n",
+    truncate_after=55,
     num_labels=46_000,
     batch_size=16,
     micro_batch_size=4,
@@ -201,6 +195,7 @@ class Query:
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
+    prompt: str | list  # as a --reward_fn reads it, if it is a chat
     columns: dict  # its row in the table, for PPO's and RLOO's --reward_fn
 
 
@@ -215,9 +210,7 @@ class Comparison:
 
 def main(preset: str, args: Args) -> None:
     """Sets up and normalizes; trains and logs in a loop; normalizes again, evaluates and saves."""
-    cpu = not torch.accelerator.is_available() or torch.backends.mps.is_available()  # MPS: no fp64
-    accelerator = Accelerator(cpu=cpu, log_with="wandb", mixed_precision="no", dynamo_backend="no")
-    accelerator.gradient_accumulation_steps = 1  # whatever the launcher says, as for the other two
+    accelerator = make_accelerator(args.dtype)
     world = accelerator.num_processes
     rank = accelerator.process_index
     if args.batch_size % world or args.normalization_samples % world:
@@ -229,20 +222,22 @@ def main(preset: str, args: Args) -> None:
     # data and models; most of what cannot run fails here, before anything is written
     tokenizer = load_tokenizer("base_model", args)
     labels, held_out = load_labels("label_dataset", args, tokenizer)
+    num_updates = len(labels) // args.batch_size
     # The first half is to normalize before the training, the second half after it.
     queries = load_queries("query_dataset", args, tokenizer, 2 * args.normalization_samples)
     # the longest text that a model reads
     longest = max(len(query.context) for query in queries) + args.response_length
     for label in labels + held_out:
-        longest = max(longest, len(label.query) + max(map(len, label.responses)))
+        longest = max(longest, len(label.query + max(label.responses, key=len)))
     ref_lm = load_model("base_model", args, AutoModelForCausalLM, tokenizer, longest)
     hold_in_bf16(ref_lm.requires_grad_(False), args)
-    ref = Reference(ref_lm, args.dtype).to(accelerator.device)
-    model = load_model("base_model", args, AutoClassifier, tokenizer, longest, num_labels=1)
-    # The new head is normal, as the original's, and depends on the seed alone.
+    num_tokens = max(tokenizer.get_vocab().values()) + 1
+    ref = Reference(ref_lm.to(accelerator.device), num_tokens, args.dtype)
+    model = load_model("base_model", args, AutoClassifier, tokenizer, longest, new_head=True)
     set_seed(args.seed)
-    nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
-    set_up_backend(args.dtype)  # after the models, which are checked in full fp32
+    if "SequenceClassification" not in str(model.config.architectures):
+        # A new head is normal, as the original's, and depends on the seed alone.
+        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     reward = RewardModel(model, args).to(accelerator.device)
 
     # 1. normalize on samples of the reference policy; when a run is resumed, its checkpoint's gain
@@ -250,48 +245,56 @@ def main(preset: str, args: Args) -> None:
     if args.normalization_samples > 0:
         rewards = reference_rewards(accelerator, reward, ref, queries, 0, args)
         normalize(rewards, reward.gain, reward.bias)
-    wrapped, optimizer = accelerator.prepare(reward, make_optimizer([reward], [], args))
-    reward = accelerator.unwrap_model(wrapped)  # the same module, without DDP around it
+    with explained("optimizer"):
+        optimizer = make_optimizer([reward], [], args)
+    # `wrapped` is what is trained: it averages gradients over processes. `reward` is inside.
+    wrapped, optimizer = accelerator.prepare(reward, optimizer)
+    reward = accelerator.unwrap_model(wrapped)
+    # Where weights are in shards, no bf16 copies of whole weights are kept.
+    torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
 
-    with Run(accelerator, preset, args) as run:
-        order = np.random.RandomState(args.seed).permutation(len(labels))
-        for update in run.updates(len(labels) // args.batch_size):
-            # 2. train: one epoch; a single process has the original's order. Each process takes
-            # every world-th label of a batch. An incomplete last batch is left out, but as in the
-            # original it counts for the learning rate: tf_adam.py has the schedule.
-            start = update * args.batch_size
-            set_learning_rates(optimizer, update, start / len(labels), args)
-            mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
-            records = reward_update(accelerator, wrapped, optimizer, mine, args)
+    run = Run(accelerator, args, num_updates, {})
+    run.start()
+    order = np.random.RandomState(args.seed).permutation(len(labels))
+    for update in range(run.state["update"], num_updates):
+        # 2. train: one epoch; a single process has the original's order. Each process takes every
+        # world-th label of a batch. An incomplete last batch is left out, but as in the original it
+        # counts for the learning rate: tf_adam.py has the schedule.
+        start = update * args.batch_size
+        set_learning_rates(optimizer, update, start / len(labels), args)
+        mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
+        records = reward_update(accelerator, wrapped, optimizer, mine, args)
 
-            # 3. log; leave a checkpoint
-            metrics = reduce_means(records)
-            metrics["train/lr"] = optimizer.param_groups[0]["lr"]
-            run.log(metrics, labels=args.batch_size)
-            if not math.isfinite(metrics["train/gradient_norm"]):
-                raise UserError("the gradient is not finite: a smaller --lr may help")
-            run.end_update()
+        # 3. log; leave a checkpoint
+        metrics = reduce_means(records)
+        metrics["train/lr"] = optimizer.param_groups[0]["lr"]
+        run.log(metrics)
+        if update % 25 == 0:
+            accelerator.print(f"update {update + 1} of {num_updates}: {metrics['train/loss']:.3f}")
+        if not math.isfinite(metrics["train/gradient_norm"]):
+            raise UserError("the gradient is not finite: a smaller --lr may help")
+        run.end_update()
 
-        # 4. normalize again
-        if args.normalization_samples > 0:
-            rewards = reference_rewards(accelerator, reward, ref, queries, 1, args)
-            normalize(rewards, reward.gain, reward.bias)
+    # 4. normalize again
+    if args.normalization_samples > 0:
+        rewards = reference_rewards(accelerator, reward, ref, queries, 1, args)
+        normalize(rewards, reward.gain, reward.bias)
 
-        # 5. evaluate and save; all processes put the weights together
-        samples = evaluate_labels(reward, held_out, tokenizer)
-        statistics = {}
-        for name in ("gain", "bias"):
-            x = getattr(reward, name)
-            statistics[name] = getattr(x, "full_tensor", x.detach)().item()  # FSDP may shard them
-        if held_out:
-            statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
-        accelerator.log(statistics)
-        # After the statistics: FSDP may have normalized a gathered copy, which this discards.
-        weights = accelerator.get_state_dict(wrapped)
-        if rank == 0:
-            save_reward_model(model, weights, statistics, tokenizer, args.output_dir)
-        run.log_samples("samples", samples)  # the last file, which marks a finished run
-        logger.warning(f"{statistics}, see {args.output_dir}")
+    # 5. evaluate and save; all processes put the weights together
+    samples = evaluate_labels(reward, held_out, tokenizer)
+    numbers = [reward.gain, reward.bias]  # which FSDP may have sharded
+    gain, bias = (getattr(x, "full_tensor", x.detach)().item() for x in numbers)
+    statistics = {"gain": gain, "bias": bias}
+    if held_out:
+        statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
+    accelerator.log(statistics)
+    # After the statistics: FSDP may have normalized a gathered copy, which this discards.
+    weights = accelerator.get_state_dict(wrapped)
+    if rank == 0:
+        save_reward_model(model, weights, statistics, tokenizer, args.output_dir)
+        text = samples.to_json(orient="records", lines=True, double_precision=15)
+        write(run.folder / "samples.jsonl", text)  # the last file, which marks a finished run
+    accelerator.print(f"{statistics}, see {args.output_dir}")
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # without this gloo can hang
     accelerator.end_training()
 
@@ -299,11 +302,12 @@ def main(preset: str, args: Args) -> None:
 # --- the algorithm --------------------------------------------------------------------------------
 def label_rewards(reward: Module, labels: list[Comparison]) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards (b, N) of the N responses to each query; the index of the best one, (b,); and whether
-    it has the highest reward, (b,). Responses count up to their last token, not to a truncate token
-    as in ppo_rlhf.py."""
+    it has the highest reward, (b,). Responses count up to their last token."""
     ids, mask = pad_rows([label.query for label in labels])
-    responses = [response for label in labels for response in label.responses]
-    rewards = reward(ids, mask, *pad_rows(responses, "right")).view(len(labels), -1)
+    # Responses are padded on the right: as rows that are turned round, padded and turned again.
+    turned = [response[::-1] for label in labels for response in label.responses]
+    responses, is_real = (x.flip(1) for x in pad_rows(turned))
+    rewards = reward(ids, mask, responses, is_real).view(len(labels), -1)
     best = torch.tensor([label.best for label in labels], device=ids.device)
     return rewards, best, rewards.argmax(1) == best
 
@@ -318,11 +322,9 @@ def reward_update(
     """One optimizer step on the mean cross entropy of a batch. `labels` are this process's share of
     the batch, and all shares are equally large. Returns what is logged."""
     records = []
-    model.train(args.gradient_checkpointing)  # it needs train mode; nothing has dropout
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
     for rows in groups:
-        sync = contextlib.nullcontext() if rows is groups[-1] else accelerator.no_sync(model)
-        with sync:  # processes average gradients at the last micro-batch only
+        with averaging(accelerator, model, is_last=rows is groups[-1]):
             rewards, best, is_hit = label_rewards(model, [labels[i] for i in rows])
             # -log softmax(rewards) at the best of N; for a pair -log sigmoid(chosen - rejected)
             losses = cross_entropy(rewards, best, reduction="none")  # (b,)
@@ -333,7 +335,6 @@ def reward_update(
     records.append(sums_over(torch.ones_like(norm), {"train/gradient_norm": norm}))
     optimizer.step()
     optimizer.zero_grad()
-    model.eval()
     return records
 
 
@@ -368,7 +369,7 @@ def reference_rewards(
     for rows in mine.split(args.micro_batch_size):
         asked = [queries[(draw * total + i) % len(queries)] for i in rows]
         contexts = [query.context for query in asked]
-        responses, _ = sample(ref, contexts, u[rows.to(u.device)], args.temperature)
+        responses, _ = sample(ref, contexts, u[rows], args.temperature)
         ids, mask = pad_rows([query.input_ids for query in asked])
         rewards.append(reward(ids, mask, responses, responses >= 0))  # all of their tokens are real
     return accelerator.gather(torch.cat(rewards))
@@ -422,15 +423,18 @@ def reduce_means(records: list[dict]) -> dict:
 
 
 # --- rollout and scoring --------------------------------------------------------------------------
+SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4  # streams of random numbers: default_rng([seed, ..])
+
+
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
-    take their rows of one array, so these numbers do not depend on how many processes there are."""
-    # 1 names this stream of random numbers; load_queries has 2, and read_labels 3.
-    generator = np.random.default_rng([seed, 1, draw])
-    return torch.tensor(
-        generator.random((batch, length), dtype=np.float32), device=PartialState().device
-    )
+    take their rows of one array, so these numbers do not depend on how many processes there are.
+    The same numbers give the same responses: to sample queries again, take another draw, for
+    example num_updates + update + 1."""
+    generator = np.random.default_rng([seed, SAMPLING, draw])
+    numbers = generator.random((batch, length), dtype=np.float32)
+    return torch.from_numpy(numbers).to(PartialState().device)
 
 
 @torch.no_grad()
@@ -462,17 +466,18 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 
 
 # --- forward passes -------------------------------------------------------------------------------
-class Reference(Module):
+@dataclass
+class Reference:
     """A language model with the interface that sample() expects of a policy."""
 
-    def __init__(self, lm: Model, dtype: str) -> None:
-        super().__init__()
-        self.lm = lm
-        self.dtype = dtype
+    lm: Model
+    num_tokens: int
+    dtype: str
 
-    def forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> tuple[Tensor, None]:
+    def __call__(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> tuple[Tensor, None]:
         """Logits (B, 1, V) after ids, in fp32; and no values."""
-        return lm_logits(self.lm, hidden_states(self.lm, ids, mask, 1, self.dtype, cache)), None
+        states = hidden_states(self.lm, ids, mask, 1, self.dtype, cache)
+        return lm_logits(self.lm, states, self.num_tokens), None
 
 
 class RewardModel(Module):
@@ -484,30 +489,43 @@ class RewardModel(Module):
         self.lm = lm
         self.dtype = args.dtype
         self.reads_once = not args.gradient_checkpointing  # checkpointing goes without caches
-        self.gain = nn.Parameter(torch.ones(1, device=lm.device))
-        self.bias = nn.Parameter(torch.zeros(1, device=lm.device))
+        self.gain = nn.Parameter(torch.ones(1))
+        self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, ids: Tensor, mask: Tensor, responses: Tensor, is_real: Tensor) -> Tensor:
         """Rewards (b N,), in fp32, read at the last token of each response. Queries (b, T) are
-        padded on the left, responses (b N, R) on the right. A query is read once, into a cache; its
-        N responses continue from there, and gradients flow back through the cache."""
+        padded on the left, responses (b N, R) on the right."""
         repeats = len(responses) // len(ids)  # N
-        size = responses.shape[1]
         whole_mask = torch.cat([mask.repeat_interleave(repeats, 0), is_real], 1)
         if self.reads_once:
-            cache = DynamicCache(config=self.lm.config)
-            unused = hidden_states(self.lm, ids, mask, 1, self.dtype, cache).sum()
-            cache.batch_repeat_interleave(repeats)
-            states = hidden_states(self.lm, responses, whole_mask, size, self.dtype, cache)
-            # With sharded weights (FSDP) every output of a forward pass must get a gradient. This
-            # gives the query's last state a gradient of zero.
-            states = states + 0 * unused
+            states = states_after(self.lm, ids, responses, whole_mask, self.dtype)
         else:
             whole = torch.cat([ids.repeat_interleave(repeats, 0), responses], 1)
+            size = responses.shape[1]
             states = hidden_states(self.lm, whole, whole_mask, size, self.dtype)
         rows = torch.arange(len(responses), device=ids.device)
         last = states[rows, is_real.sum(1) - 1]
         return self.gain * self.lm.score(last).squeeze(1) + self.bias
+
+
+def states_after(
+    model: Model,
+    queries: Tensor,
+    rest: Tensor,
+    mask: Tensor,
+    dtype: str,
+    cache: DynamicCache | None = None,
+) -> Tensor:
+    """States (b k, L, d) of the tokens `rest` (b k, L), k rows after each of the queries (b, T),
+    which are read once, into a cache that gradients pass. mask (b k, T + L) covers both."""
+    if cache is None:
+        cache = DynamicCache(config=model.config)
+    k = len(rest) // len(queries)
+    query_mask = mask[::k, : queries.shape[1]]
+    unused = hidden_states(model, queries, query_mask, 1, dtype, cache).sum()
+    cache.batch_repeat_interleave(k)
+    # With sharded weights every output must get a gradient: the query's last state gets zeros.
+    return hidden_states(model, rest, mask, rest.shape[1], dtype, cache) + 0 * unused
 
 
 def hidden_states(
@@ -534,9 +552,10 @@ def hidden_states(
     return output.last_hidden_state[:, -last:].float()
 
 
-def lm_logits(lm: Model, states: Tensor) -> Tensor:
-    """Logits (..., V) of states (..., d). Some models scale logits, here by scaling the states, as
-    their heads have no bias; or cap them."""
+def lm_logits(lm: Model, states: Tensor, num_tokens: int) -> Tensor:
+    """Logits (..., V) of states (..., d), for the V = num_tokens tokens of the tokenizer: models
+    may have more embeddings. Some models scale logits, here by scaling the states, as their heads
+    have no bias; or cap them."""
     config = lm.config.get_text_config()
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
     factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -546,110 +565,112 @@ def lm_logits(lm: Model, states: Tensor) -> Tensor:
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     if cap:
         logits = cap * (logits / cap).tanh()
+    if logits.shape[-1] > num_tokens:
+        logits = logits[..., :num_tokens]
     return logits
 
 
-def pad_rows(rows: TokenRows, side: str = "left") -> tuple[Tensor, Tensor]:
-    """Token ids (B, T), padded on one side, and a mask, which is False at padding."""
-    tensors = [torch.tensor(row) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
-    ids = ids.to(PartialState().device)
+def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
+    """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
+    longest = max(map(len, rows))
+    padded = [[-1] * (longest - len(row)) + row for row in rows]
+    ids = torch.tensor(padded, device=PartialState().device)
     return ids.clamp(min=0), ids >= 0
 
 
 # --- models ---------------------------------------------------------------------------------------
-def names_flag(load: Callable) -> Callable:
-    """Decorator: an error of load(flag, args, ...) becomes a UserError that names the flag, its
-    value and the cause. `flag` is what the caller loads it for."""
-
-    def wrapper(flag: str, args: Args, *rest: object, **named: object) -> object:
-        try:
-            return load(flag, args, *rest, **named)
-        except UserError:
-            raise
-        except Exception as error:
-            # The cause of a library's error often says more than the error; some have no text.
-            reason = error.__cause__ or str(error) or repr(error)
-            raise UserError(f"--{flag} {getattr(args, flag)}: {reason}") from error
-
-    return wrapper
+@contextlib.contextmanager
+def explained(what: str, kind: type = Exception) -> Iterator[None]:
+    """An error of this kind in the block becomes a UserError: `what`, and the cause. Around calls
+    of libraries any kind, around functions of this file UserError: its faults keep their traceback.
+    """
+    try:
+        yield
+    except kind as error:
+        # The cause of a library's error often says more than the error; some have no text.
+        raise UserError(f"{what}: {error.__cause__ or str(error) or repr(error)}") from error
 
 
-@names_flag
+def make_accelerator(dtype: str) -> Accelerator:
+    """The processes and their devices: GPUs, or else CPUs. Prints what they are."""
+    set_up_torch(dtype)
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available() or torch.backends.mps.is_available(),  # no fp64
+        log_with="wandb",
+        mixed_precision="no",
+        dynamo_backend="no",
+        # The others wait while one process writes a checkpoint, or for a slow --reward_fn.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
+    )
+    # We micro-batch by hand; ignore the launcher's setting.
+    accelerator.gradient_accumulation_steps = 1
+    with explained("launch"):
+        check_launch(accelerator)
+    accelerator.print(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
+    return accelerator
+
+
 def load_tokenizer(flag: str, args: Args) -> Tokenizer:
     """The tokenizer of the model that the flag names."""
-    return AutoTokenizer.from_pretrained(local_path(getattr(args, flag)), trust_remote_code=False)
+    name = local_path(getattr(args, flag))
+    with explained(f"--{flag} {name}"):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
-@names_flag
 @torch.no_grad()
 def load_model(
-    flag: str, args: Args, auto_class: type, tokenizer: Tokenizer, longest: int, **config: object
+    flag: str,
+    args: Args,
+    auto_class: type,
+    tokenizer: Tokenizer,
+    longest: int,
+    new_head: bool = False,
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
-    the original. `config` replaces values of its config; if there is any, the head may be new."""
-    path = local_path(getattr(args, flag))
-    if os.path.exists(f"{path}/adapter_config.json"):
-        raise ValueError("is an adapter: merge it first (peft's merge_and_unload)")
-    model, info = auto_class.from_pretrained(
-        path,
-        dtype=torch.float32,
-        # the faster one of each kind of device
-        attn_implementation="eager" if PartialState().device.type == "cpu" else "sdpa",
-        use_safetensors=True,
-        trust_remote_code=False,  # None would ask
-        output_loading_info=True,
-        **config,
-    )
+    the original. With new_head the files may have no reward head."""
+    name = local_path(getattr(args, flag))
+    what = f"--{flag} {name}"
+    if os.path.exists(f"{name}/adapter_config.json"):
+        raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
+    head = "score" if auto_class is AutoClassifier else "lm_head"
+    with explained(what):
+        model, info = auto_class.from_pretrained(
+            name,
+            dtype=torch.float32,
+            # the faster one on a CPU; on a GPU transformers chooses
+            attn_implementation="eager" if PartialState().device.type == "cpu" else None,
+            use_safetensors=True,
+            trust_remote_code=False,  # None would ask
+            ignore_mismatched_sizes=True,  # they are refused below
+            output_loading_info=True,
+            **({"num_labels": 1} if head == "score" else {}),
+        )
 
-    # transformers only warns if the files lack weights of the model, or have weights that it has no
-    # place for. Such weights of a layer (`h.3.`) are wrong; those of an unused head are not.
-    wrong = {key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)}
-    if not config:  # with config (in train_reward.py) the head may be missing
-        wrong |= info["missing_keys"]
+    # transformers only warns if weights of the model are not in the files, or have another size; or
+    # if the files have more: that is right for another head, but not for layers (`h.3.`).
+    wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
+    wrong |= info["missing_keys"] - ({"score.weight"} if new_head else set())
+    wrong |= {str(key) for key in info["mismatched_keys"]}
     if wrong:
-        raise ValueError(f"its config and its weights do not agree on {min(wrong)}")
-
-    change_layers(model, args)
-    check_model(model, tokenizer, longest)
+        raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
+    patch_layers(model, args)
+    with explained(what):
+        check_model(model, tokenizer, longest)
     return model
 
 
-def change_layers(model: Model, args: Args) -> None:
-    """What the model's own layers have to do differently, for speed, padding and memory."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # else a pad that is also the eos gets no gradient
-        if type(getattr(module, "act", None)).__name__ == "NewGELUActivation":
-            module.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
-    if args.gradient_checkpointing:  # needs train mode, in which dropout would act: it is set to 0
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        for part in [*model.modules(), model.config]:  # some layers read it from the config
-            for name, value in vars(part).items():
-                # the p of a Dropout, or a number like config.attn_pdrop
-                if isinstance(value, float) and "drop" in f"{type(part)} {name}":
-                    setattr(part, name, 0.0)
-
-
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """Raises ValueError for too few embeddings, too short a window, or several labels; and for a
-    model whose output for a padded text, read through a cache, is not what transformers gives for
-    the text alone. This is a first test, on tokens of no meaning; check_update of PPO and RLOO
-    tests the run's own texts."""
-    # 1. what it says of itself
-    num_embeddings = model.get_input_embeddings().num_embeddings
-    top_token = max(tokenizer.get_vocab().values())
-    if top_token >= num_embeddings:
-        raise ValueError(f"has {num_embeddings} embeddings for token {top_token}")
+    """UserError for too few embeddings, or too short a window; and for a model whose output for a
+    padded text, read through a cache, is not what transformers gives for the text alone. This is a
+    first test, on tokens of no meaning; check_update of PPO and RLOO tests the run's own texts."""
+    size = model.get_input_embeddings().num_embeddings
+    top = max(tokenizer.get_vocab().values())
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
-    if longest > window:
-        raise ValueError(f"has a window of {window} for {longest} tokens")
-    if hasattr(model, "score") and model.config.num_labels > 1:  # `score`: a classifier's head
-        raise ValueError("has several labels: use a --reward_fn")
-
-    # 2. what it computes. Ours: the first token as padding, the others but the last into a cache,
-    # and the last one through it. Plain: all but the first token, at once.
-    ids = torch.arange(min(longest, 64)).unsqueeze(0) % num_embeddings
+    if top >= size or longest > window:
+        raise UserError(f"{size} embeddings for token {top}, a window of {window} for {longest}")
+    # Ours: the first token as padding, the others but the last into a cache, and the last one
+    # through it. Plain: all but the first token, at once.
+    ids = torch.arange(min(longest, 64)).unsqueeze(0) % top
     mask = ids.cumsum(1) > 0  # False at the first token alone, which has id 0
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
@@ -657,101 +678,111 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     ours = hidden_states(model, ids[:, -1:], mask, 1, "fp32", cache)
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
     if not hasattr(model, "score"):
-        ours = lm_logits(model, ours)
+        ours = lm_logits(model, ours, size)
         plain = model(ids[:, 1:]).logits[:, -1:]
     if not (ours - plain).abs().max() < 1e-3 * plain.std():
-        raise ValueError("gives other results with padding and a cache: not supported")
-
-
-def hold_in_bf16(model: Model, args: Args) -> None:
-    """With --dtype bf16 frozen linear layers are held in bf16, in half the memory; autocast would
-    round them anyway. Biases, the head, embeddings and norms stay in fp32."""
-    if args.dtype != "bf16":
-        return
-    for module in model.base_model.modules():
-        if isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad:
-            module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
+        raise UserError("gives other results with padding and a cache: not supported")
 
 
 def local_path(name: str) -> str:
-    """The local path of a file or folder, which may be beside this script, or which is downloaded
-    for hf://datasets/owner/name/file. Any other name is a hub id, and is returned as it is."""
-    if match := re.fullmatch("hf://datasets/([^/]+/[^/]+)/(.+)", name):
-        return hf_hub_download(*match.groups(), repo_type="dataset")
-    for path in (Path(name).expanduser(), FILE.parent / name):
-        if path.exists():
-            return str(path.absolute())
-    return name
-
-
-def set_up_backend(dtype: str) -> None:
-    """Settings for speed, and no attention of cuDNN. They change results by rounding only."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # make glibc keep freed memory: saves 10 % of the time
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
-    if PartialState().device.type == "cpu":
-        # "medium" is faster. But on some CPUs it multiplies in bf16: then it is taken back.
-        torch.set_float32_matmul_precision("medium")
-        x = torch.randn(256, 256)
-        if (x @ x - x.double() @ x.double()).abs().max() > 1e-4:
-            torch.set_float32_matmul_precision("highest")
-    elif dtype != "fp32":
-        torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
-    # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    AttentionMaskInterface.register("sdpa", full_sdpa_mask)
-
-
-def full_sdpa_mask(**named: object) -> Tensor:
-    """transformers' mask for `sdpa` attention. Its own function first checks whether the mask is
-    True everywhere and could be left out. That check waits for the GPU at every sampled token."""
-    return sdpa_mask(**named | {"allow_is_causal_skip": False})
+    """The path of a file or folder, or else of one beside this script, or else a name on the hub,
+    which is returned as it is."""
+    places = (os.path.expanduser(name), f"{FILE.parent}/{name}")
+    return next(filter(os.path.exists, places), name)
 
 
 # --- data -----------------------------------------------------------------------------------------
-def load_table(name: str) -> datasets.DatasetDict:
-    """The splits of a file, a folder, or owner/name[:config] on the hub."""
-    path = Path(local_path(name))
-    if path.is_file():  # from its folder: datasets then takes the format from the file's name
-        splits = datasets.load_dataset(str(path.parent), data_files=glob.escape(str(path)))
-    else:
-        where = [str(path)] if path.exists() else name.split(":")
-        splits = datasets.load_dataset(*where)
-    if "train" not in splits:
-        raise ValueError(f"has splits {list(splits)}, but no `train`")
-    return splits
+FORMATS = {".json", ".jsonl", ".csv", ".parquet", ".txt"}
 
 
-@names_flag
+def load_table(flag: str, args: Args) -> datasets.DatasetDict:
+    """The splits of a file, a folder or a data set on the hub. Behind these may stand :config and
+    :split; such a split is `train`, and the only one."""
+    name = getattr(args, flag)
+    path, config, split = [*name.split(":"), "", ""][:3]
+    path = local_path(path)
+    formats = {file.suffix for file in Path(path).rglob("*.*")} & FORMATS
+    with explained(f"--{flag} {name}"):
+        if name.startswith("hf://"):
+            return datasets.load_dataset("json", data_files=name)
+        if os.path.isfile(path):  # from its folder: datasets then takes the format from its name
+            path = os.path.abspath(path)
+            return datasets.load_dataset(os.path.dirname(path), data_files=escape(path))
+        splits = datasets.load_dataset(path, config or None)
+    if len(formats) > 1 or (split or "train") not in splits:
+        raise UserError(f"--{flag} {name} has {[*formats, *splits]}: name one, as in data::test")
+    return datasets.DatasetDict(train=splits[split]) if split else splits
+
+
 def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) -> list[Query]:
     """Up to `num_queries` queries (at least one) of the flag's table, in an order drawn from
     --seed."""
     begin = bos(tokenizer)
-    prefix = encode(args.query_prefix, tokenizer)
-    suffix = encode(args.query_suffix, tokenizer)
+    prefix = encode(args.query_prefix or "", tokenizer)
+    suffix = encode(args.query_suffix or "", tokenizer)
     start = token_id("start_text", tokenizer, args)
     end = token_id("end_text", tokenizer, args)
     long = args.long_queries or ("drop" if end is None else "keep_start")
-    table = load_table(getattr(args, flag))["train"]
-    table = table.shuffle(generator=np.random.default_rng([args.seed, 2]))
-    names = "query prompt messages text article content".split()
-    found = [name for name in names if name in table.column_names]
-    if not found:
-        raise ValueError(f"none of its columns {table.column_names} is one of {names}")
+    table = load_table(flag, args)["train"]
     queries = []
-    for row in table:
-        tokens = encode(row[found[0]], tokenizer)
+    for i in np.random.default_rng([args.seed, QUERIES]).permutation(len(table)).tolist():
+        row = table[i]
+        with explained(f"--{flag} {getattr(args, flag)}, row {i}", UserError):
+            prompt = prompt_of(row)
+            if is_chat(prompt) and (start or end or long == "keep_start"):
+                raise UserError(
+                    "a chat must keep its end: --start_text none --end_text none, and "
+                    "--long_queries drop or keep_end"
+                )
+            tokens = encode(prompt, tokenizer)
         query = cut_query(tokens, args.query_length, start, end, long)
         if query:
-            queries.append(Query(begin + query, begin + prefix + query + suffix, row))
-            if len(queries) >= num_queries:
-                break
+            queries.append(Query(begin + query, begin + prefix + query + suffix, prompt, row))
+        if len(queries) == num_queries:
+            break
     if not queries:
-        raise ValueError("no query is left: see --query_length, --start_text and --end_text")
+        raise UserError(f"--{flag}: no query is left: see --query_length, --start_text, --end_text")
     first = tokenizer.decode(queries[0].context)
-    logger.warning(f"--{flag}: {len(queries)} queries of {len(table)} rows, first {first!r}")
+    PartialState().print(f"--{flag}: {len(queries)} of {len(table)} rows, first {first!r}")
     return queries
+
+
+# The prompt is in the first of these columns that exists.
+PROMPTS = "query prompt question instruction messages conversations text article content".split()
+
+
+def prompt_of(row: dict) -> str | list:
+    """What is to be answered in this row: a text, token ids, or a chat, which is a list of messages
+    without the answer. If `chosen` is a chat, all before its last message is the prompt, unless the
+    prompt column has more."""
+    column = next((name for name in PROMPTS if name in row), "chosen")
+    if column not in row or row.get("system") or row.get("tools"):
+        raise UserError(f"a prompt is read from {PROMPTS}, not from `system` or `tools`: {row}")
+    prompt = row[column] or ""
+    if column == "instruction" and row.get("input"):
+        prompt = f"{prompt}\n{row['input']}"
+    chosen = row.get("chosen")
+    if not is_chat(prompt) and not is_chat(chosen):
+        return prompt
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}] if prompt else []
+    elif prompt[-1].get("role") == "assistant":
+        prompt = prompt[:-1]
+    return max(prompt, chosen[:-1] if is_chat(chosen) else [], key=len)
+
+
+def is_chat(value: object) -> bool:
+    """Whether this is a list of messages."""
+    return isinstance(value, list) and value != [] and isinstance(value[0], dict)
+
+
+def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
+    """The text of a chat, by the tokenizer's template."""
+    for message in chat:
+        if not isinstance(message.get("content"), str) or message.get("tool_calls"):
+            raise UserError(f"a message must be a role and a text, and no more: {message}")
+    with explained("chat template"):
+        return tokenizer.apply_chat_template(chat, tokenize=False, **options)
 
 
 def cut_query(
@@ -775,100 +806,105 @@ def cut_query(
     return tokens
 
 
-@names_flag
 def load_labels(
     flag: str, args: Args, tokenizer: Tokenizer
 ) -> tuple[list[Comparison], list[Comparison]]:
     """Labels to train on, the first --num_labels of `train`, and held-out ones: the first
     --eval_labels of the split `test`, or else of the rest of `train`."""
-    splits = load_table(getattr(args, flag))
+    splits = load_table(flag, args)
     table = splits["train"]
     count = args.num_labels or len(table)
     if count > len(table):
-        raise ValueError(f"--num_labels {count} is above its size {len(table)}")
-    # A list, because select refuses an empty range that starts at the end of the table.
-    rest = table.select(list(range(count, len(table))))
-    held_out = splits.get("test", rest)
-    held_out = held_out.select(range(min(args.eval_labels, len(held_out))))
-    labels = read_labels(table.select(range(count)), tokenizer, args)
+        raise UserError(f"--num_labels {count}: --{flag} has {len(table)} rows")
+    labels = read_labels(flag, table, range(count), tokenizer, args)
     if len(labels) < args.batch_size:
-        raise ValueError(f"has {len(labels)} labels for --batch_size {args.batch_size}")
+        raise UserError(f"--{flag} has {len(labels)} labels for --batch_size {args.batch_size}")
+    held_out = splits.get("test", table)
+    rest = range(0 if "test" in splits else count, len(held_out))[: args.eval_labels]
+    held_out = read_labels(flag, held_out, rest, tokenizer, args)
     first = tokenizer.batch_decode([labels[0].query, *labels[0].responses])
-    logger.warning(f"--{flag}: {len(labels)}, first {first}, best is {labels[0].best}")
-    return labels, read_labels(held_out, tokenizer, args)
+    PartialState().print(f"--{flag}: {len(labels)}, first {first}, best is {labels[0].best}")
+    return labels, held_out
 
 
-def read_labels(table: datasets.Dataset, tokenizer: Tokenizer, args: Args) -> list[Comparison]:
-    """Labels of a table in either format, but for those with an empty text or all responses equal;
-    ValueError if that leaves out more than a tenth. A coin decides whether the chosen response
-    comes first: if it always did, a model that gives equal rewards would be right (argmax)."""
-    coins = np.random.default_rng([args.seed, 3]).integers(0, 2, len(table)).tolist()
-    names = [f"sample{i}" for i in range(100) if f"sample{i}" in table.column_names]
+def read_labels(
+    flag: str, table: datasets.Dataset, rows: range, tokenizer: Tokenizer, args: Args
+) -> list[Comparison]:
+    """The labels in these rows, in either format. Those of no use are left out and counted;
+    UserError if they are more than a tenth. A coin decides whether the chosen response comes first:
+    if it always did, a model that gives equal rewards would be right (argmax)."""
+    coins = np.random.default_rng([args.seed, LABELS]).integers(0, 2, len(rows)).tolist()
+    counts = Counter()
     labels = []
-    for row, coin in zip(table, coins, strict=True):
-        if "chosen" in row and "rejected" in row:
-            label = read_preference(row, coin, tokenizer, args)
-        elif "query" in row and row.get("best") in range(len(names)):
-            responses = [encode(row[name], tokenizer) for name in names]
-            query = bos(tokenizer) + encode(row["query"], tokenizer)
-            label = Comparison(query, responses, int(row["best"]))
+    for i, best in zip(rows, coins, strict=True):
+        row = table[i]
+        names = [f"sample{n}" for n in range(100) if f"sample{n}" in row]
+        with explained(f"--{flag} {getattr(args, flag)}, row {i}", UserError):
+            if "chosen" in row and "rejected" in row:
+                query, *responses = read_preference(row, counts, tokenizer, args)
+                responses = responses[::-1] if best else responses
+            elif "query" in row and row.get("best") in range(len(names)):
+                query, *responses = [encode(row[x] or "", tokenizer) for x in ("query", *names)]
+                best = int(row["best"])
+            else:
+                raise UserError(f"neither query, sample0, .., best, nor chosen, rejected: {row}")
+        if not query or not all(responses):
+            counts["left out, for a prompt or an answer that is empty or too long"] += 1
+        elif all(response == responses[0] for response in responses):
+            counts["left out, for equal answers"] += 1
         else:
-            raise ValueError(f"has no query, sample0, .., best, nor chosen, rejected: {row}")
-        is_whole = label.query and all(label.responses)
-        if is_whole and any(x != label.responses[0] for x in label.responses):
-            labels.append(label)
-    if len(labels) < 0.9 * len(table):
-        why = "a text is empty, the prompt is too long, or responses are equal"
-        raise ValueError(f"{len(labels)} of {len(table)} labels are of use; in the others {why}")
+            labels.append(Comparison(bos(tokenizer) + query, responses, best))
+    PartialState().print(f"--{flag}: {len(labels)} of {len(rows)} rows", dict(counts))
+    if len(labels) < 0.9 * len(rows):
+        raise UserError(f"--{flag}: {len(labels)} of {len(rows)} labels are of use: {dict(counts)}")
     return labels
 
 
-def read_preference(row: dict, coin: int, tokenizer: Tokenizer, args: Args) -> Comparison:
-    """A label with N = 2 of a preference, whose chosen response goes to index `coin`. With
-    --truncate_token eos a response ends at its first eos, and gets one if it has none; then it is
-    cut to --response_length. A prompt above --query_length is dropped or cut (--long_queries; None:
-    dropped); --start_text and --end_text are not used."""
-    query, *responses = [encode(text, tokenizer) for text in preference_texts(row, tokenizer)]
-    if args.truncate_token == "eos":
-        end = token_id("truncate_token", tokenizer, args)
-        # [*x, end].index(end) is the place of the first eos, or the length if there is none.
-        responses = [x[: [*x, end].index(end)] + [end] for x in responses]
-    responses = [x[: args.response_length] for x in responses]
-    if coin:
-        responses.reverse()
-    kept = cut_query(query, args.query_length, None, None, args.long_queries or "drop")
-    if query and not kept:
-        responses = []  # read_labels leaves out a label without responses
-    return Comparison(bos(tokenizer) + kept, responses, coin)
-
-
-def preference_texts(row: dict, tokenizer: Tokenizer) -> list[str]:
-    """Texts of prompt, chosen and rejected. If both answers begin with the prompt, even by chance,
-    it is removed from them. Without a prompt column, and in chats, which are rendered by the
-    tokenizer's template, the prompt is their common beginning, up to the end of a word. Examples:
+def read_preference(
+    row: dict, counts: Counter, tokenizer: Tokenizer, args: Args
+) -> tuple[list[int], list[int], list[int]]:
+    """The tokens of prompt, chosen and rejected. Answers end as PPO's do, after the first truncate
+    token; with `eos` they get one if they have none. Then they are cut to --response_length. A
+    prompt above --query_length is dropped or cut (--long_queries; None: dropped); --start_text and
+    --end_text are not used. In a chat, an answer is what the template adds to the prompt; without
+    a text it is empty. Examples of texts, where _ is a space:
 
         prompt    chosen         rejected      read as
         Hello     , you.         there         Hello | , you. | there
-        Why?      Why? Because   Why? So       Why? | _Because | _So  (_: a space)
-        None      Why? Because   Why? So       Why? | _Because | _So
+        Why?      Why? Because   Why? So       Why? | _Because | _So
+        none      Why? Because   Why? So       Why? | _Because | _So
     """
-    prompt = row.get("prompt", row.get("query"))
     answers = [row["chosen"] or "", row["rejected"] or ""]  # an empty cell is null
-    if isinstance(answers[0], list):
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        asked = prompt or []
-        whole = [x if x[: len(asked)] == asked else [*asked, *x] for x in answers]
-        answers = [tokenizer.apply_chat_template(x, tokenize=False) for x in whole]
-        prompt = None
-    if prompt is None:
+    if set(PROMPTS) & set(row) or is_chat(answers[0]):
+        prompt = prompt_of(row)
+    else:
         # The common beginning may end within a word: that piece is left to the answers.
         prompt = re.sub(r"(\s|\A)\S*\Z", "", os.path.commonprefix(answers))
-    if not isinstance(prompt, str):
-        raise ValueError("has a chat as a prompt, but texts as answers")
-    if all(answer.startswith(prompt) for answer in answers):
+    if is_chat(prompt):
+        begin = render(prompt, tokenizer, add_generation_prompt=True)
+        chats = [x if is_chat(x) else [{"role": "assistant", "content": x}] for x in answers]
+        answers = []
+        for chat in chats:
+            whole = render(chat if len(chat) > 1 else prompt + chat, tokenizer)
+            if not whole.startswith(begin):
+                raise UserError(f"an answer's chat is {whole!r}, and does not continue {begin!r}")
+            answers.append(whole.removeprefix(begin) if chat[-1]["content"] else "")
+    elif isinstance(prompt, str) and all(answer.startswith(prompt) for answer in answers):
         answers = [answer.removeprefix(prompt) for answer in answers]
-    return [prompt, *answers]
+
+    end = token_id("truncate_token", tokenizer, args)
+    query = encode(prompt, tokenizer)
+    read = [cut_query(query, args.query_length, None, None, args.long_queries or "drop")]
+    for answer in answers:
+        tokens = encode(answer, tokenizer)
+        ends = [i for i, x in enumerate(tokens) if x == end and i >= args.truncate_after]
+        if ends:
+            tokens = tokens[: ends[0] + 1]
+        elif tokens and end is not None:
+            counts["answers without --truncate_token"] += 1
+            tokens = tokens + [end] if args.truncate_token == "eos" else tokens
+        read.append(tokens[: args.response_length])
+    return tuple(read)
 
 
 def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
@@ -879,83 +915,94 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
     known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
     # encode alone is not enough: Llama 2's tokenizer puts a space before `.`, another token.
     ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1 or None in ids:
+    if len(ids) != 1 or ids[0] is None:
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
     return ids[0]
 
 
 def bos(tokenizer: Tokenizer) -> list[int]:
     """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
-    first = tokenizer("").input_ids[:1]
+    first = tokenizer("a").input_ids[:1]  # of "" it could be an EOS that is appended
     return first if first == [tokenizer.bos_token_id] else []
 
 
 PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
 
 
-def encode(value: object, tokenizer: Tokenizer) -> list[int]:
-    """Token ids, without BOS, of a text, a chat (list of messages) or a padded row of token ids; []
-    for anything else. ValueError for ids that the tokenizer does not have; ids of another model
-    that it does have are not noticed, so read the first query and label, which are printed."""
-    tokens = []
-    match value:
-        case [int(), *_]:  # token ids
-            size = len(tokenizer)
-            # 50259 is padding, unless this tokenizer has so many tokens.
-            tokens = [token for token in value if token != PADDING or PADDING < size]
-            if not all(0 <= token < size for token in tokens):
-                raise ValueError("has token ids of another model")
-        case [dict(), *_]:  # a chat, which becomes a text
-            if not {"role", "content"} <= value[0].keys():
-                raise ValueError("has messages without `role` and `content`")
-            value = tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
+def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
+    """Token ids, without BOS, of a text, a chat that is to be answered, or a padded row of token
+    ids. UserError for anything else, and for ids that the tokenizer does not have; ids of another
+    model that it does have are not noticed, so read the first query and label, which are printed.
+    """
+    if is_chat(value):
+        value = render(value, tokenizer, add_generation_prompt=True)
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
-    # A chat template may have put BOS there. Where bos() is [], no token is equal to it.
-    return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
+        # A chat template may have put BOS there. Where bos() is [], no token is equal to it.
+        return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
+    # 50259 is padding, unless this tokenizer has so many tokens.
+    known = range(len(tokenizer))
+    if not isinstance(value, list) or not all(x in known or x == PADDING for x in value):
+        raise UserError(f"neither text, nor chat, nor ids of this tokenizer: {value}")
+    return [token for token in value if token in known]
 
 
 # --- the run's folder -----------------------------------------------------------------------------
+# What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
+# learning rates. Anything else would turn one run into two experiments.
+CHANGEABLE = """resume output_dir track checkpoint_every total_episodes lr
+critic_lr max_kl micro_batch_size gradient_checkpointing""".split()
+
+
 def choose_folder(preset: str, args: Args) -> None:
-    """Sets args.output_dir. UserError if it has a run that is not to be resumed."""
+    """Sets args.output_dir. UserError if it has other files than those of a run to be resumed, or
+    if that run had other settings."""
     default = f"runs/{FILE.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     # All processes take the first one's: their clocks differ.
     name = broadcast_object_list([args.output_dir or default])[0]
-    args.output_dir = str(Path(name).expanduser().absolute())
-    if os.path.exists(f"{args.output_dir}/args.json") and not args.resume:
-        raise UserError(f"--output_dir {args.output_dir} has a run: --resume, or another folder")
+    folder = Path(name).expanduser().absolute()
+    args.output_dir = str(folder)
+    files = {path.name for path in folder.glob("*")}
+    is_run = args.resume and bool(files & {"lock", "args.json"})
+    if files - {"lock"} and not is_run:
+        raise UserError(f"--output_dir {folder} is not empty: --resume, or another folder")
+    if "args.json" in files:
+        before = vars(Args()) | json.loads((folder / "args.json").read_text())["args"]
+        for name, value in json.loads(json.dumps(vars(args))).items():
+            is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
+            if value != before[name] and not is_open:  # load_reward chooses the newest later
+                raise UserError(f"--{name} {value}: {folder} was started with {before[name]}")
 
 
+@dataclass
 class Run:
-    """The folder of a run: args.json, a record of the script (to run it, put tf_adam.py beside it),
-    metrics.jsonl, samples/, checkpoints/.
+    """The folder of a run: args.json, a record of the script and of tf_adam.py, metrics.jsonl,
+    checkpoints/, and at the end samples.jsonl.
 
-    As a context it holds the folder's lock, and notes SIGINT and SIGTERM: the run stops at the end
-    of the update, with a checkpoint. After the last update a signal is only noted. A second signal
-    of the same kind ends the process at once."""
+    SIGINT and SIGTERM are noted: the run stops at the end of the update, with a checkpoint. After
+    the last update a signal changes nothing. Press Ctrl-C twice to stop at once."""
 
-    def __init__(self, accelerator: Accelerator, preset: str, args: Args, **state: object) -> None:
-        """Nothing is written yet. `state` is what the loop carries from update to update, at the
-        start; `update` (how many were made) and `processes` are added to it. In a resumed run the
-        newest checkpoint's state takes its place."""
-        self.accelerator = accelerator
-        self.preset = preset
-        self.args = args
-        self.folder = Path(args.output_dir)
-        self.state = state | {"update": 0, "processes": accelerator.num_processes}
-        self.lock = FileLock(self.folder / "lock")
-        self.signals = []
+    accelerator: Accelerator
+    args: Args
+    num_updates: int
+    # What the loop carries from update to update, at the start: equal on all processes, and made of
+    # what JSON has (keys are texts, no tensors). A resumed run has the newest checkpoint's.
+    state: dict
+    stopped_at: float = 0.0  # when the first signal came
 
-    def __enter__(self) -> "Run":
+    def start(self) -> None:
         """Starts the run, or continues it at its newest checkpoint. The order matters: the folder
-        is looked at with the lock held; no process writes before all have read; and signals end the
-        process, as usual, until all is ready."""
+        is looked at with the lock held (until this process ends); no process writes before all have
+        read; and signals end the process, as usual, until all is ready."""
         accelerator = self.accelerator
+        self.folder = Path(self.args.output_dir)
+        self.lock = FileLock(self.folder / "lock", is_singleton=True)
+        self.state |= {"update": 0, "processes": accelerator.num_processes}
 
         # the folder; until wait_for_everyone all processes only read what is in it
         if accelerator.is_main_process:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
-        choose_folder(self.preset, self.args)  # again, with the lock: another run may have used it
+        choose_folder("", self.args)  # again, with the lock: a run may have used it
 
         # the newest checkpoint, if there is one
         if newest := self.checkpoints()[-1:]:
@@ -964,127 +1011,88 @@ class Run:
                 raise UserError(f"--resume needs {saved['processes']} processes")
             accelerator.load_state(str(newest[0]))
             self.state = saved
-        elif (self.folder / "samples.jsonl").exists():  # a finished run: it must not start anew
-            raise UserError(f"--output_dir {self.folder}: no checkpoint to go on from")
 
-        # Weights & Biases
         if self.args.track:
-            self.state.setdefault("wandb_id", os.urandom(4).hex())
-            wandb = {
-                "id": self.state["wandb_id"],
-                "name": self.folder.name,
-                "resume": "allow",
-                "save_code": True,
-            }
-            accelerator.init_trackers(self.args.wandb_project, vars(self.args), {"wandb": wandb})
-
-        # the files: what the run is, and metrics.jsonl without the updates after the checkpoint
+            wandb = {"id": self.folder.name, "resume": "allow"}
+            accelerator.init_trackers("rlhf", vars(self.args), {"wandb": wandb})
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            about = {
-                "script": FILE.stem,
-                "preset": self.preset,
-                "args": vars(self.args),
-                "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
-                f"transformers {transformers.__version__}, accelerate {accelerate.__version__}",
-                "commit": subprocess.getoutput(
-                    f"git -C '{FILE.parent}' log -1 --format=%H 2>/dev/null"
-                ),
-                "machine": f"{platform.platform()}, {os.cpu_count()} CPUs, "
-                f"{accelerator.num_processes} x {accelerator.device.type}",
-            }
-            write(self.folder / "args.json", json.dumps(about, indent=2))
-            write(self.folder / FILE.name, FILE.read_text())
-            (self.folder / "samples.jsonl").unlink(missing_ok=True)
-            log = self.folder / "metrics.jsonl"
-            log.touch()
-            lines = log.read_text().splitlines(keepends=True)
-            write(log, "".join(lines[: self.state["update"]]))
-
+            self.write_records()
         # from here on signals stop the run between updates
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.note)
+        signal.signal(signal.SIGINT, self.note_signal)
+        signal.signal(signal.SIGTERM, self.note_signal)
         self.last_log = time.monotonic()
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.lock.release()
+    def write_records(self) -> None:
+        """args.json and the scripts, as they were when the run began; metrics.jsonl without the
+        updates after the checkpoint."""
+        log = self.folder / "metrics.jsonl"
+        if not log.exists():
+            about = {"script": FILE.stem, "torch": torch.__version__, "args": vars(self.args)}
+            write(self.folder / "args.json", json.dumps(about, indent=2))
+            for name in (FILE.name, "tf_adam.py"):
+                write(self.folder / name, (FILE.parent / name).read_text())
+            log.touch()
+        (self.folder / "samples.jsonl").unlink(missing_ok=True)
+        lines = log.read_text().splitlines(keepends=True)
+        write(log, "".join(lines[: self.state["update"]]))
 
-    def note(self, number: int, frame: object) -> None:
-        """Notes a signal. The next one of its kind ends the process."""
-        self.signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
+    def note_signal(self, number: int, frame: object) -> None:
+        """Notes a signal. Launchers may send a process the same one twice, so only a Ctrl-C that
+        comes a second later ends it at once."""
+        now = time.monotonic()
+        self.stopped_at = self.stopped_at or now
+        if number == signal.SIGINT and now > self.stopped_at + 1:
+            raise KeyboardInterrupt
 
-    def updates(self, total: int) -> tqdm:
-        """The numbers of the updates that are left, with a progress bar."""
-        done = self.state["update"]
-        self.total = total
-        return tqdm(
-            range(done, total),
-            initial=done,
-            total=total,
-            disable=not self.accelerator.is_main_process,
-        )
-
-    def log(self, metrics: dict, **counts: int) -> None:
-        """Adds the seconds since the last call (with evaluations and checkpoints), for each of
-        `counts` the number per second, and the peak memory of the GPU or else of this process. Then
-        writes a line of metrics.jsonl, and logs where --track asks for it."""
-        seconds = time.monotonic() - self.last_log
-        self.last_log += seconds  # now
-        metrics["seconds"] = seconds
-        for name, count in counts.items():
-            metrics[f"{name}_per_second"] = count / seconds
-        # Kilobytes on Linux. On a Mac these are bytes, and the number is 1024 times too large.
-        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        metrics["peak_memory_gb"] = (torch.cuda.max_memory_allocated() or 1024 * kilobytes) / 1e9
+    def log(self, metrics: dict) -> None:
+        """Adds the seconds since the last call (with evaluations and checkpoints) and the peak
+        memory of the GPU. Writes a line of metrics.jsonl, and logs where --track asks for it."""
+        now = time.monotonic()
+        metrics["seconds"] = now - self.last_log
+        self.last_log = now
+        metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        metrics["reserved_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
         if self.accelerator.is_main_process:
             with open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(f"{json.dumps(metrics)}\n")
         self.accelerator.log(metrics, step=self.state["update"] + 1)
 
-    def log_samples(self, name: str, samples: pd.DataFrame) -> None:
-        """Writes <name>.jsonl in the folder, and where --track logs a table of that name."""
-        if self.accelerator.is_main_process:
-            path = self.folder / f"{name}.jsonl"
-            path.parent.mkdir(exist_ok=True)
-            write(path, samples.to_json(orient="records", lines=True, double_precision=15))
-        if self.args.track:
-            self.accelerator.get_tracker("wandb").log_table(name, dataframe=samples)
-
     def checkpoints(self) -> list[Path]:
         """The folders of complete checkpoints, checkpoints/<updates made>, the newest last."""
-        found = self.folder.glob(f"checkpoints/{7 * '[0-9]'}/state.json")
+        found = self.folder.glob("checkpoints/???????/state.json")
         return sorted(path.parent for path in found)
 
     def end_update(self) -> None:
         """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
-        any process. Only the newest two are kept. No random state is needed: uniforms follow from
-        seed, update and row, and main draws the shuffles again from the start."""
+        any process. Only the newest two checkpoints are kept. No random state is needed: uniforms
+        and shuffles follow from seed, update and row."""
         self.state["update"] += 1
-        updates_made = self.state["update"]
-        every = self.args.checkpoint_every
-        is_due = updates_made == self.total or (every > 0 and updates_made % every == 0)
-        # A signal may reach one process only, so all add theirs up.
-        count = torch.tensor(len(self.signals), device=self.accelerator.device)
-        is_stopping = sum_over_ranks(count) > 0
-        if is_due or is_stopping:
-            path = self.folder / f"checkpoints/{updates_made:07d}"
+        made = self.state["update"]
+        every = self.args.checkpoint_every or self.num_updates
+        stopped = torch.tensor(self.stopped_at, device=self.accelerator.device)
+        is_stopping = sum_over_ranks(stopped) > 0  # a signal may reach one process only
+        if is_stopping or made % every == 0 or made == self.num_updates:
+            path = self.folder / f"checkpoints/{made:07d}"
             self.accelerator.save_state(str(path))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
                 write(path / "state.json", json.dumps(self.state))  # last: now it is complete
                 for old in self.checkpoints()[:-2]:
+                    (old / "state.json").unlink()  # first: now it is none
                     shutil.rmtree(old)
+            self.accelerator.wait_for_everyone()  # nobody leaves before it is written
         if is_stopping:
-            logger.warning("stopped by a signal, with a checkpoint: --resume goes on from it")
+            where = f"--resume --output_dir {self.folder}"
+            self.accelerator.print(f"stopped by a signal; to go on:\n{' '.join(sys.argv)} {where}")
             raise SystemExit(130)
 
 
 def write(path: Path, text: str) -> None:
     """Writes the file so that it is there as a whole or not at all."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(text)
+    unfinished = path.with_suffix(f".{os.urandom(4).hex()}")
+    with open(unfinished, "x") as file:  # a new one: no link is followed
+        file.write(text)
     unfinished.rename(path)
 
 
@@ -1107,57 +1115,30 @@ def save_reward_model(
 
 
 # --- entry point ----------------------------------------------------------------------------------
-# What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
-# learning rates. Anything else would make two experiments of one run.
-CHANGEABLE = """resume output_dir track wandb_project checkpoint_every eval_every total_episodes lr
-critic_lr max_kl micro_batch_size sample_batch_size gradient_checkpointing"""
-
-
 def parse_args() -> tuple[str, Args]:
-    """Name of the preset (`tiny` if a flag comes first), and Args. Flags override args.json (with
-    --resume), which overrides the preset."""
+    """Name of the preset (`tiny` if a flag comes first), and Args."""
     # People write `--flag none` or `--flag=none`. tyro reads only None.
     words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
     preset = words.pop(0) if words and not words[0].startswith("-") else "tiny"
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(PRESETS)}")
-    # Parsed once to learn --resume and --output_dir, then again with the old run's as defaults.
     args = tyro.cli(Args, default=PRESETS[preset], args=words)
-    if args.resume and not args.output_dir:
-        raise UserError("--resume needs --output_dir, the folder of the run")
-    path = Path(f"{args.output_dir}/args.json").expanduser()
-    if args.resume and path.exists():
-        old_run = json.loads(path.read_text())
-        writer = f"{old_run['script']}.py {old_run['preset']}"
-        if writer != f"{FILE.name} {preset}":
-            raise UserError(f"{path} was written by {writer}")
-        old_args = validated(old_run["args"])
-        default = replace(old_args)  # a copy
-        default.reward_fn = None  # args.json must not choose what code is run
-        args = tyro.cli(Args, default=default, args=words)
-        # A flag may repeat what args.json has. Only CHANGEABLE ones may differ.
-        for name, old in vars(old_args).items():
-            if name not in CHANGEABLE.split() and getattr(args, name) != old:
-                raise UserError(f"--output_dir {args.output_dir} was started with --{name} {old}")
-    return preset, validated(vars(args))
-
-
-def validated(values: dict) -> Args:
-    """Args with these values; UserError for one that is not what its type says."""
     try:
-        return pydantic.TypeAdapter(Args).validate_python(values)
+        pydantic.TypeAdapter(Args).validate_python(vars(args))
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
+    if args.resume and not args.output_dir:
+        raise UserError("--resume needs --output_dir, the folder of the run")
+    return preset, args
 
 
 if __name__ == "__main__":
     try:
         main(*parse_args())
-    except Exception as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(2)  # when one process ends, the launcher ends all: let the first print
-        if not isinstance(error, UserError | OSError) or os.environ.get("RLHF_DEBUG"):
+    except (UserError, OSError) as error:
+        if os.environ.get("RLHF_DEBUG"):
             raise
-        sys.stderr.write(f"{FILE.name}: {' '.join(str(error).split())}\n")
+        hint = " (RLHF_DEBUG=1 shows more)" if error.__cause__ else ""
+        sys.stderr.write(f"{FILE.name}: {' '.join(str(error).split())}{hint}\n")
         sys.exit(2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from run_tools import to_lines
-from tiny_models import save_model
+from tiny_models import make_responses, save_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -140,12 +140,13 @@ def read_labels(rows: list[dict[str, Any]], *chat: str, **changes: Any) -> Any:
 def refuse(
     read: Any, rows: list[dict[str, Any]], *says: str, chat: Any = None, **changes: Any
 ) -> None:
-    """The rows are refused, in a line with what it says."""
+    """The rows are refused, with the flag, in words that make one line."""
     with pytest.raises((ppo_rlhf.UserError, train_reward.UserError)) as caught:
         read(rows, chat, **changes)
-    text = str(caught.value)
-    assert "\n" not in text
-    assert all(x in text for x in ("_dataset.jsonl: ", *says)), text
+    text = " ".join(str(caught.value).split())
+    flag = "--query_dataset" if read is read_queries else "--label_dataset"
+    assert text.startswith(flag), text
+    assert all(x in text for x in says), text
 
 
 # --- queries --------------------------------------------------------------------------------------
@@ -210,37 +211,51 @@ def test_chats_go_through_the_template(column: str) -> None:
     for template in (CHAT, "{{ 'w1 ' }}" + CHAT):  # one that writes BOS itself: it stays one
         found = read_queries(rows, template, base_model="llama", query_length=20)
         assert found == [BEGUN, [*BEGUN, 7, EOS, 42, *second]]
-    found = read_queries([{column: ASKED + YES}], CHAT, base_model="llama", query_length=20)
-    assert found == [[*BEGUN, 6, EOS, 42, 41]]
-    refuse(read_queries, rows, "chat_template is not set")
+    refuse(read_queries, rows, "chat template: ", "chat_template is not set")
     refuse(read_queries, rows, "roles alternate", chat="{{ raise_exception('roles alternate') }}")
     strangers = [{column: [{"from": "user", "value": "w5"}]}]
-    refuse(read_queries, strangers, "without `role` and `content`", chat=CHAT)
+    says = "row 0: a message must be a role and a text, and no more: {"
+    refuse(read_queries, strangers, says, chat=CHAT)
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_a_chat_that_ends_with_an_answer_is_read_without_it(column: str) -> None:
+    for chat, expected in ((ASKED + YES, BEGUN), (ASKED + NO + AGAIN + YES, None)):
+        expected = expected or [*BEGUN, 7, EOS, 42, 40, 8, EOS, 42, 41]
+        assert read_queries([{column: chat}], CHAT, base_model="llama", query_length=20) == [
+            expected
+        ]
 
 
 def test_the_first_query_and_label_are_shown_as_they_are_read(
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     """A template that is cut, or a column that is ignored, can be seen."""
     given = {"query_dataset": [{"text": "w5 w6"}], "query_suffix": "w9", "base_model": "llama"}
     tokenizer, args = start(ppo_rlhf, **given)
     ppo_rlhf.load_queries("query_dataset", args, tokenizer, 1)
-    assert "--query_dataset: 1 queries of 1 rows, first 'w1 w5 w6 w9'" in caplog.text
+    assert "--query_dataset: 1 of 1 rows, first 'w1 w5 w6 w9'\n" in capsys.readouterr().out
     rows = [{"question": "w5", "chosen": "w6", "rejected": "w7"}] * 4
     labels, _ = load_labels(label_dataset=rows, base_model="llama")
-    texts = ["w1", *[words(*row) for row in labels[0].responses]]
-    assert f"--label_dataset: 4, first {texts}, best is {labels[0].best}" in caplog.text
+    texts = ["w1 w5", *[words(*row) for row in labels[0].responses]]
+    assert sorted(texts[1:]) == ["w6", "w7"]
+    says = f"--label_dataset: 4, first {texts}, best is {labels[0].best}\n"
+    assert says in capsys.readouterr().out
 
 
-NONE_LEFT = "no query is left: see --query_length, --start_text and --end_text"
+NONE_LEFT = "--query_dataset: no query is left: see --query_length, --start_text, --end_text"
+NO_IDS = "neither text, nor chat, nor ids of this tokenizer: "
 BAD_QUERIES = [
-    ({"prompt": ["w5", "w6"]}, NONE_LEFT),
+    ({"prompt": ["w5", "w6"]}, NO_IDS),
+    ({"text": 3}, NO_IDS),
+    ({"text": 0.5}, NO_IDS),
+    ({"query": [[5]]}, NO_IDS),
+    ({"query": [5, 50]}, NO_IDS),
+    ({"query": [5, -1]}, NO_IDS),
+    ({"query": [5, None]}, NO_IDS),
+    ({"words": "w5"}, "a prompt is read from ['query', "),
     ({"text": None}, NONE_LEFT),
     ({"text": ""}, NONE_LEFT),
-    ({"words": "w5"}, "none of its columns ['words'] is one of ['query', "),
-    ({"query": [5, 50]}, "has token ids of another model"),
-    ({"query": [5, -1]}, "has token ids of another model"),
-    ({"query": [5, None]}, "NoneType"),
     ({"text": words(*[5] * 9)}, NONE_LEFT),
 ]
 
@@ -248,13 +263,15 @@ BAD_QUERIES = [
 @pytest.mark.parametrize(("row", "says"), BAD_QUERIES)
 def test_queries_that_are_none_are_refused_in_a_line(row: Any, says: str) -> None:
     refuse(read_queries, [row] * 3, says)
+    if says != NONE_LEFT:
+        refuse(read_queries, [row], f"--query_dataset query_dataset.jsonl, row 0: {says}")
 
 
 def test_a_folder_needs_a_split_to_train_on() -> None:
     Path("set").mkdir()
     Path("set/test.jsonl").write_text(to_lines({"text": "w5"}))
     tokenizer, args = start(ppo_rlhf, query_dataset="set")
-    with pytest.raises(ppo_rlhf.UserError, match="--query_dataset set: .*test.*train"):
+    with pytest.raises(ppo_rlhf.UserError, match=r"^--query_dataset set has \['.jsonl', 'test'\]: name one"):
         ppo_rlhf.load_queries("query_dataset", args, tokenizer, 1)
 
 
@@ -288,17 +305,19 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(
     """The raw form of Anthropic's HH: the dialogues stand whole in both columns. A prompt that is
     given stays whole; if both answers repeat it, it is read once."""
     answers = [begin + chosen, begin + rejected]
-    for row in ({}, {"prompt": None}):
+    for row in ({}, {"query": ""}):
         row |= dict(zip(("chosen", "rejected"), answers, strict=True))
-        assert train_reward.preference_texts(row, None) == [begin, chosen, rejected]
-        row["prompt"] = begin[:2]
+        if not row.get("query", "none"):
+            assert split_of(row) == ["", *answers]
+        else:
+            assert split_of(row) == [begin, chosen, rejected]
+        row["prompt"] = row.pop("query", None) or begin[:2]
         rest = [answer[len(begin[:2]) :] for answer in answers]
-        assert train_reward.preference_texts(row, None) == [begin[:2], *rest]
+        assert split_of(row) == [begin[:2], *rest]
         row["prompt"] = "How? "
-        assert train_reward.preference_texts(row, None) == ["How? ", *answers]
+        assert split_of(row) == ["How? ", *answers]
         row["chosen"] = "How? " + chosen
-        expected = ["How? ", row["chosen"], answers[1]]
-        assert train_reward.preference_texts(row, None) == expected
+        assert split_of(row) == ["How? ", row["chosen"], answers[1]]
 
 
 def test_each_row_says_whether_both_answers_repeat_its_prompt() -> None:

@@ -3,10 +3,10 @@
     python ppo_rlhf.py --reward_fn tiny.rewards:happy
     python ppo_rlhf.py --reward_fn tiny.rewards:classifier
 
-A function gets two lists of texts, queries and responses. Responses end with their truncate token
-and have no special tokens. It returns a float for each response. A parameter of another name, say
-`answer` or `messages`, gets the column of that name of --query_dataset, and `**kwargs` gets them
-all. Each process calls the function with its share of a batch, and with all held-out queries.
+A function is called as TRL calls its reward functions, with lists: prompts, completions, and each
+column of --query_dataset by its name. Completions end with their truncate token and have no special
+tokens. It returns a float for each completion. Each process calls the function with its share of a
+batch, and with all held-out queries.
 """
 
 import functools
@@ -16,15 +16,15 @@ MODEL = "lvwerra/distilbert-imdb"  # any text classifier, on the hub or in a fol
 LABEL = "POSITIVE"
 
 
-def happy(queries: list[str], responses: list[str]) -> list[float]:
-    """How many happy words a response has."""
+def happy(completions: list[str], **columns: Any) -> list[float]:
+    """How many happy words a completion has."""
     words = ("happy", "glad", "proud", "cheer", "love", "laugh", "smile", "wonderful", "delight")
-    return [sum(response.lower().count(word) for word in words) for response in responses]
+    return [sum(text.lower().count(word) for word in words) for text in completions]
 
 
-def classifier(queries: list[str], responses: list[str]) -> list[float]:
-    """A classifier's logit of LABEL for query and response, whatever its architecture."""
-    texts = [query + response for query, response in zip(queries, responses, strict=True)]
+def classifier(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """A classifier's logit of LABEL for prompt and completion, whatever its architecture."""
+    texts = [prompt + text for prompt, text in zip(prompts, completions, strict=True)]
     rewards = []
     for scores in load()(texts, batch_size=32, truncation=True):
         by_label = {x["label"]: x["score"] for x in scores}

@@ -1,10 +1,12 @@
 """Random tiny models of many architectures, and batches of given tokens, as the tests put them into
 the scripts."""
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -21,7 +23,8 @@ import ppo_rlhf
 VOCABULARY = 50
 EOS = 0
 LONGEST = 24  # tokens of a row in these tests
-ANY_TOKENIZER: Any = SimpleNamespace(get_vocab=lambda: {"": 0})  # that suits every model
+# Suits every model here
+ANY_TOKENIZER: Any = SimpleNamespace(get_vocab=lambda: {"w0": 0, "w49": VOCABULARY - 1})
 COMMON = {
     "vocab_size": VOCABULARY,
     "initializer_range": 0.25,
@@ -146,25 +149,26 @@ def save_classifier(folder: Path, name: str, **changes: Any) -> Path:
     return save_model(folder, name, AutoModelForSequenceClassification, num_labels=1, **changes)
 
 
+@contextlib.contextmanager
+def as_on_a_gpu(script: Any = ppo_rlhf) -> Iterator[None]:
+    """load_model takes its branch for GPUs, while weights stay on the CPU."""
+    state = SimpleNamespace(device=torch.device("cuda"), print=print)
+    with mock.patch.object(script, "PartialState", lambda: state):
+        yield
+
+
 def load(
-    folder: Path, flag: str = "base_model", attention: str | None = None, **config: Any
+    folder: Path, flag: str = "base_model", attention: str = "eager", **options: Any
 ) -> Any:
     """A model as the scripts load it, for rows of up to LONGEST tokens of any of its embeddings;
-    with `attention` as on a device that has this one."""
+    with the attention that they take on a CPU (eager), or what transformers chooses on a GPU."""
     auto_class = AutoModelForCausalLM
-    if flag == "reward_model" or "num_labels" in config:
+    if flag == "reward_model" or "new_head" in options:
         auto_class = AutoModelForSequenceClassification
-    loader: Any = auto_class
-    if attention is not None:
-        ppo_rlhf.set_up_backend("fp32")
-
-        def from_pretrained(name: str, **named: Any) -> Any:
-            named["attn_implementation"] = attention
-            return auto_class.from_pretrained(name, **named)
-
-        loader = SimpleNamespace(from_pretrained=from_pretrained)
     args = ppo_rlhf.Args(**{flag: str(folder)})
-    return ppo_rlhf.load_model(flag, args, loader, ANY_TOKENIZER, LONGEST, **config)
+    device = contextlib.nullcontext() if attention == "eager" else as_on_a_gpu()
+    with device:
+        return ppo_rlhf.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST, **options)
 
 
 def fill_value_head(policy: ppo_rlhf.ActorCritic) -> ppo_rlhf.ActorCritic:
@@ -185,7 +189,8 @@ def make_lm(name: str, attention: str = "eager", **changes: Any) -> Any:
 
 def make_actor(name: str, attention: str = "eager", **changes: Any) -> ppo_rlhf.ActorCritic:
     """A policy on such a model."""
-    return ppo_rlhf.ActorCritic(make_lm(name, attention, **changes), "fp32")
+    lm = make_lm(name, attention, **changes)
+    return ppo_rlhf.ActorCritic(lm, VOCABULARY, ppo_rlhf.Args())
 
 
 def with_attention(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -206,12 +211,20 @@ def has_classifier(name: str) -> bool:
 
 def make_queries(contexts: list[list[int]]) -> list[ppo_rlhf.Query]:
     """What load_queries returns, without prefixes and suffixes."""
-    return [ppo_rlhf.Query(context, context, {}) for context in contexts]
+    return [ppo_rlhf.Query(context, context, "", {}) for context in contexts]
 
 
 def make_batch(contexts: list[list[int]], responses: list[list[int]]) -> SimpleNamespace:
     """As much of a Batch as forward_response reads, for given responses of one length."""
     return SimpleNamespace(contexts=contexts, responses=torch.tensor(responses))
+
+
+def make_responses(rows: list[list[int]]) -> SimpleNamespace:
+    """As much of a Batch as score functions read, for responses that end after these tokens."""
+    longest = max(map(len, rows))
+    padded = [row + [EOS] * (longest - len(row)) for row in rows]
+    lengths = torch.tensor([len(row) for row in rows])
+    return SimpleNamespace(responses=torch.tensor(padded), lengths=lengths)
 
 
 def random_rows(lengths: Sequence[int], seed: int, vocabulary: int = VOCABULARY) -> list[list[int]]:
