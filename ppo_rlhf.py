@@ -685,9 +685,10 @@ def score_by_function(
 ) -> Tensor:
     """Scores (B,) of a --reward_fn, called as TRL calls its reward functions: function(prompts=..,
     completions=.., **columns). These are lists of texts, or of chats where the table has chats; and
-    of what its other columns have. It returns one finite float for each completion."""
+    of what its columns but `prompt` have. It returns one finite float for each completion."""
     rows = [query.columns for query in queries]
     named = pd.DataFrame(rows, dtype=object).to_dict("list")
+    named.pop("prompt", None)
     prompts = tokenizer.batch_decode([q.input_ids for q in queries], skip_special_tokens=True)
     completions = tokenizer.batch_decode(truncated(batch), skip_special_tokens=True)
     if is_chat(queries[0].prompt):
@@ -1192,9 +1193,11 @@ def choose_folder(preset: str, args: Args) -> None:
     folder = Path(name).expanduser().absolute()
     args.output_dir = str(folder)
     files = {path.name for path in folder.glob("*")}
-    is_run = args.resume and bool(files & {"lock", "args.json"})
-    if files - {"lock"} and not is_run:
-        raise UserError(f"--output_dir {folder} is not empty: --resume, or another folder")
+    can_go_on = "samples.jsonl" not in files or "checkpoints" in files  # else it would start anew
+    if files - {"lock"} and not (args.resume and "lock" in files and can_go_on):
+        raise UserError(
+            f"--output_dir {folder} is not empty: choose another, or --resume a run with checkpoints"
+        )
     if "args.json" in files:
         before = vars(Args()) | json.loads((folder / "args.json").read_text())["args"]
         for name, value in json.loads(json.dumps(vars(args))).items():
@@ -1236,7 +1239,7 @@ class Run:
         # the newest checkpoint, if there is one
         if newest := self.checkpoints()[-1:]:
             saved = json.loads((newest[0] / "state.json").read_text())
-            if saved["processes"] != self.state["processes"]:  # shuffles are per process
+            if saved["processes"] != accelerator.num_processes:  # shuffles are per process
                 raise UserError(f"--resume needs {saved['processes']} processes")
             accelerator.load_state(str(newest[0]))
             self.state = saved
@@ -1289,8 +1292,7 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """The folders of complete checkpoints, checkpoints/<updates made>, the newest last."""
-        found = self.folder.glob("checkpoints/???????/state.json")
-        return sorted(path.parent for path in found)
+        return sorted(path.parent for path in self.folder.glob("checkpoints/???????/state.json"))
 
     def end_update(self) -> None:
         """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
@@ -1319,8 +1321,9 @@ class Run:
 
 def write(path: Path, text: str) -> None:
     """Writes the file so that it is there as a whole or not at all."""
-    unfinished = path.with_suffix(f".{os.urandom(4).hex()}")
-    with open(unfinished, "x") as file:  # a new one: no link is followed
+    unfinished = path.with_suffix(".tmp")
+    unfinished.unlink(missing_ok=True)
+    with open(unfinished, "x") as file:  # a new file: no link is followed
         file.write(text)
     unfinished.rename(path)
 

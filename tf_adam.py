@@ -28,7 +28,8 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Conv1D, PreTrainedModel
+from transformers import AttentionMaskInterface, Conv1D, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 logger = get_logger(__name__)
@@ -111,6 +112,13 @@ def set_up_torch(dtype: str) -> None:
         torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
     # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    AttentionMaskInterface.register("sdpa", full_sdpa_mask)
+
+
+def full_sdpa_mask(**named: Any) -> Tensor:
+    """transformers' mask for `sdpa` attention. Its own function first checks whether the mask is
+    True everywhere and could be left out. That check waits for the GPU at every sampled token."""
+    return sdpa_mask(**named | {"allow_is_causal_skip": False})
 
 
 def patch_layers(model: PreTrainedModel, args: Any) -> None:

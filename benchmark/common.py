@@ -124,6 +124,11 @@ def make_parser(text: str, program: str) -> argparse.ArgumentParser:
     return parser
 
 
+def episode(row: dict[str, float]) -> float | None:
+    """The episodes up to a line of metrics.jsonl, if that is one of PPO or RLOO."""
+    return row.get("ppo/episode", row.get("rloo/episode"))
+
+
 # --- models and data ------------------------------------------------------------------------------
 def new_accelerator(reset: bool = True) -> accelerate.Accelerator:
     """An Accelerator as the scripts make it. `reset` ends those made before; without it, all share

@@ -28,7 +28,8 @@ class Judge:
         longest = args.query_length + args.response_length
         self.queries = ours.load_queries(tokenizer, args, num_queries)
         self.end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
-        self.reward = rloo_rlhf.load_reward(args, "tiny", tokenizer, longest)
+        load_reward = rloo_rlhf.load_reward
+        self.reward = load_reward("reward_model", args, "tiny", tokenizer, longest)
         self.tokenizer = tokenizer
         self.args = args
         self.ref = self.actor("tiny/model")
@@ -42,44 +43,30 @@ class Judge:
         """The policy in `folder`, or the starting model; one response per query."""
         return ours.make_actor(rloo_rlhf, ours.load_lm(str(folder), self.args), self.args)
 
-    def responses(self, policy: Any, draw: int) -> list[list[int]]:
-        """A truncated response to each query."""
-        contexts = [query.context for query in self.queries]
-        u = self.uniforms(draw)
-        responses, _ = rloo_rlhf.sample(policy, contexts, u, self.args.temperature)
-        until_end, _ = rloo_rlhf.truncate(responses, self.end, self.args.truncate_after)
-        truncated = []
-        for row, length in zip(responses.tolist(), until_end.sum(1).tolist(), strict=True):
-            truncated.append(row[:length])
-        return truncated
+    def responses(self, policy: Any, draw: int) -> rloo_rlhf.Batch:
+        """A response to each query."""
+        return rloo_rlhf.rollout(policy, self.queries, self.uniforms(draw), self.end, self.args)
 
-    def true_scores(self, responses: list[list[int]]) -> list[float]:
-        """VADER's scores in [-1, 1]."""
-        texts = self.tokenizer.batch_decode(responses)
+    def true_scores(self, batch: Any) -> list[float]:
+        """VADER's scores in [-1, 1] of truncated responses."""
+        texts = self.tokenizer.batch_decode(rloo_rlhf.truncated(batch))
         return [self.vader.polarity_scores(text)["compound"] for text in texts]
 
-    def rewards(self, responses: list[list[int]]) -> list[float]:
+    def rewards(self, batch: rloo_rlhf.Batch) -> list[float]:
         """The reward model's scores, without a penalty."""
-        return self.reward(self.queries, responses).tolist()
+        return self.reward(self.queries, batch).tolist()
 
     @torch.no_grad()
     def __call__(self, policy: Any, draw: int = 10**6) -> dict[str, Any]:
         """Scores of truncated responses, KL to the reference per response in nats, as lists; share
         of distinct ones."""
         rows = torch.arange(len(self.queries)).view(1, -1)
-        batch, responses = rloo_rlhf.rollout(
-            policy,
-            self.ref,
-            self.queries,
-            self.uniforms(draw),
-            rows,
-            self.end,
-            self.args,
-        )
-        texts = self.tokenizer.batch_decode(responses)
+        batch = self.responses(policy, draw)
+        rloo_rlhf.set_logprobs(batch, policy, self.ref, rows, self.args)
+        texts = self.tokenizer.batch_decode(rloo_rlhf.truncated(batch))
         return {
-            "true_score": self.true_scores(responses),
-            "reward": self.rewards(responses),
+            "true_score": self.true_scores(batch),
+            "reward": self.rewards(batch),
             "kl": (batch.logprobs - batch.ref_logprobs).sum(1).tolist(),
             "distinct": len(set(texts)) / len(texts),
         }

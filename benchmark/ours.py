@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import ppo_rlhf
 import rloo_rlhf
 from benchmark import common
-from tf_adam import make_optimizer
+from tf_adam import hold_in_bf16, make_optimizer, set_up_torch
 
 SCRIPTS = {"ppo": ppo_rlhf, "rloo": rloo_rlhf}
 END = 13  # a truncate token, `.` in GPT-2's vocabulary: the text is random anyway
@@ -45,16 +45,15 @@ def responses_per_query(args: Any) -> int:
 
 def load_queries(tokenizer: Any, args: Any, count: int) -> list[Any]:
     """Up to `count` of --query_dataset, in the order of args.seed."""
-    PartialState()  # the scripts' logger asks for it
     return ppo_rlhf.load_queries("query_dataset", args, tokenizer, count)
 
 
-def load(auto_class: type, folder: str, args: Any, **config: Any) -> Any:
+def load(auto_class: type, folder: str, args: Any, new_head: bool = False) -> Any:
     """A model as the scripts have it, for texts as long as `args` say."""
     args.base_model = folder
     longest = args.query_length + args.response_length
     tokenizer = common.tokenizer()
-    model = ppo_rlhf.load_model("base_model", args, auto_class, tokenizer, longest, **config)
+    model = ppo_rlhf.load_model("base_model", args, auto_class, tokenizer, longest, new_head)
     return model.to(PartialState().device)
 
 
@@ -65,9 +64,10 @@ def load_lm(folder: str, args: Any) -> Any:
 
 def make_actor(script: Any, lm: Any, args: Any, critic: Any = None) -> Any:
     """The policy, or the reference, of a script."""
+    num_tokens = lm.config.get_text_config().vocab_size
     if script is ppo_rlhf:
-        return ppo_rlhf.ActorCritic(lm, args.dtype, critic)
-    return rloo_rlhf.Actor(lm, args)
+        return ppo_rlhf.ActorCritic(lm, num_tokens, args, critic)
+    return rloo_rlhf.Actor(lm, num_tokens, args)
 
 
 def optimizer_of(policy: Any, args: Any) -> torch.optim.Optimizer:
@@ -78,7 +78,7 @@ def optimizer_of(policy: Any, args: Any) -> torch.optim.Optimizer:
 
 def query(context: list[int]) -> ppo_rlhf.Query:
     """A query that policy and reward model read alike."""
-    return ppo_rlhf.Query(context, context, {})
+    return ppo_rlhf.Query(context, context, "", {})
 
 
 def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any:
@@ -90,7 +90,7 @@ def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any
         responses=responses,
         lengths=mask.sum(1),
         found_end=mask.all(1),
-        mask=mask,
+        loss_mask=mask,
         sampled_logprobs=zeros.clone(),
         logprobs=zeros.clone(),
         ref_logprobs=zeros.clone(),
@@ -98,19 +98,29 @@ def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any
     )
 
 
-def draw_epochs(args: Any) -> Iterator[Tensor]:
-    """Rows of the minibatches of each update, (epochs, minibatches, n): those of a query stay
+def shuffle(args: Any, update: int) -> Tensor:
+    """Rows of the minibatches of an update, (epochs, minibatches, n): those of a query stay
     together."""
     k = responses_per_query(args)
-    for queries in ppo_rlhf.draw_epochs(args, 0, args.batch_size // k):
-        yield (queries.unsqueeze(3) * k + torch.arange(k)).flatten(2)
+    queries = ppo_rlhf.shuffle(args, 0, update, args.batch_size // k)
+    return (queries.unsqueeze(3) * k + torch.arange(k)).flatten(2)
+
+
+def rollout(
+    policy: Any, ref: Any, queries: list[Any], u: Tensor, epochs: Tensor, end: int | None, args: Any
+) -> Any:
+    """Responses with their log-probabilities, as main has them; epochs are those of `shuffle`."""
+    script = SCRIPTS["rloo" if hasattr(args, "rloo_k") else "ppo"]
+    batch = script.rollout(policy, queries, u, end, args)
+    script.set_logprobs(batch, policy, ref, epochs[0], args)
+    return batch
 
 
 def set_rewards(batch: Any, scores: Tensor, args: Any) -> Tensor:
     """Puts into the batch what the update needs of scores (B,): rewards, or RLOO's advantages.
     Returns the rewards (B, R)."""
-    log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.mask
-    rewards = ppo_rlhf.at_last_token(scores, batch.mask) - args.kl_coef * log_ratio
+    log_ratio = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask
+    rewards = ppo_rlhf.at_last_token(scores, batch.loss_mask) - args.kl_coef * log_ratio
     if isinstance(batch, ppo_rlhf.Batch):
         batch.rewards = rewards
     else:
@@ -137,11 +147,12 @@ class Frozen:
     def __init__(self, folder: str, args: Any) -> None:
         self.lm = load_lm(folder, args).requires_grad_(False)
         torch.manual_seed(1)
-        self.reward = load(AutoModelForSequenceClassification, folder, args, num_labels=1)
+        self.reward = load(AutoModelForSequenceClassification, folder, args, new_head=True)
         self.reward.requires_grad_(False)
         # As in the scripts' main. It changes nothing with fp32.
-        ppo_rlhf.hold_in_bf16(self.lm, args)
-        ppo_rlhf.hold_in_bf16(self.reward, args)
+        hold_in_bf16(self.lm, args)
+        hold_in_bf16(self.reward, args)
+        self.head = ppo_rlhf.reward_head(self.reward)
 
 
 class Ours:
@@ -161,7 +172,6 @@ class Ours:
         optimizer = optimizer_of(policy, self.args)
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.actor = self.accelerator.unwrap_model(self.policy)
-        self.shuffles = draw_epochs(self.args)
         self.num_updates = 0
 
     def update(self, contexts: list[list[int]], frozen: Frozen) -> Clock:
@@ -170,15 +180,15 @@ class Ours:
         args = self.args
         ref = make_actor(script, frozen.lm, args)
         asked = [query(context) for context in contexts for _ in range(self.k)]
-        script.set_up_backend(args.dtype)  # which others in this process may have changed
+        set_up_torch(args.dtype)  # which others in this process may have changed
         clock = Clock()
         with clock("total"):
+            epochs = shuffle(args, self.num_updates)
             self.num_updates += 1
             u = script.uniforms(1, self.num_updates, args.batch_size, args.response_length)
-            epochs = next(self.shuffles)
             with clock("score"), timed_sampling(script, clock):
-                batch, responses = script.rollout(self.actor, ref, asked, u, epochs[0], END, args)
-                raw_scores = script.score_by_model(frozen.reward, args, asked, responses)
+                batch = rollout(self.actor, ref, asked, u, epochs, END, args)
+                raw_scores = script.score_by_model(frozen.reward, frozen.head, args, asked, batch)
             scores = script.penalize_missing_end(raw_scores, batch.found_end, args)
             set_rewards(batch, scores, args)
             with clock("optimise"):
@@ -188,7 +198,7 @@ class Ours:
             self.metrics = script.reduce_means(records)
         clock.seconds["score"] -= clock.seconds["sample"]
         self.batch = batch
-        self.scored = sum(map(len, responses))
+        self.scored = batch.lengths.sum().item()
         return clock
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 # Before any import of the libraries. Models here are tiny: more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is tested on a GPU is in benchmark/speed/gpu.sh
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach a network
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

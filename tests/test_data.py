@@ -2,6 +2,7 @@
 reward functions."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from hub_tools import byte_words
 from run_tools import to_lines
 from tiny_models import make_responses, save_model
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import ppo_rlhf
@@ -24,6 +26,10 @@ BOS = 1
 PAD = 50_259
 CHAT = """{% for m in messages %}{{ ('w40 ' if m.role == 'user' else 'w41 ') + m.content +
 ' <|endoftext|> w42 ' }}{% endfor %}{% if add_generation_prompt %}w41 {% endif %}"""
+
+
+MARKS = ["<|endoftext|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
+MARKS += ["<|eot_id|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"]
 
 
 def turn(word: str, role: str = "assistant") -> list[dict[str, str]]:
@@ -53,7 +59,7 @@ LABEL = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2, whose tokenizer begins no text with BOS and pads with EOS, and a Llama, whose
-    tokenizer does neither."""
+    tokenizer does neither; and a tokenizer of bytes and MARKS, which begins texts with BOS."""
     folder = tmp_path_factory.mktemp("models")
     specials = {
         "gpt2": {"bos_token": "<|endoftext|>"},
@@ -66,12 +72,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
             begin = processors.TemplateProcessing(single="w1 $A", special_tokens=[("w1", BOS)])
             tokenizer.backend_tokenizer.post_processor = begin
         tokenizer.save_pretrained(folder / name)
+    vocabulary = {word: i for i, word in enumerate([*MARKS, *byte_words()])}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(MARKS)
+    begin = [(MARKS[BOS], BOS)]
+    backend.post_processor = processors.TemplateProcessing(f"{MARKS[BOS]} $A", special_tokens=begin)
+    special = {"eos_token": MARKS[EOS], "bos_token": MARKS[BOS]}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder / "bytes")
     return folder
 
 
 @pytest.fixture(autouse=True)
 def here(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder to be in, with the two models, and what the scripts' logger asks for."""
+    """A folder to be in, with the models."""
     for folder in folders.iterdir():
         (tmp_path / folder.name).symlink_to(folder)
     monkeypatch.chdir(tmp_path)
@@ -164,9 +179,10 @@ def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay() -> None:
     rows = [
         {"query": [EOS, 5, PAD]},
         {"query": [6, EOS, 8]},
+        {"query": [BOS, 7, PAD]},
     ]
     found = read_queries(rows, **llama)
-    assert found == [[BOS, EOS, 5], [BOS, 6, EOS, 8]]
+    assert found == [[BOS, EOS, 5], [BOS, 6, EOS, 8], [BOS, 7]]
     assert read_labels([LABEL | {"sample1": [EOS, PAD]}] * 2) == [([5], [EOS], [6])] * 2
 
 
@@ -271,7 +287,8 @@ def test_a_folder_needs_a_split_to_train_on() -> None:
     Path("set").mkdir()
     Path("set/test.jsonl").write_text(to_lines({"text": "w5"}))
     tokenizer, args = start(ppo_rlhf, query_dataset="set")
-    with pytest.raises(ppo_rlhf.UserError, match=r"^--query_dataset set has \['.jsonl', 'test'\]: name one"):
+    says = r"^--query_dataset set has \['.jsonl', 'test'\]: name one, as in data::test$"
+    with pytest.raises(ppo_rlhf.UserError, match=says):
         ppo_rlhf.load_queries("query_dataset", args, tokenizer, 1)
 
 
@@ -298,6 +315,13 @@ BEGINS = [
 ]
 
 
+def split_of(row: dict[str, Any]) -> list[str]:
+    """Texts of prompt, chosen and rejected."""
+    tokenizer, args = start(train_reward, base_model="bytes", query_length=99, response_length=99)
+    read = train_reward.read_preference(row, Counter(), tokenizer, args)
+    return tokenizer.batch_decode(list(read))
+
+
 @pytest.mark.parametrize(("begin", "chosen", "rejected"), BEGINS)
 def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(
     begin: str, chosen: str, rejected: str
@@ -305,19 +329,16 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(
     """The raw form of Anthropic's HH: the dialogues stand whole in both columns. A prompt that is
     given stays whole; if both answers repeat it, it is read once."""
     answers = [begin + chosen, begin + rejected]
-    for row in ({}, {"query": ""}):
-        row |= dict(zip(("chosen", "rejected"), answers, strict=True))
-        if not row.get("query", "none"):
-            assert split_of(row) == ["", *answers]
-        else:
-            assert split_of(row) == [begin, chosen, rejected]
-        row["prompt"] = row.pop("query", None) or begin[:2]
-        rest = [answer[len(begin[:2]) :] for answer in answers]
-        assert split_of(row) == [begin[:2], *rest]
-        row["prompt"] = "How? "
-        assert split_of(row) == ["How? ", *answers]
-        row["chosen"] = "How? " + chosen
-        assert split_of(row) == ["How? ", row["chosen"], answers[1]]
+    row = {"chosen": answers[0], "rejected": answers[1]}
+    assert split_of(row) == [begin, chosen, rejected]
+    for prompt in ("", None):
+        assert split_of(row | {"prompt": prompt}) == ["", *answers]
+    rest = [answer[len(begin[:2]) :] for answer in answers]
+    assert split_of(row | {"prompt": begin[:2]}) == [begin[:2], *rest]
+    row["prompt"] = "How? "
+    assert split_of(row) == ["How? ", *answers]
+    row["chosen"] = "How? " + chosen
+    assert split_of(row) == ["How? ", row["chosen"], answers[1]]
 
 
 def test_each_row_says_whether_both_answers_repeat_its_prompt() -> None:
@@ -329,7 +350,7 @@ def test_each_row_says_whether_both_answers_repeat_its_prompt() -> None:
 
 
 def test_useless_pairs_are_left_out_and_too_many_stop_the_run(
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     # these differ after three tokens
     same = PAIR | {
@@ -343,10 +364,15 @@ def test_useless_pairs_are_left_out_and_too_many_stop_the_run(
     ]
     found = read_labels([PAIR] * 27 + useless, response_length=3)
     assert found == [([5], [6], [7])] * 27
-    assert "--label_dataset: 27, first " in caplog.text
+    printed = capsys.readouterr().out
+    gaps = "'left out, for a prompt or an answer that is empty or too long': 2"
+    assert "--label_dataset: 27 of 30 rows {" in printed
+    assert gaps in printed
+    assert "'left out, for equal answers': 1" in printed
+    assert "--label_dataset: 27, first " in printed
     null = PAIR | {"chosen": None}  # as pandas writes an empty cell
     assert read_labels([PAIR] * 27 + [null]) == [([5], [6], [7])] * 27
-    says = "26 of 30 labels are of use; in the others a text is empty, the prompt is too long, "
+    says = "26 of 30 labels are of use: {'left out, for equal answers': 4}"
     refuse(read_labels, [PAIR] * 26 + [same] * 4, says, response_length=3)
     # there would be no update
     refuse(read_labels, [PAIR] * 19 + [useless[1]], "19 labels for --batch_size 20", batch_size=20)
@@ -356,20 +382,21 @@ def test_labels_whose_samples_are_all_the_same_teach_nothing() -> None:
     """Two of four may be: people saw all."""
     equal = LABEL | {"sample0": [7]}
     assert read_labels([LABEL] * 19 + [equal]) == [([5], [7], [6])] * 19
-    refuse(read_labels, [LABEL] * 5 + [equal], "5 of 6 labels are of use")
+    says = "--label_dataset: 5 of 6 labels are of use: {'left out, for equal answers': 1}"
+    refuse(read_labels, [LABEL] * 5 + [equal], says)
     refuse(read_labels, [PAIR | {"chosen": "w7"}] * 3, "0 of 3 labels are of use")
     four = LABEL | {"sample2": [6], "sample3": [7]}
     assert read_labels([four] * 2) == [([5], [7], [6], [6], [7])] * 2
 
 
-def test_an_empty_prompt_needs_a_bos() -> None:
-    """Given, or where two texts have no common beginning. A model reads at least one token."""
+def test_a_label_with_an_empty_prompt_is_left_out_like_an_empty_query() -> None:
+    """Given, or where two texts have no common beginning. BOS alone is no prompt."""
     empty = PAIR | {"prompt": ""}
     whole = {"chosen": "w6 w8", "rejected": "w7 w8"}
     for row in (empty, whole):
-        refuse(read_labels, [row] * 2, "0 of 2 labels are of use")
+        for model in ("gpt2", "llama"):
+            refuse(read_labels, [row] * 2, "0 of 2 labels are of use", base_model=model)
     assert read_labels([PAIR] * 27 + [empty]) == [([5], [6], [7])] * 27
-    assert read_labels([empty] * 2, base_model="llama") == [([BOS], [6], [7])] * 2
 
 
 def test_a_prompt_may_be_called_query_and_best_may_be_a_float() -> None:
@@ -432,44 +459,58 @@ def test_preferences_as_chats_are_read_as_the_template_writes_them() -> None:
         found = read_labels([row] * 2, CHAT, **llama)
         assert found == [(BEGUN, [6, EOS, 42], [7, EOS, 42])] * 2
         # nothing stands behind it
-        found = read_labels([row] * 2, CHAT, truncate_token="eos", **llama)
+        eos = {"truncate_token": "eos", "truncate_after": 0}
+        found = read_labels([row] * 2, CHAT, **llama, **eos)
         assert found == [(BEGUN, [6, EOS], [7, EOS])] * 2
-    # what both answers begin with is of the prompt
+    # what both answers begin with is not of the prompt
     alike = pair | {"chosen": turn("w6 w8"), "rejected": turn("w6 w9")}
     found = read_labels([alike] * 2, CHAT, **llama)
-    assert found == [([*BEGUN, 6], [8, EOS, 42], [9, EOS, 42])] * 2
-    refuse(read_labels, [pair] * 2, "chat_template is not set")
-    # two prompts
-    two = {"chosen": ASKED + YES, "rejected": YES + NO}
-    refuse(read_labels, [two] * 2, "0 of 2 labels are of use", chat=CHAT)
-    refuse(read_labels, [PAIR | {"prompt": ["w5", "w6"]}] * 2, chat=CHAT)
-    refuse(read_labels, [{"prompt": "w5", "chosen": ["w6"], "rejected": ["w7"]}] * 2, chat=CHAT)
+    assert found == [(BEGUN, [6, 8, EOS, 42], [6, 9, EOS, 42])] * 2
+    refuse(read_labels, [pair] * 2, "row 0: chat template: ", "chat_template is not set")
+    two = {"chosen": ASKED + YES, "rejected": AGAIN + NO}
+    says = "row 0: an answer's chat is 'w40 w8 ", "and does not continue 'w40 w5 "
+    refuse(read_labels, [two] * 2, *says, chat=CHAT)
 
 
-def test_a_prompt_with_answers_of_several_turns_keeps_them_all() -> None:
+def test_answers_that_are_neither_texts_nor_chats_are_refused() -> None:
+    rows = [
+        PAIR | {"prompt": ["w5", "w6"]},
+        PAIR | {"chosen": ["w6"], "rejected": ["w7"]},
+        PAIR | {"rejected": [7]},
+        PAIR | {"chosen": 6, "rejected": 7},
+        PAIR | {"rejected": NO},  # one of each
+        PAIR | {"chosen": YES},
+        {"chosen": ["w6"], "rejected": ["w7"]},
+        {"query": [5], "chosen": YES, "rejected": NO},
+    ]
+    for row in rows:
+        refuse(read_labels, [row] * 2, "row 0: ", chat=CHAT)
+
+
+def test_several_turns_are_read_once_or_refused() -> None:
     more = {
         "response_length": 20,
         "query_length": 20,
         "base_model": "llama",
     }
-    row = {
-        "prompt": ASKED,
-        "chosen": YES + AGAIN + NO,
-        "rejected": NO + AGAIN + NO,
-    }
-    rest = [EOS, 42, 40, 8, EOS, 42, 41, 7, EOS, 42]
-    for prompt in (ASKED, "w5"):
-        found = read_labels([row | {"prompt": prompt}] * 2, CHAT, **more)
-        assert found == [(BEGUN, [6, *rest], [7, *rest])] * 2
     asked = ASKED + YES + AGAIN
-    row = {
-        "prompt": asked,
+    whole = {
         "chosen": asked + YES,
         "rejected": asked + NO,
     }
-    found = read_labels([row] * 2, CHAT, **more)
     begun = [*BEGUN, 6, EOS, 42, 40, 8, EOS, 42, 41]
-    assert found == [(begun, [6, EOS, 42], [7, EOS, 42])] * 2
+    for prompt in ({}, {"prompt": asked}, {"prompt": ASKED}, {"prompt": "w5"}, {"prompt": "w8"}):
+        found = read_labels([whole | prompt] * 2, CHAT, **more)
+        assert found == [(begun, [6, EOS, 42], [7, EOS, 42])] * 2
+    # answers of several turns, without the question that `prompt` has
+    for rejected in (YES, NO):
+        row = {
+            "prompt": ASKED,
+            "chosen": YES + AGAIN + NO,
+            "rejected": rejected + AGAIN + YES,
+        }
+        for prompt in (ASKED, "w5"):
+            refuse(read_labels, [row | {"prompt": prompt}] * 2, "row 0: ", chat=CHAT, **more)
 
 
 GAPS = [
@@ -483,25 +524,25 @@ NO_BEST = [2, -1, None, 0.5]
 
 def test_labels_with_gaps_are_refused_in_a_line() -> None:
     for change in GAPS:
-        says = "2 of 3 labels are of use; in the others a text is empty"
+        says = "2 of 3 labels are of use: {'left out, for a prompt or an answer that is empty"
         refuse(read_labels, [LABEL, LABEL, LABEL | change], says)
     for best in NO_BEST:
         rows = [LABEL, LABEL, LABEL | {"best": best}]
-        refuse(read_labels, rows, "has no query, sample0, .., best, nor chosen, rejected: ")
-    for bad, says in (([5, 50], "another model"), ([5, -1], "another model"), ([5, None], "")):
-        refuse(read_labels, [LABEL, LABEL | {"sample1": bad}], says)
-        refuse(read_labels, [LABEL, LABEL | {"query": bad}], says)
-        refuse(read_labels, [PAIR | {"chosen": bad}] * 2)
+        says = "row 2: neither query, sample0, .., best, nor chosen, rejected: {"
+        refuse(read_labels, rows, says)
+    for bad in ([5, 50], [5, -1], [5, None]):
+        refuse(read_labels, [LABEL, LABEL | {"sample1": bad}], f"row 1: {NO_IDS}{bad}")
+        refuse(read_labels, [LABEL, LABEL | {"query": bad}], f"row 1: {NO_IDS}{bad}")
+        refuse(read_labels, [PAIR | {"chosen": bad}] * 2, "row 0: ")
 
 
-def test_a_chat_as_a_prompt_of_answers_that_are_texts_is_refused() -> None:
-    chat = [{"role": "user", "content": "w5"}]
-    rows = [{"prompt": chat, "chosen": "w6", "rejected": "w7"}] * 2
-    refuse(read_labels, rows, "has a chat as a prompt, but texts as answers")
+def test_answers_to_a_chat_may_be_texts_which_are_the_assistants_messages() -> None:
+    found = read_labels([PAIR | {"prompt": ASKED}] * 2, CHAT, base_model="llama")
+    assert found == [(BEGUN, [6, EOS, 42], [7, EOS, 42])] * 2
 
 
 def test_more_labels_than_rows_are_refused_by_their_flag() -> None:
-    with pytest.raises(train_reward.UserError, match="--num_labels 9 is above its size 8"):
+    with pytest.raises(train_reward.UserError, match="^--num_labels 9: --label_dataset has 8 "):
         load_labels(label_dataset=[LABEL] * 8, num_labels=9)
 
 
@@ -529,13 +570,198 @@ def test_held_out_labels_are_those_of_a_test_split_or_what_is_left() -> None:
         Path("set/test.jsonl").unlink(missing_ok=True)
 
 
+# --- chats ----------------------------------------------------------------------------------------
+BEGIN = "{% for m in messages %}"
+ENDING = "{% endfor %}{% if add_generation_prompt %}"
+CHATML = BEGIN + "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}" + ENDING
+CHATML += "{{ '<|im_start|>assistant\\n' }}{% endif %}"
+LLAMA3 = "{{ bos_token }}" + BEGIN
+LLAMA3 += "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}"
+LLAMA3 += "{{ m.content | trim + '<|eot_id|>' }}" + ENDING
+LLAMA3 += "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+PHI4 = BEGIN + "<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>" + ENDING
+PHI4 += "<|im_start|>assistant<|im_sep|>{% endif %}"
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "phi4": PHI4}
+THINKING = CHATML.replace("assistant\\n", "assistant\\n<think>\\n")  # no chat continues this
+BYTES = {"base_model": "bytes", "query_length": 300, "response_length": 300}
+FAR = turn("How tall is tower 0?", "user")
+TALL = turn("0 metres.")
+DUNNO = turn("Dunno.")
+TEXTS = {
+    "chosen": "0 metres.",
+    "rejected": "Dunno.",
+}
+CHATS = {
+    "chosen": FAR + TALL,
+    "rejected": FAR + DUNNO,
+}
+ANSWERS = {
+    "chosen": TALL,
+    "rejected": DUNNO,
+}
+BRIEF = turn("Be brief.", "system")
+EARLIER = [*turn("How tall is tower A?", "user"), *turn("3 metres."), *turn("And 0?", "user")]
+WITH_SYSTEM = {
+    "chosen": BRIEF + FAR + TALL,
+    "rejected": BRIEF + FAR + DUNNO,
+}
+SEVERAL = {
+    "chosen": EARLIER + TALL,
+    "rejected": EARLIER + DUNNO,
+}
+CHINESE = turn("\u957f\u6c5f\u5927\u6865\u7684\u5386\u53f2\u7f16\u53f70", "user")
+BUILT = turn("\u5efa\u6210\u4e8e\u4e00\u4e5d\u4e94\u4e03\u5e740")
+UNKNOWN = turn("\u4e0d\u77e5\u90530")
+# Rows of labels, the chat that they ask, and both answers
+LAYOUTS = {
+    "ultrafeedback": (CHATS | {"prompt": FAR[0]["content"], "messages": FAR + TALL}, FAR),
+    "whole chats": (CHATS, FAR),
+    "prompt and whole chats": (CHATS | {"prompt": FAR}, FAR),
+    "prompt and answers": (ANSWERS | {"prompt": FAR}, FAR),
+    "prompt as a text": (ANSWERS | {"prompt": FAR[0]["content"]}, FAR),
+    "answers as texts": (TEXTS | {"prompt": FAR}, FAR),
+    "messages": (ANSWERS | {"messages": FAR}, FAR),
+    "question": (ANSWERS | {"question": FAR[0]["content"]}, FAR),
+    "system": (WITH_SYSTEM | {"prompt": FAR[0]["content"]}, BRIEF + FAR),
+    "system in the prompt": (ANSWERS | {"prompt": BRIEF + FAR}, BRIEF + FAR),
+    "several turns": (SEVERAL | {"prompt": "And 0?"}, EARLIER),
+    "several turns, the first as prompt": (SEVERAL | {"prompt": EARLIER[:1]}, EARLIER),
+    "several turns in the prompt": (ANSWERS | {"prompt": EARLIER}, EARLIER),
+    "chinese": ({"prompt": CHINESE, "chosen": BUILT, "rejected": UNKNOWN}, CHINESE),
+    "chinese, whole": ({"chosen": CHINESE + BUILT, "rejected": CHINESE + UNKNOWN}, CHINESE),
+    "tool's message": (ANSWERS | {"prompt": FAR + turn("0 m", "tool")}, FAR + turn("0 m", "tool")),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_label_asks_what_ppo_asks_and_answers_are_what_the_whole_chat_adds(
+    layout: str, template: str
+) -> None:
+    """To the token, also where PPO reads the same rows as queries."""
+    row, asked = LAYOUTS[layout]
+    (query,) = read_queries([{"prompt": asked}], template, **BYTES)
+    assert read_queries([row], template, **BYTES) == [query]
+    (label, _) = read_labels([row] * 2, template, **BYTES)
+    assert label[0] == query
+    assert query.count(BOS) == 1
+    tokenizer, _ = start(train_reward, template, **BYTES)
+    answers = (BUILT, UNKNOWN) if "chinese" in layout else (TALL, DUNNO)
+    for answer, tokens in zip(answers, label[1:], strict=True):
+        whole = tokenizer.apply_chat_template(asked + answer, tokenize=False)
+        begun = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        assert [BOS, *tokenizer(whole.removeprefix(MARKS[BOS])).input_ids[1:]] == query + tokens
+        assert tokenizer.decode(tokens) == whole.removeprefix(begun)
+        assert answer[0]["content"] in tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_template_that_does_not_continue_the_generation_prompt_is_refused(layout: str) -> None:
+    says = "--label_dataset label_dataset.jsonl, row 0: an answer's chat is '<|im_start|>"
+    rows = [LAYOUTS[layout][0]] * 2
+    refuse(read_labels, rows, says, "does not continue", "<think>", chat=THINKING, **BYTES)
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_an_end_of_a_chat_ends_answers(template: str) -> None:
+    """What the template writes behind it is cut, and what stands in the prompt stays."""
+    mark = "<|eot_id|>" if template == LLAMA3 else "<|im_end|>"
+    row = CHATS | {"prompt": FAR}
+    cut = {"truncate_token": mark, "truncate_after": 0}
+    ((query, *answers), _) = read_labels([row] * 2, template, **BYTES, **cut)
+    tokenizer, _ = start(train_reward, **BYTES)
+    assert tokenizer.batch_decode(answers) == [f"0 metres.{mark}", f"Dunno.{mark}"]
+    assert [query] == read_queries([{"prompt": FAR}], template, **BYTES)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"start_text": "0"}, {"end_text": "0"}, {"end_text": "eos"}, {"start_text": "eos"}]
+)
+def test_chats_that_would_lose_their_end_are_refused(changes: dict[str, str]) -> None:
+    """Token 0 is a token, too."""
+    rows = [{"prompt": FAR}]
+    says = "row 0: a chat must keep its end: --start_text none --end_text none"
+    refuse(read_queries, rows, says, chat=CHATML, **BYTES, **changes)
+    refuse(read_queries, rows, says, chat=CHATML, **BYTES, long_queries="keep_start")
+    short = BYTES | {"query_length": 12, "long_queries": "keep_end"}
+    (query,) = read_queries(rows, CHATML, **short)
+    assert query == [BOS, *read_queries(rows, CHATML, **BYTES)[0][-12:]]
+
+
+TOWER = {"question": "How tall is tower 0?"}
+OF_TEXTS = [
+    (TOWER, "How tall is tower 0?"),
+    ({"instruction": "How tall is it?", "input": ""}, "How tall is it?"),
+    ({"instruction": "How tall is it?", "input": "tower 0"}, "How tall is it?\ntower 0"),
+    ({"prompt": "Tower \U0001f469\u200d\U0001f467"}, "Tower \U0001f469\u200d\U0001f467"),
+]
+
+
+@pytest.mark.parametrize(("asked", "text"), OF_TEXTS)
+def test_questions_and_instructions_are_prompts(asked: dict[str, str], text: str) -> None:
+    odd = {"chosen": " \U0001f389 caf\u00e9 \u0646\u0639\u0645", "rejected": " \u5426"}
+    tokenizer, _ = start(train_reward, **BYTES)
+    for answers in (TEXTS, odd):
+        (label, _) = read_labels([asked | answers] * 2, **BYTES)
+        assert tokenizer.batch_decode(label) == [MARKS[BOS] + text, *answers.values()]
+        assert read_queries([asked | answers], **BYTES) == [label[0]]
+
+
+def test_a_special_token_in_a_text_is_that_token() -> None:
+    row = {"prompt": "Say <|eot_id|>", "chosen": "<|eot_id|> ok", "rejected": " no"}
+    (label, _) = read_labels([row] * 2, **BYTES)
+    mark = MARKS.index("<|eot_id|>")
+    assert (label[0][-1], label[1][0]) == (mark, mark)
+
+
+CALLS = [{"type": "function", "function": {"name": "height", "arguments": {"tower": "A"}}}]
+CALL = FAR + [turn("")[0] | {"tool_calls": CALLS}] + turn("3 m", "tool")
+TOOLS = [{"type": "function", "function": {"name": "height", "parameters": {"type": "object"}}}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "How tall is it?"}]}]
+NO_MORE = "a message must be a role and a text, and no more: {"
+NOT_FROM = "a prompt is read from ['query', "
+REFUSED = [
+    ({"prompt": CALL}, NO_MORE, "'height'"),
+    ({"prompt": FAR, "tools": TOOLS}, NOT_FROM, "not from `system` or `tools`: {", "'height'"),
+    ({"prompt": FAR, "system": "Be brief."}, NOT_FROM, "not from `system` or `tools`: {", "brief"),
+    ({"prompt": PARTS}, NO_MORE, "How tall"),
+    ({"conversations": [{"from": "human", "value": "How tall?"}]}, NO_MORE, "How tall?"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), [(row, says) for row, *says in REFUSED])
+def test_what_would_change_a_chat_in_silence_is_refused_with_its_row(row: Any, says: Any) -> None:
+    refuse(read_labels, [row | ANSWERS] * 2, "row 0: ", *says, chat=CHATML, **BYTES)
+    refuse(read_queries, [row], "row 0: ", *says, chat=CHATML, **BYTES)
+    if "prompt" in row and row["prompt"] != PARTS:  # a column has one type
+        rows = [{"prompt": FAR}, row]
+        refuse(read_queries, rows, "row 1: ", *says, chat=CHATML, **BYTES)
+        rows = [label | ANSWERS for label in rows]
+        refuse(read_labels, rows, "row 1: ", *says, chat=CHATML, **BYTES)
+
+
+def test_an_answer_without_a_text_is_left_out_and_counted(capsys: pytest.CaptureFixture) -> None:
+    rows = [ANSWERS | {"prompt": FAR}] * 19
+    texts = [TEXTS | TOWER] * 19
+    for whole, gap, chat in (
+        (rows, {"rejected": turn("")}, CHATML),
+        (rows, {"chosen": turn(""), "rejected": turn("")}, CHATML),
+        (rows, {"rejected": []}, CHATML),
+        (texts, {"rejected": None}, None),
+        (texts, {"chosen": ""}, None),
+    ):
+        assert len(read_labels([*whole, whole[0] | gap], chat, **BYTES)) == 19
+        says = "--label_dataset: 19 of 20 rows {'left out, for a prompt or an answer that is empty"
+        assert f"{says} or too long': 1}}\n" in capsys.readouterr().out
+        says = says.replace("19 of 20 rows", "0 of 2 labels are of use:")
+        refuse(read_labels, [whole[0] | gap] * 2, says, chat=chat, **BYTES)
+
+
 # --- reward functions -----------------------------------------------------------------------------
-def named(
-    query: list[str], response: list[str], *, answers: list[str], level: Any = ()
-) -> list[float]:
-    """A float for each response, of columns that it names."""
+def named(completions: list[str], answers: list[str], level: Any, **others: Any) -> list[float]:
+    """A float for each completion, of columns that it names."""
     scores = []
-    for text, answer, x in zip(response, answers, level, strict=True):
+    for text, answer, x in zip(completions, answers, level, strict=True):
         scores.append(float(answer in text.split()) + 10 * x)
     return scores
 
@@ -543,22 +769,24 @@ def named(
 def score(script: Any, function: Any, columns: dict[str, Any] | None = None) -> Any:
     """Scores by a function of two responses, of one token and of two."""
     tokenizer, _ = start(script)
-    queries = [
-        script.Query([5], [5], columns or {}),
-        script.Query([6], [6], columns or {}),
-    ]
-    return script.score_by_function(function, tokenizer, queries, [[7], [8, 9]])
+    queries = [script.Query([token], [token], "", columns or {}) for token in (5, 6)]
+    return script.score_by_function(function, tokenizer, queries, make_responses([[7], [8, 9]]))
 
 
 NO_FLOATS = [
     {},
     {"w7": 0.0, "w8": 0.0},
+    {1.0: "a", 2.0: "b"}.keys(),
     1.0,
     None,
     [1.0],
     [1.0] * 3,
+    [1.0, np.nan],
+    torch.tensor([1.0, np.inf]),
     [None, None],
+    [1.0, None],
     ["yes", "no"],
+    [[1.0], [2.0]],
     [[1.0], [0.5, 1.5]],  # of tokens
     [[], [1.0, 2.0]],
     [torch.tensor(1.0), torch.tensor([2.0, 0.0])],
@@ -567,80 +795,101 @@ NO_FLOATS = [
 FLOATS = [
     [1, 2],
     (1.0, 2.0),
-    {1.0: "a", 2.0: "b"}.keys(),
     torch.tensor([1.0, 2.0]),
     torch.tensor([1, 2]),
     torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
     torch.tensor([1.0, 2.0], requires_grad=True),
+    [torch.tensor(1.0), torch.tensor(2.0)],
     np.array([1.0, 2.0]),
     [np.float32(1), np.int64(2)],
 ]
 
 
 @pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
-def test_a_function_returns_floats_in_any_sequence(script: Any) -> None:
+def test_a_function_returns_floats_in_a_list_array_or_tensor(script: Any) -> None:
     """No gradient comes with them."""
     for returned in FLOATS:
-        scores = score(script, lambda *_, x=returned: x)
+        scores = score(script, lambda x=returned, **_: x)
         assert scores.tolist() == [1.0, 2.0]
+        assert scores.dtype == torch.float32
         assert not scores.requires_grad
 
 
 @pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
 def test_what_is_no_float_for_each_response_is_an_error(script: Any) -> None:
     for returned in NO_FLOATS:
-        with pytest.raises((TypeError, ValueError, RuntimeError)):
-            score(script, lambda *_, x=returned: x)
+        with pytest.raises(script.UserError, match="^--reward_fn must return "):
+            score(script, lambda x=returned, **_: x)
 
 
 @pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
 def test_a_function_gets_the_columns_that_it_names(script: Any) -> None:
-    """Its first two parameters, whatever their names, are queries and responses."""
+    """Its parameters have TRL's names, whatever the table has under these."""
     rows = []
     for i in (6, 7):
         row = {
             "query": words(5, i),
             "answers": f"w{i}",
             "level": i,
-            "response": "no",
+            "completions": "no",
         }
         rows.append(row)
     tokenizer, args = start(script, query_dataset=rows, reward_fn="test_data:named")
-    reward = script.load_reward(args, "tiny", tokenizer, 14)
+    reward = script.load_reward("reward_model", args, "tiny", tokenizer, 14)
     queries = script.load_queries("query_dataset", args, tokenizer, 2)
     queries = sorted(queries, key=lambda query: query.columns["level"])
-    assert reward(queries, [[6], [6]]).tolist() == [61, 70]
+    assert reward(queries, make_responses([[6], [6]])).tolist() == [61, 70]
 
 
 @pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
-def test_a_parameter_named_kwargs_gets_all_columns(script: Any) -> None:
-    """And `response_ids` is a column like others."""
+def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explained(
+    script: Any,
+) -> None:
     seen = {}
 
-    def one(queries: Any, responses: Any, response_ids: Any) -> Any:
-        seen["response_ids"] = response_ids
-        queries.clear()
-        return [0.0, 0.0]
-
-    def everything(a: Any, b: Any, **kwargs: Any) -> Any:
-        seen.update(kwargs)
-        seen["names"] = sorted(kwargs)
-        seen["texts"] = (list(a), list(b))
+    def everything(**named: Any) -> Any:
+        seen.update(named)
+        named["tags"][0].clear()
         return [0.0, 0.0]
 
     columns = {
         "input_ids": "column",
-        "response_ids": "column",
-        "tags": ["a"],
         "queries": 3,
+        "tags": ["a"],
     }
-    for function in (one, everything):
-        seen.clear()
-        score(script, function, columns)
-        assert seen["response_ids"] == ["column"] * 2
-    assert seen["names"] == sorted(columns)
-    assert (seen["tags"], seen["queries"]) == ([["a"], ["a"]], [3, 3])
-    assert seen["texts"] == (["w5", "w6"], ["w7", "w8 w9"])
+    for _ in range(2):
+        score(script, everything, columns)
+        assert set(seen) == {*columns, "prompts", "completions"}
+        assert seen["completions"] == ["w7", "w8 w9"]
+        assert (seen["input_ids"], seen["queries"]) == (["column"] * 2, [3, 3])
+        assert not seen["tags"][0]
+        assert columns["tags"] == ["a"]
+    with pytest.raises(TypeError, match="input_ids"):
+        score(script, lambda prompts, completions: [0.0, 0.0], columns)
+    with pytest.raises(ZeroDivisionError):
+        score(script, lambda **_: 1 / 0)
+
+
+@pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
+def test_a_function_gets_chats_where_the_table_has_chats(script: Any) -> None:
+    seen = []
+
+    def keep(prompts: Any, completions: Any, messages: Any) -> Any:
+        seen.extend((prompts, completions, messages))
+        return [1.0]
+
+    rows = [{"messages": ASKED + YES}]
+    tokenizer, args = start(script, CHAT, query_dataset=rows, base_model="llama")
+    queries = script.load_queries("query_dataset", args, tokenizer, 1)
+    script.score_by_function(keep, tokenizer, queries, make_responses([[7, EOS]]))
+    assert seen == [[ASKED], [NO], [ASKED + YES]]
+    script.score_by_function(
+        lambda prompts, **_: seen.append(prompts) or [1.0],
+        tokenizer,
+        [script.Query([BOS, 5, EOS, 6], [5], "", {})],
+        make_responses([[7]]),
+    )
+    assert seen[-1] == ["w5 w6"]  # without special tokens
 
 
 # --- none -----------------------------------------------------------------------------------------

@@ -4,20 +4,17 @@ leave."""
 import importlib
 import json
 import os
-import platform
-import subprocess
+import shutil
 import sys
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
-import transformers
 from accelerate import Accelerator
 from conftest import ROOT
-from filelock import FileLock
 from fork_tools import MODEL, PPO, REWARD, RLOO, SCRIPTS, UPDATES, WORDS, copy, kit, plain, run
 from run_tools import LAUNCH, OF_MACHINE, call, read_lines, read_metrics, start
 from safetensors.torch import load_file
@@ -55,7 +52,7 @@ def below(folder: str, names: set[str]) -> set[str]:
 def test_a_run_leaves_these_files(script: str, world: int) -> None:
     out = plain(script, world) / "out"
     state = STATE | {f"random_states_{i}.pkl" for i in range(world)}
-    files = LEFT | below(MODEL[script], FOLDER) | {script}
+    files = LEFT | below(MODEL[script], FOLDER) | {script, "tf_adam.py"}
     if script == REWARD:
         files |= {"results.json"}
     else:
@@ -67,32 +64,24 @@ def test_a_run_leaves_these_files(script: str, world: int) -> None:
     found = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     assert found == files
     record = json.loads((out / "args.json").read_text())
-    assert (record["script"], record["preset"]) == (script[:-3], "tiny")
-    assert (out / script).read_text() == (ROOT / script).read_text()
+    assert (record["script"], record["torch"]) == (script[:-3], torch.__version__)
+    for name in (script, "tf_adam.py"):
+        assert (out / name).read_text() == (ROOT / name).read_text()
     args = record["args"]
     assert (args["batch_size"], args["seed"], args["start_text"]) == (4, 1, None)
-    for library in (torch, transformers, accelerate):
-        assert f"{library.__name__} {library.__version__}" in record["versions"]
-    assert f"Python {platform.python_version()}, " in record["versions"]
-    assert record["machine"].endswith(f", {os.cpu_count()} CPUs, {world} x cpu")
-    git = ["git", "-C", str(ROOT), "log", "-1", "--format=%H"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    assert record["commit"] in (commit, "")  # "": no git, or not a clone
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_metrics_have_seconds_rates_and_memory(script: str, world: int) -> None:
+def test_metrics_have_seconds_and_memory(script: str, world: int) -> None:
     rows = read_lines(plain(script, world) / "out/metrics.jsonl")
     assert len(rows) == UPDATES
-    counts = {"labels": 4} if script == REWARD else {"episodes": 4, "tokens": 4 * 5}
     for row in rows:
         assert 0 < row["seconds"] < 100
-        for name, count in counts.items():
-            assert row[f"{name}_per_second"] == pytest.approx(count / row["seconds"])
-        assert 0.1 < row["peak_memory_gb"] < 10  # the process's
+        for name in ("peak_memory_gb", "reserved_memory_gb"):  # of the GPU
+            assert row[name] == 0
         others = [x for x in row if not x.endswith(OF_MACHINE)]
-        assert len(others) + len(counts) + 2 == len(row)
+        assert len(others) + 3 == len(row)
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
@@ -105,7 +94,7 @@ def test_samples_are_before_and_after_and_scores_have_their_penalty(
         usual.update(row["response"].split()[:1])
     end_token = usual.most_common()[0][0]
     words = [*WORDS[script], "--truncate_token", end_token, "--truncate_after", "0"]
-    words += ["--eval_queries", "6", "--eval_every", "2", "--penalty_reward_value", "-7"]
+    words += ["--eval_queries", "6", "--penalty_reward_value", "-7"]
     call(script, words, folder, monkeypatch)
     rows = read_lines(folder / "out/samples.jsonl")
     assert len(rows) == (6 if script == PPO else 12)
@@ -117,37 +106,20 @@ def test_samples_are_before_and_after_and_scores_have_their_penalty(
             assert (row[f"score{end}"] == -7) != row[f"found_end{end}"]
         assert row["kl"] == pytest.approx(0, abs=1e-5)
         assert row["kl_after"] != 0
-    metrics = read_lines(folder / "out/metrics.jsonl")
-    assert ["eval/score" in row for row in metrics] == [False, True, False, True]
-    for name in ("score", "kl", "found_end"):
-        mean = sum(row[f"{name}_after"] for row in rows) / len(rows)
-        assert metrics[-1][f"eval/{name}"] == pytest.approx(mean, rel=1e-5, abs=1e-6)
-    # Those of every evaluation, and the last one is that of the end
-    made = sorted(path.name for path in (folder / "out/samples").iterdir())
-    assert made == ["0000002.jsonl", "0000004.jsonl"]
-    second, fourth = (read_lines(folder / "out/samples" / name) for name in made)
-    for one, other in zip(fourth, rows, strict=True):
-        assert one.pop("query") == other["query"]
-        assert {f"{name}_after": x for name, x in one.items()}.items() <= other.items()
-    mean = sum(row["kl"] for row in second) / len(second)
-    assert metrics[1]["eval/kl"] == pytest.approx(mean, rel=1e-5, abs=1e-6)
-    assert mean != metrics[3]["eval/kl"]
     before = sum(row["score"] for row in rows) / len(rows)
     after = sum(row["score_after"] for row in rows) / len(rows)
-    printed = " ".join(capsys.readouterr().out.split())
-    assert f"mean score {before:.2f} before, {after:.2f} after; see " in printed
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"\nmean score {before:.2f} before, {after:.2f} after\n")
 
 
 def test_main_runs_twice_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a notebook; the folder's lock is free afterwards."""
+    """As in a notebook."""
     folder = copy(kit(), tmp_path)
     preset, args = call(PPO, WORDS[PPO], folder, monkeypatch, "parse_args")
     for name in ("one", "two"):
         args.output_dir = name
         ppo_rlhf.main(preset, args)
         assert read_metrics(folder / name) == read_metrics(plain(PPO, 1) / "out")
-        with FileLock(folder / name / "lock", blocking=False):
-            pass
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -190,6 +162,8 @@ def test_a_mac_uses_its_cpu(
     with pytest.raises(SystemExit, match="this far"):
         module.main("tiny", module.Args())
     assert [how["cpu"] for how in asked] == [on_cpu]
+    (settings,) = asked[0]["kwargs_handlers"]
+    assert settings.timeout == timedelta(hours=2)  # for slow disks and reward functions
 
 
 def check_rewards(model: Any, tokenizer: Any, out: Path) -> None:
@@ -242,8 +216,8 @@ def test_models_load_with_plain_transformers_and_have_moved(script: str) -> None
 
 
 LENGTH = """
-def length(queries, responses):
-    return [len(x) for x in responses]
+def length(completions, **_):
+    return [len(x) for x in completions]
 """
 
 
@@ -255,7 +229,7 @@ def test_accelerates_launcher_starts_the_embedded_default_from_any_folder(tmp_pa
     printed, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     (out,) = tmp_path.glob("runs/ppo_rlhf-tiny-1-*")
-    assert f"see {out}" in printed.replace("\n", "")
+    assert printed.startswith("2 x cpu")
     assert json.loads((out / "checkpoints/0000002/state.json").read_text())["processes"] == 2
     rows = read_lines(out / "samples.jsonl")
     assert [row["score"] for row in rows] == [len(row["response"]) for row in rows]
@@ -264,26 +238,32 @@ def test_accelerates_launcher_starts_the_embedded_default_from_any_folder(tmp_pa
 
 
 def test_the_newest_reward_model_of_the_preset_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Accelerator(cpu=True)
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
-    # Newer and newer, by time and not by name
-    for i, name in enumerate(("tiny-2-b", "tiny-1-a", "sentiment-1-c")):
-        folder = tmp_path / "runs" / f"train_reward-{name}" / "reward_model"
-        save_classifier(folder, "gpt2", reward_bias=float(i))
-        os.utime(folder, (1_000_000 + i, 1_000_000 + i))
-    (tmp_path / "runs" / "train_reward-tiny-3-d").mkdir()  # a run that is not finished
+    # The time is in the name, whatever the clock says of the folder.
+    for i, name in enumerate(("tiny-2-20260102-030405", "tiny-1-20260103-030405")):
+        folder = tmp_path / f"runs/train_reward-{name}"
+        save_classifier(folder / "reward_model", "gpt2", reward_bias=float(i))
+        (folder / "samples.jsonl").touch()
+        os.utime(folder, (1_000_000 - i, 1_000_000 - i))
+    other = shutil.copytree(folder, tmp_path / "runs/train_reward-sentiment-1-20260101-030405")
+    for file in (folder / ".DS_Store", folder.parent / ".DS_Store", other / "notes.txt"):
+        file.touch()
+    # A run that is not finished
+    (tmp_path / "runs/train_reward-tiny-3-20260104-030405/reward_model").mkdir(parents=True)
     for preset, given, taken, bias in (
-        ("tiny", None, "tiny-1-a", 1.0),
-        ("sentiment", None, "sentiment-1-c", 2.0),
-        ("tiny", "tiny-2-b", "tiny-2-b", 0.0),
+        ("tiny", None, "tiny-1-20260103-030405", 1.0),
+        ("sentiment", None, "sentiment-1-20260101-030405", 1.0),
+        ("tiny", "tiny-2-20260102-030405", "tiny-2-20260102-030405", 0.0),
     ):
         args = ppo_rlhf.Args(reward_model=given and f"runs/train_reward-{given}/reward_model")
-        score = ppo_rlhf.load_reward(args, preset, tokenizer, 24)
+        score = ppo_rlhf.load_reward("reward_model", args, preset, tokenizer, 24)
         assert score.args[0].config.reward_bias == bias
         path = f"runs/train_reward-{taken}/reward_model"
         if given is None:  # whole, so that a run may be resumed from another folder
             path = f"{tmp_path}/{path}"
         assert args.reward_model == path
+        assert capsys.readouterr().out == f"--reward_model {path}\n"

@@ -3,18 +3,24 @@ engines ask for."""
 
 import ast
 import json
+import os
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fork_tools
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from conftest import ROOT
-from fork_tools import PPO, REWARD, RLOO, SCRIPTS, WORDS, copy, kit, plain, run_on
-from run_tools import read_metrics
+from fork_tools import MODEL, PPO, REWARD, RLOO, SCRIPTS, WORDS, copy, kit, plain, run_on
+from run_tools import LAUNCH, read_lines, read_metrics, start
 from safetensors.torch import load_file
+
+import tf_adam
 
 
 def environment(engine: str) -> dict[str, str]:
@@ -114,6 +120,93 @@ def test_embeddings_stay_tied_where_the_first_process_loads_all(
     folder = copy(kit(), tmp_path)
     sharded(script, folder, FSDP_CPU_RAM_EFFICIENT_LOADING="true")
     assert_same_metrics(plain(script, 2) / "out", folder / "out")
+
+
+# Two micro-batches on each of two processes, of which the second is smaller; on one process all are
+# equal. Whitening is over a process's share.
+UNEQUAL = "--batch_size 12 --micro_batch_size 4 --num_epochs 1 --total_episodes 24"
+SHARES = {
+    PPO: f"{UNEQUAL} --no-whiten_rewards --no-whiten_advantages",
+    RLOO: UNEQUAL,
+    REWARD: "--batch_size 8 --micro_batch_size 3",
+}
+PER_PROCESS = {"ppo/returns/var", "ppo/val/var", "ppo/val/var_explained"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_two_processes_with_unequal_micro_batches_give_what_one_gives(
+    script: str, tmp_path: Path
+) -> None:
+    words = [*WORDS[script], *SHARES[script].split()]
+    for world in (1, 2):
+        code, _, errors = run_on(world, script, words, copy(kit(), tmp_path / str(world)))
+        assert code == 0, errors
+    one, two = (tmp_path / f"{world}/folder/out" for world in (1, 2))
+    for mine, theirs in zip(read_metrics(one), read_metrics(two), strict=True):
+        for name in PER_PROCESS & mine.keys():
+            del mine[name], theirs[name]
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    mine, theirs = (load_file(out / MODEL[script] / "model.safetensors") for out in (one, two))
+    assert all((x - theirs[key]).abs().max() < 1e-4 for key, x in mine.items())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_weights_in_shards_have_no_whole_gradients_and_no_copies(
+    script: str, tmp_path: Path
+) -> None:
+    """After no micro-batch, and at no sampled token; DDP, which has room for them, does. In
+    train_reward.py the reference samples, which is whole anyway."""
+    more = ("--batch_size", "8", "--dtype", "bf16", "--checkpoint_every", "0")
+    for engine in ("fsdp2", "ddp"):
+        log = tmp_path / engine
+        change = (fork_tools.log_whole_tensors, str(log))
+        folder = copy(kit(), tmp_path / f"run-{engine}")
+        if engine == "fsdp2":
+            sharded(script, folder, change, more=more)
+        else:
+            code, _, errors = run_on(2, script, [*WORDS[script], *more], folder, change)
+            assert code == 0, errors
+        found = read_lines(log)
+        assert {list(row)[0] for row in found} == {"gradients", "copies"}
+        if script == REWARD:
+            found = [row for row in found if "gradients" in row]
+        for row in found:
+            assert any(row.values()) == (engine == "ddp"), row
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "TP"])
+def test_launches_that_train_wrongly_are_refused_in_a_line(kind: str) -> None:
+    accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
+    with pytest.raises(ValueError, match=f"^{kind} is not supported: use DDP or FSDP2, see "):
+        tf_adam.check_launch(accelerator)
+
+
+@pytest.mark.parametrize("kind", ["NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "FSDP"])
+def test_launches_that_train_rightly_are_not(kind: str) -> None:
+    assert kind in DistributedType.__members__
+    tf_adam.check_launch(SimpleNamespace(distributed_type=DistributedType(kind)))
+
+
+def test_a_launch_that_is_stopped_leaves_a_checkpoint(tmp_path: Path) -> None:
+    """Job managers send SIGTERM to all processes, and the launcher sends it to its own once
+    more."""
+    folder = copy(kit(), tmp_path)
+    words = [*WORDS[PPO], "--total_episodes", "4000", "--checkpoint_every", "0"]
+    process = start([*LAUNCH, str(ROOT / PPO), *words], folder)
+    log = folder / "out/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(workers) == 2
+    for pid in (*map(int, workers), process.pid):
+        os.kill(pid, signal.SIGTERM)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    made = len(read_lines(log))
+    (state,) = folder.glob("out/checkpoints/*/state.json")
+    assert state.parent.name == f"{made:07d}", errors
+    assert "stopped by a signal; to go on:\n" in printed
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])

@@ -10,7 +10,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tiny_models import (
+    VOCABULARY,
     make_config,
+    make_queries,
+    make_responses,
     random_rows,
     randomize,
     save_model,
@@ -61,8 +64,8 @@ def make_policy(script: Any, **changes: Any) -> tuple[Any, Any]:
     own = {"rloo_k": 2} if script is rloo_rlhf else {}
     args = script.Args(**SETTINGS | own | changes)
     if script is rloo_rlhf:
-        return args, script.Actor(make_model(), args)
-    return args, script.ActorCritic(make_model(), args.dtype)
+        return args, script.Actor(make_model(), VOCABULARY, args)
+    return args, script.ActorCritic(make_model(), VOCABULARY, args)
 
 
 def roll_out(script: Any, args: Any, policy: Any) -> Any:
@@ -72,10 +75,10 @@ def roll_out(script: Any, args: Any, policy: Any) -> Any:
         contexts = [contexts[0], contexts[0], contexts[1], contexts[1]]
     else:
         contexts = contexts + random_rows([4, 2], 2)
-    queries = [script.Query(context, context, {}) for context in contexts]
     u = script.uniforms(1, 1, 4, args.response_length)
-    minibatches = torch.arange(4).view(1, 4)
-    return script.rollout(policy, policy, queries, u, minibatches, None, args)[0]
+    batch = script.rollout(policy, make_queries(contexts), u, None, args)
+    script.set_logprobs(batch, policy, policy, torch.arange(4).view(1, 4), args)
+    return batch
 
 
 def update(script: Any, args: Any, policy: Any, batch: Any) -> dict[str, float]:
@@ -119,7 +122,7 @@ def test_errors_of_log_probabilities_are_of_tokens_that_count_in_the_first_step(
     script = importlib.import_module(name)
     args, policy = make_policy(script, num_epochs=2, lr=0.01)
     batch = roll_out(script, args, policy)
-    batch.mask[2, 4] = False
+    batch.loss_mask[2, 4] = False
     batch.logprobs[2, 4] += 1
     batch.sampled_logprobs[2, 4] += 1
     metrics = update(script, args, policy, batch)
@@ -157,9 +160,9 @@ def test_lora_adapters_depend_on_the_seed_alone(
 ) -> None:
     script = importlib.import_module(name)
     save_model(tmp_path / "model", "gpt2")
-    monkeypatch.setattr(script, "load_queries", lambda *_: [script.Query([1], [1], {})] * 3)
+    monkeypatch.setattr(script, "load_queries", lambda *_: make_queries([[1], [2], [3]]))
     monkeypatch.setattr(script, "load_reward", lambda *_: None)
-    monkeypatch.setattr(script, "set_up_backend", stop)
+    monkeypatch.setattr(script, "Actor" if script is rloo_rlhf else "ActorCritic", stop)
     load = script.load_policy_and_reference
     loaded = []
 
@@ -220,7 +223,7 @@ def test_a_reward_model_is_trained_in_the_given_type(
         caught.extend(arguments)
         raise Stop
 
-    queries = [train_reward.Query([1, 2], [1, 2], {})]
+    queries = make_queries([[1, 2]])
     monkeypatch.setattr(train_reward, "load_queries", lambda *_: queries)
     monkeypatch.setattr(train_reward, "load_labels", lambda *_: ([LABEL], [LABEL]))
     monkeypatch.setattr(train_reward, "reference_rewards", catch)
@@ -258,7 +261,7 @@ def test_policy_and_reference_run_in_the_given_type(
 
     monkeypatch.setattr(script, kind, keep)
     monkeypatch.setattr(script, "evaluate", stop)
-    monkeypatch.setattr(script, "load_queries", lambda *_: [script.Query([1], [1], {})] * 3)
+    monkeypatch.setattr(script, "load_queries", lambda *_: make_queries([[1], [2], [3]]))
     monkeypatch.setattr(script, "load_reward", lambda *_: None)
     settings = {
         "base_model": str(tmp_path / "model"),
@@ -303,6 +306,15 @@ def test_a_first_token_is_bos_only_if_the_tokenizer_calls_it_so(
     assert ppo_rlhf.encode([1, 3, 4], tokenizer) == ([3, 4] if expected else [1, 3, 4])
 
 
+def test_an_unknown_word_that_is_called_bos_begins_no_text() -> None:
+    """GPT-2's <|endoftext|> is both."""
+    for text in ("a", "b"):
+        tokenizer = make_tokenizer({"?": 0, text: 1}, bos_token="?")
+        for script in (ppo_rlhf, rloo_rlhf, train_reward):
+            assert script.bos(tokenizer) == []
+            assert script.encode("? b", tokenizer)[0] == 0
+
+
 def test_eos_is_the_end_of_sequence_also_where_the_vocabulary_has_that_word() -> None:
     tokenizer = make_tokenizer({"?": 0, "eos": 1, "<end>": 2}, eos_token="<end>")
     args = ppo_rlhf.Args(truncate_token="eos")
@@ -314,10 +326,11 @@ def test_eos_is_the_end_of_sequence_also_where_the_vocabulary_has_that_word() ->
 def tables(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> None:
     """Every table that ppo_rlhf loads has these rows."""
     splits = {"train": datasets.Dataset.from_list(rows)}
-    monkeypatch.setattr(ppo_rlhf, "load_table", lambda name: splits)
+    monkeypatch.setattr(ppo_rlhf, "load_table", lambda flag, args: splits)
 
 
-COLUMNS = ["query", "prompt", "messages", "text", "article", "content"]
+COLUMNS = ["query", "prompt", "question", "instruction", "messages", "conversations", "text"]
+COLUMNS += ["article", "content"]
 
 
 @pytest.mark.parametrize("first", range(len(COLUMNS)))
@@ -329,8 +342,8 @@ def test_queries_are_the_first_column_that_there_is_of(
     row: dict[str, Any] = {"other": "w40"}
     for i in reversed(range(first, len(COLUMNS))):
         row[COLUMNS[i]] = f"w{i + 1}"
-    if "messages" in row:
-        row["messages"] = [{"role": "user", "content": row["messages"]}]
+    for name in {"messages", "conversations"} & row.keys():
+        row[name] = [{"role": "user", "content": row[name]}]
     tables(monkeypatch, [row])
     args = ppo_rlhf.Args(start_text=None, end_text=None)
     Accelerator(cpu=True)
@@ -339,27 +352,44 @@ def test_queries_are_the_first_column_that_there_is_of(
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("an/owner:part", ("an/owner", "part")), ("an/owner", ("an/owner",))],
+    ("name", "expected", "rows"),
+    [
+        ("an/owner:part", ("an/owner", "part"), {"train": 1, "test": 2}),
+        ("an/owner", ("an/owner", None), {"train": 1, "test": 2}),
+        ("an/owner:part:test", ("an/owner", "part"), {"train": 2}),
+        ("an/owner::test", ("an/owner", None), {"train": 2}),
+        ("an/owner::train", ("an/owner", None), {"train": 1}),
+        ("an/owner::other", ("an/owner", None), None),
+    ],
 )
-def test_the_config_of_a_table_on_the_hub_is_passed_on(
-    name: str, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_config_and_split_of_a_table_on_the_hub_are_passed_on(
+    name: str, expected: tuple[str, ...], rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
 
-    def load(*names: str) -> dict[str, None]:
+    def load(*names: str) -> dict[str, Any]:
         calls.append(names)
-        return {"train": None}
+        table = datasets.Dataset.from_list([{"text": "w1"}, {"text": "w2"}])
+        return {"train": table.select([0]), "test": table}
 
     monkeypatch.setattr(ppo_rlhf.datasets, "load_dataset", load)
-    ppo_rlhf.load_table(name)
+    args = ppo_rlhf.Args(query_dataset=name)
+    if rows is None:
+        says = f"^--query_dataset {name} has .'train', 'test'.: name one"
+        with pytest.raises(ppo_rlhf.UserError, match=says):
+            ppo_rlhf.load_table("query_dataset", args)
+    else:
+        splits = ppo_rlhf.load_table("query_dataset", args)
+        assert {split: len(table) for split, table in splits.items()} == rows
     assert calls == [expected]
 
 
 def read(rows: list[dict[str, Any]], folder: Path) -> list[train_reward.Comparison]:
     """The rows as labels."""
     table = datasets.Dataset.from_list(rows)
-    return train_reward.read_labels(table, save_tokenizer(folder), train_reward.Args())
+    tokenizer = save_tokenizer(folder)
+    args = train_reward.Args()
+    return train_reward.read_labels("label_dataset", table, range(len(rows)), tokenizer, args)
 
 
 def test_sample10_comes_after_sample9(tmp_path: Path) -> None:
@@ -377,7 +407,8 @@ def test_best_is_the_number_of_a_sample(best: int | None, tmp_path: Path) -> Non
     if best in (0, 1):
         assert read(rows, tmp_path)[0].best == best
     else:
-        with pytest.raises(ValueError, match="has no query, sample0"):
+        says = "^--label_dataset tiny/labels, row 0: neither query, sample0, .., best, "
+        with pytest.raises(train_reward.UserError, match=says):
             read(rows, tmp_path)
 
 
@@ -425,8 +456,9 @@ def test_a_rollout_and_its_scores_have_no_graph(name: str) -> None:
     tensors = {key: x for key, x in vars(batch).items() if isinstance(x, torch.Tensor)}
     assert len(tensors) >= 7
     assert not any(x.requires_grad for x in tensors.values())
-    queries = [script.Query(context, context, {}) for context in batch.contexts]
-    scores = script.score_by_model(make_classifier(), args, queries, batch.responses.tolist())
+    model = make_classifier()
+    head = script.reward_head(model)
+    scores = script.score_by_model(model, head, args, make_queries(batch.contexts), batch)
     assert not scores.requires_grad
     u = torch.rand(4, 2)
     assert not any(x.requires_grad for x in script.sample(policy, batch.contexts, u, 1.0))
@@ -436,8 +468,8 @@ def test_rewards_for_normalization_have_no_graph() -> None:
     accelerator = Accelerator(cpu=True)
     args = train_reward.Args(normalization_samples=4, response_length=3)
     reward = train_reward.RewardModel(make_classifier(), args)
-    ref = train_reward.Reference(make_model(), "fp32")
-    queries = [train_reward.Query([i], [i], {}) for i in range(1, 9)]
+    ref = train_reward.Reference(make_model(), VOCABULARY, "fp32")
+    queries = make_queries([[i] for i in range(1, 9)])
     rewards = train_reward.reference_rewards(accelerator, reward, ref, queries, 0, args)
     assert rewards.shape == (4,)
     assert not rewards.requires_grad
@@ -450,18 +482,19 @@ def test_a_reward_function_returns_as_many_rewards_as_there_are_responses(
 ) -> None:
     script = importlib.import_module(name)
     Accelerator(cpu=True)
-    queries = [script.Query([1], [1], {}), script.Query([2], [2], {})]
+    queries = make_queries([[1], [2]])
     tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: [str(row) for row in rows])
+    batch = make_responses([[3], [4]])
 
-    def reward(queries: list[str], responses: list[str]) -> list[float]:
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
         return [0.5, -2.0, 3.0][:count]
 
     if count == 2:
-        scores = script.score_by_function(reward, tokenizer, queries, [[3], [4]])
+        scores = script.score_by_function(reward, tokenizer, queries, batch)
         assert scores.tolist() == [0.5, -2.0]
     else:
-        with pytest.raises(ValueError):
-            script.score_by_function(reward, tokenizer, queries, [[3], [4]])
+        with pytest.raises(script.UserError, match="^--reward_fn must return 2 finite floats"):
+            script.score_by_function(reward, tokenizer, queries, batch)
 
 
 def test_a_sampled_response_has_all_its_tokens_also_after_the_end() -> None:

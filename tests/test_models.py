@@ -4,6 +4,7 @@ gives for each text alone; what would be wrong is refused."""
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models as tiny
@@ -27,9 +28,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    Conv1D,
     GPT2Model,
     LlamaForCausalLM,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ppo_rlhf
 import rloo_rlhf
@@ -70,8 +73,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def make_policy(lm: nn.Module, k: int) -> nn.Module:
     """PPO's policy for one response to a query, RLOO's for more."""
     if k == 1:
-        return tiny.fill_value_head(ppo_rlhf.ActorCritic(lm, "fp32"))
-    return rloo_rlhf.Actor(lm, rloo_rlhf.Args(rloo_k=k))
+        return tiny.fill_value_head(ppo_rlhf.ActorCritic(lm, tiny.VOCABULARY, ppo_rlhf.Args()))
+    return rloo_rlhf.Actor(lm, tiny.VOCABULARY, rloo_rlhf.Args(rloo_k=k))
 
 
 def assert_close(ours: Tensor, expected: Tensor) -> None:
@@ -102,7 +105,7 @@ def assert_as_alone(
     )
     assert_close(ppo_rlhf.entropy(all_logprobs), -(expected.exp() * expected).sum(-1))
     if not hasattr(policy, "value_head"):
-        assert not values.any()
+        assert values == 0
         return
     states = torch.stack([x[before] for x in full_states(plain, texts)])
     assert_close(values, policy.value_head(states).squeeze(-1).detach())
@@ -122,6 +125,26 @@ def test_padding_and_shared_contexts_change_nothing(
         responses = random_rows([LENGTH] * len(contexts), seed=2)
         responses[2] = ENDING
         assert_as_alone(make_policy(lm, k), plain, contexts, responses)
+
+
+@pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf, train_reward])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_architecture_loads_as_on_a_gpu(
+    name: str, script: Any, folder_of: Callable[[str], Path]
+) -> None:
+    """With the attention that transformers chooses; train_reward.py's new reward head included."""
+    _, attention = tiny.with_attention([name])[-1]
+    args = script.Args(base_model=str(folder_of(name)))
+    classes = {AutoModelForCausalLM: {}}
+    if tiny.has_classifier(name):
+        classes[AutoModelForSequenceClassification] = {"new_head": True}
+    with tiny.as_on_a_gpu(script):
+        for auto_class, options in classes.items():
+            given = (args, auto_class, ANY_TOKENIZER, LONGEST)
+            model = script.load_model("base_model", *given, **options)
+            assert model.config._attn_implementation == attention
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            assert not model.training
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -166,7 +189,9 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(
 
         args = ppo_rlhf.Args(micro_batch_size=4)
         queries = tiny.make_queries(contexts)
-        assert_close(ppo_rlhf.score_by_model(model, args, queries, responses), expected)
+        head = ppo_rlhf.reward_head(model)
+        batch = tiny.make_responses(responses)
+        assert_close(ppo_rlhf.score_by_model(model, head, args, queries, batch), expected)
 
         labels = []
         for i, context in enumerate(CONTEXTS):
@@ -177,7 +202,8 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(
         assert best.tolist() == [label.best for label in labels]
         assert torch.equal(is_hit, expected.view(-1, n).argmax(1) == best)
 
-    policy = ppo_rlhf.ActorCritic(tiny.make_lm("gpt2"), "fp32", model)
+    lm = tiny.make_lm("gpt2")
+    policy = ppo_rlhf.ActorCritic(lm, tiny.VOCABULARY, ppo_rlhf.Args(), model)
     responses = random_rows([LENGTH] * len(CONTEXTS), seed=3)
     with torch.no_grad():
         batch = make_batch(CONTEXTS, responses)
@@ -202,9 +228,9 @@ def test_labels_that_fit_the_window_fit_it_together(folder_of: Callable[[str], P
     assert_close(together, torch.cat(alone))
 
 
-def words(queries: list[str], responses: list[str]) -> list[float]:
+def words(completions: list[str], **columns: list) -> list[float]:
     """A --reward_fn."""
-    return [0.3 * len(set(response.split())) for response in responses]
+    return [0.3 * len(set(text.split())) for text in completions]
 
 
 FLAGS = "--query_dataset queries.jsonl --reward_fn test_models:words --start_text none"
@@ -280,7 +306,7 @@ def dtypes_of(model: nn.Module) -> dict[str, set[torch.dtype]]:
     """Of the matrices of linear layers, and of all other weights but these layers' biases."""
     found = {"linear": set(), "other": set()}
     for module in model.modules():
-        is_linear = isinstance(module, nn.Linear | ppo_rlhf.Conv1D)
+        is_linear = isinstance(module, nn.Linear | Conv1D)
         for p in module.parameters(recurse=False):
             if not is_linear:
                 found["other"].add(p.dtype)
@@ -300,20 +326,20 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(
     folder = folder_of(name)
     args = ppo_rlhf.Args(dtype="bf16", base_model=str(folder))
     lm, ref_lm = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, LONGEST)
-    actor = tiny.fill_value_head(ppo_rlhf.ActorCritic(lm, "bf16"))
+    actor = tiny.fill_value_head(ppo_rlhf.ActorCritic(lm, tiny.VOCABULARY, args))
     assert {p.dtype for p in actor.parameters()} == {torch.float32}
     assert all(p.requires_grad for p in lm.parameters())
     assert dtypes_of(ref_lm.base_model) == HELD
     assert not any(p.requires_grad for p in ref_lm.parameters())
     assert ref_lm.get_output_embeddings().weight.dtype == torch.float32
 
-    full = ppo_rlhf.ActorCritic(load(folder), "fp32")
+    full = ppo_rlhf.ActorCritic(load(folder), tiny.VOCABULARY, ppo_rlhf.Args())
     ids, mask = ppo_rlhf.pad_rows(random_rows((9, 9), seed=3))
     with torch.no_grad():
         logits, values = actor(ids, mask)
         with torch.autocast("cpu", torch.bfloat16):
             states = lm.base_model(ids).last_hidden_state[:, -1:].float()
-        assert torch.equal(logits, ppo_rlhf.lm_logits(lm, states))
+        assert torch.equal(logits, ppo_rlhf.lm_logits(lm, states, tiny.VOCABULARY))
         assert torch.equal(values, actor.value_head(states).squeeze(-1))
         error = (logits - full(ids, mask)[0]).abs().mean()
     assert logits.dtype == values.dtype == torch.float32
@@ -349,20 +375,21 @@ def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast
     folder = folder_of(name)
     args = ppo_rlhf.Args(dtype="bf16", reward_model=str(folder / "judge"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    score = ppo_rlhf.load_reward(args, "tiny", tokenizer, LONGEST)
+    score = ppo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, LONGEST)
     held = score.args[0]
     assert dtypes_of(held.base_model) == HELD
     assert not any(p.requires_grad for p in held.parameters())
     assert held.score.weight.dtype == torch.float32
     queries = tiny.make_queries(CONTEXTS)
-    responses = random_rows([LENGTH] * len(CONTEXTS), seed=2)
-    scores = score(queries, responses)
+    batch = tiny.make_responses(random_rows([LENGTH] * len(CONTEXTS), seed=2))
+    scores = score(queries, batch)
     unheld = load(folder / "judge", "reward_model")
-    expected = ppo_rlhf.score_by_model(unheld, args, queries, responses)  # autocast
+    head = ppo_rlhf.reward_head(unheld)
+    expected = ppo_rlhf.score_by_model(unheld, head, args, queries, batch)  # autocast
     assert scores.dtype == torch.float32
     assert torch.equal(scores, expected)
     args.dtype = "fp32"
-    expected = ppo_rlhf.score_by_model(unheld, args, queries, responses)
+    expected = ppo_rlhf.score_by_model(unheld, head, args, queries, batch)
     assert 1e-4 < (scores - expected).abs().mean() < 0.1 * scores.std()
 
 
@@ -372,7 +399,7 @@ def test_a_head_gets_states_without_gaps() -> None:
     given = []
     lm.lm_head.register_forward_hook(lambda _, inputs, __: given.append(inputs[0]))
     states = torch.randn(3, 5, 32)[:, -2:]
-    logits = ppo_rlhf.lm_logits(lm, states)
+    logits = ppo_rlhf.lm_logits(lm, states, tiny.VOCABULARY)
     assert not states.is_contiguous()
     assert given[0].is_contiguous()
     assert torch.equal(logits, lm.lm_head(states))
@@ -431,41 +458,53 @@ def test_models_that_change_their_logits_in_an_unknown_way_are_refused(
         load(folder)
 
 
+def calls_of_a_layer(model: nn.Module) -> list[int]:
+    """Grows by one whenever the second block's first linear layer is called."""
+    blocks = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+    layer = next(x for x in blocks[1].modules() if isinstance(x, nn.Linear | Conv1D))
+    calls = []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_checkpointing_has_no_dropout_and_changes_nothing(
     name: str, folder_of: Callable[[str], Path]
 ) -> None:
-    """It needs train mode, in which these models' configs have dropout. Outputs and gradients are
-    those of eval mode, of PPO's policy, RLOO's and the reward model."""
-    folder = folder_of(name)
-    args = ppo_rlhf.Args(base_model=str(folder), gradient_checkpointing=True)
-    auto_class = AutoModelForCausalLM
-    lm = ppo_rlhf.load_model("base_model", args, auto_class, ANY_TOKENIZER, LONGEST)
-    assert lm.is_gradient_checkpointing
-    rloo_args = rloo_rlhf.Args(rloo_k=3, gradient_checkpointing=True)
+    """These models' configs have dropout. Outputs and gradients of PPO's and RLOO's policies are
+    those without checkpoints, and the backward pass computes activations again."""
+    args = {"base_model": str(folder_of(name))}
     rows = random_rows([LENGTH] * 6, seed=2)
     twice = make_batch([row for row in CONTEXTS[:2] for _ in range(3)], rows)
-    for policy in (ppo_rlhf.ActorCritic(lm, "fp32"), rloo_rlhf.Actor(lm, rloo_args)):
-        found = []
-        for mode in (False, True, True):
-            policy.train(mode).zero_grad()
+    found = []
+    for checkpoints in (False, True):
+        args["gradient_checkpointing"] = checkpoints
+        ppo_args = ppo_rlhf.Args(**args)
+        auto_class = AutoModelForCausalLM
+        lm = ppo_rlhf.load_model("base_model", ppo_args, auto_class, ANY_TOKENIZER, LONGEST)
+        calls = calls_of_a_layer(lm)
+        rloo_args = rloo_rlhf.Args(rloo_k=3, **args)
+        for policy in (
+            ppo_rlhf.ActorCritic(lm, tiny.VOCABULARY, ppo_args),
+            rloo_rlhf.Actor(lm, tiny.VOCABULARY, rloo_args),
+        ):
+            policy.zero_grad()
+            calls.clear()
             all_logprobs, _ = ppo_rlhf.forward_response(policy, twice, TEMPERATURE)
-            logprobs = ppo_rlhf.selected_logprobs(all_logprobs, twice.responses)
-            logprobs.sum().backward()
-            gradient = lm.get_input_embeddings().weight.grad
-            found.append((all_logprobs.detach(), gradient.clone()))
-        policy.eval()
-        for logprobs, gradient in found[1:]:
-            assert_close(logprobs, found[0][0])
-            off = (gradient - found[0][1]).norm()
-            assert off < 1e-4 * gradient.norm()
+            before = len(calls)
+            ppo_rlhf.selected_logprobs(all_logprobs, twice.responses).sum().backward()
+            assert len(calls) == before * (1 + checkpoints)
+            found.append((all_logprobs.detach(), lm.get_input_embeddings().weight.grad.clone()))
+    for logprobs, gradient in found[1:]:
+        assert_close(logprobs, found[0][0])
+        assert (gradient - found[0][1]).norm() < 1e-4 * gradient.norm()
 
 
 @pytest.mark.parametrize("name", WITH_CLASSIFIER)
 def test_a_reward_model_with_checkpointing_gives_the_same_rewards(
     name: str, folder_of: Callable[[str], Path]
 ) -> None:
-    """It reads each text as a whole, in train mode, where otherwise it reads a query once."""
+    """It reads each text as a whole, where otherwise it reads a query once."""
     folder = folder_of(name) / "judge"
     args = train_reward.Args(base_model=str(folder))
     auto_class = AutoModelForSequenceClassification
@@ -475,9 +514,12 @@ def test_a_reward_model_with_checkpointing_gives_the_same_rewards(
     for checkpoints in (False, True):
         args.gradient_checkpointing = checkpoints
         model = train_reward.load_model("base_model", args, auto_class, ANY_TOKENIZER, LONGEST)
-        reward = train_reward.RewardModel(model, args).train(checkpoints)
+        reward = train_reward.RewardModel(model, args)
+        calls = calls_of_a_layer(model)
         rewards, _, _ = train_reward.label_rewards(reward, labels)
+        assert len(calls) == 2 - checkpoints  # queries, then responses; or texts
         rewards[:, 0].sum().backward()
+        assert len(calls) == 2
         found.append((rewards.detach(), model.get_input_embeddings().weight.grad))
     assert_close(found[1][0], found[0][0])
     assert (found[1][1] - found[0][1]).norm() < 1e-4 * found[0][1].norm()
@@ -518,9 +560,9 @@ def test_missing_heads_and_layers_are_refused(
 
 def test_a_new_head_is_no_fault_but_layers_too_many_are(tmp_path: Path) -> None:
     folder = tiny.save_model(tmp_path, "gpt2")
-    load(folder, num_labels=1)  # as train_reward.py does
+    load(folder, new_head=True)  # as train_reward.py does
     tiny.make_config("gpt2", num_hidden_layers=1).save_pretrained(folder)
     with pytest.raises(ppo_rlhf.UserError, match=r"^--base_model [^\n]*\.1\."):
         load(folder)
     with pytest.raises(ppo_rlhf.UserError, match=r"^--base_model [^\n]*\.1\."):
-        load(folder, num_labels=1)
+        load(folder, new_head=True)

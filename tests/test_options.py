@@ -16,7 +16,7 @@ from conftest import GOLDEN
 from fork_tools import PPO, REWARD, RLOO, WORDS, kit
 from run_tools import call, read_lines, read_metrics
 from safetensors.torch import load_file
-from tiny_models import LONGEST, full_logits, random_rows
+from tiny_models import LONGEST, full_logits, make_responses, random_rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,7 +34,7 @@ class Run:
     """A run that has ended."""
 
     out: Path
-    models: list = field(default_factory=list)  # policy and reference of every rollout
+    models: list = field(default_factory=list)  # policy and reference after every rollout
     truncated: list = field(default_factory=list)  # responses of every rollout
     batches: list = field(default_factory=list)  # of every update
     metrics: list = field(default_factory=list)
@@ -43,22 +43,21 @@ class Run:
 def spy(made: Run, script: str, patch: pytest.MonkeyPatch) -> None:
     """Notes what goes into the script's rollouts and updates, and what comes out."""
     module = MODULE[script]
-    rollout = module.rollout
+    set_logprobs = module.set_logprobs
     update = getattr(module, UPDATE[script])
 
-    @functools.wraps(rollout)
-    def spied_rollout(*args: Any) -> Any:
+    @functools.wraps(set_logprobs)
+    def spied_logprobs(batch: Any, *args: Any) -> None:
         made.models.append(args[:2])
-        batch, truncated = rollout(*args)
-        made.truncated.append(truncated)
-        return batch, truncated
+        made.truncated.append(module.truncated(batch))
+        set_logprobs(batch, *args)
 
     @functools.wraps(update)
     def spied_update(*args: Any) -> Any:
         made.batches.append(args[3])
         return update(*args)
 
-    patch.setattr(module, "rollout", spied_rollout)
+    patch.setattr(module, "set_logprobs", spied_logprobs)
     patch.setattr(module, UPDATE[script], spied_update)
 
 
@@ -144,7 +143,7 @@ def test_the_folder_of_a_lora_run_is_the_trained_policy(train: Any) -> None:
         assert (ours - theirs).abs().max() < 1e-4
         assert (ours - plain).abs().max() < 1e-4
         assert (ours - first).abs().max() > 1e-2
-    with pytest.raises(ppo_rlhf.UserError, match="policy: is an adapter: merge it first"):
+    with pytest.raises(ppo_rlhf.UserError, match="policy is an adapter: merge it first"):
         train(PPO, f"--base_model {made.out}/policy", "refused")
     merged.save_pretrained(made.out / "merged")
     AutoTokenizer.from_pretrained(made.out / "policy").save_pretrained(made.out / "merged")
@@ -164,16 +163,16 @@ def test_a_reward_model_gives_runs_the_scores_of_its_samples(train: Any) -> None
     assert weights(folder).keys() == weights(kit() / "judge").keys()
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
     args = ppo_rlhf.Args(reward_model=str(folder), response_length=5)
-    score = ppo_rlhf.load_reward(args, "tiny", tokenizer, LONGEST)
+    score = ppo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, LONGEST)
     queries = []
     responses = []
     rewards = []
     for row in read_lines(made.out / "samples.jsonl"):
         query = tokenizer(row["query"]).input_ids
-        queries += [ppo_rlhf.Query(query, query, {})] * len(row["responses"])
+        queries += [ppo_rlhf.Query(query, query, "", {})] * len(row["responses"])
         responses += [tokenizer(response).input_ids for response in row["responses"]]
         rewards += row["rewards"]
-    scores = score(queries, responses)
+    scores = score(queries, make_responses(responses))
     assert scores.tolist() == pytest.approx(rewards, abs=1e-4)
     assert scores.std() > 0.1
 
@@ -197,11 +196,11 @@ def test_empty_responses_count_as_their_end(
     made = train(script, f"{PLAIN} --truncate_token eos --truncate_after 0 --mask_truncated")
     truncated = made.truncated[1:-1]  # the first and the last are of evaluations
     for batch, responses, row in zip(made.batches, truncated, made.metrics, strict=True):
-        assert batch.mask.sum(1).tolist() == [1, 5, 1, 4]
+        assert batch.loss_mask.sum(1).tolist() == [1, 5, 1, 4]
         assert [len(response) for response in responses] == [1, 5, 1, 4]
         assert row["objective/length"] == 11 / 4
         assert row["objective/found_end"] == 3 / 4
-        log_ratio = (batch.logprobs - batch.ref_logprobs)[batch.mask]
+        log_ratio = (batch.logprobs - batch.ref_logprobs)[batch.loss_mask]
         total = pytest.approx(log_ratio.sum().item(), abs=1e-5)  # five steps of fp32 at 17
         assert row["objective/kl"] * 4 == total
         assert row["first_ratio_error"] == 0

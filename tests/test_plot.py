@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fork_tools import PPO, REWARD, plain
+from fork_tools import PPO, REWARD, RLOO, plain
 from run_tools import read_lines, to_lines
 
 from benchmark.tools import plot
@@ -42,6 +42,15 @@ def test_curves_of_real_runs_are_their_metrics() -> None:
         assert of_reward == (steps[0] == 1)
         np.testing.assert_allclose(drawn.get_xdata(), steps)
         np.testing.assert_allclose(drawn.get_ydata(), [row[metric] for row in rows])
+
+
+def test_rloo_is_drawn_beside_ppo_over_its_episodes() -> None:
+    runs = {script: plot.read_metrics(plain(script, 1) / "out") for script in (PPO, RLOO)}
+    shared = ["objective/scores", "objective/kl", "ppo/policy/entropy", "objective/length"]
+    for panel in plot.plot(runs, window=1).axes:
+        if panel.get_ylabel() in [plot.PANELS[metric] for metric in shared]:
+            xs = [line.get_xdata().tolist() for line in panel.get_lines()]
+            assert xs == [[4, 8, 12, 16]] * 4
 
 
 def test_the_mean_of_neighbours_is_not_shifted_at_the_ends() -> None:

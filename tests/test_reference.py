@@ -83,6 +83,7 @@ LABELS = DATA | {
     "batch_size": 5,
     "micro_batch_size": 2,
     "truncate_token": "w9",
+    "truncate_after": 2,
     "lr": 2e-3,
 }
 
@@ -134,7 +135,6 @@ PPO_B = STEPS | {
     "critic_lr": 3e-3,
     "critic_warmup": 1,
     "num_epochs": 3,
-    "eval_every": 2,
     "gradient_checkpointing": True,
 }
 PPO_C = {
@@ -142,10 +142,9 @@ PPO_C = {
     "critic_lr": 1e-2,
     "weight_decay": 0.3,
     "adaptive_kl_target": 0.13,
-    "sample_batch_size": 4,
+    "lr_schedule": "cosine",
 }
 RLOO_B = {
-    "eval_every": 2,
     "lr": 1e-3,
     "kl_coef": 0.5,
     "gradient_checkpointing": True,
@@ -153,7 +152,7 @@ RLOO_B = {
 RLOO_C = {
     "batch_size": 24,
     "total_episodes": 62,
-    "sample_batch_size": 6,
+    "lr_schedule": "cosine",
 }
 TEXTS = {
     "label_dataset": "data/preferences",
@@ -181,7 +180,7 @@ class Run:
 FIRST_STEPS = "ppo/val/ratio ppo/val/clipfrac ppo/policy/approxkl ppo/policy/clipfrac"
 RUNS = {
     "ppo": Run(PPO, 1, PPO_A),
-    "ppo, eos, two processes": Run(PPO, 2, PPO_A | ENDS | {"seed": 8}),
+    "ppo, eos, two processes": Run(PPO, 2, PPO_A | ENDS | {"seed": 2}),
     "ppo, words masked": Run(PPO, 1, PPO_A | MASKED | {"seed": 1}),
     "ppo, critic from the reward model": Run(PPO, 1, PPO_A | PPO_B),
     "ppo, critic from the policy, two processes": Run(PPO, 2, PPO_A | ENDS | PPO_C),
@@ -233,8 +232,7 @@ REFERENCES = {
     REWARD: reference_reward.train_reward,
 }
 # What is measured of a run, and not computed.
-MEASURED = ("seconds", "peak_memory_gb", "episodes_per_second", "tokens_per_second")
-MEASURED += ("labels_per_second",)
+MEASURED = ("seconds", "peak_memory_gb", "reserved_memory_gb")
 ROUNDING = 1e-4  # of log-probabilities in fp32, of a whole pass and token by token
 
 
@@ -252,6 +250,7 @@ def save_models(folder: Path) -> None:
         save_classifier(folder / f"{name}-judge", name, **config)
     for name in ("gpt2", "gpt2-judge"):  # its bos is its eos, and stands before no text
         tokenizer = AutoTokenizer.from_pretrained(folder / name, bos_token="<|endoftext|>")
+        tokenizer.backend_tokenizer.model.unk_token = "w1"  # no unknown text reads like the bos
         tokenizer.save_pretrained(folder / name)
     for name in ("llama", "llama-judge"):
         tokenizer = AutoTokenizer.from_pretrained(folder / name, bos_token=f"w{BOS}")
@@ -296,6 +295,8 @@ def make_tables() -> dict[str, list[dict[str, Any]]]:
         pairs.append({name: text_of(tokens(1, 11)) for name in ("prompt", "chosen", "rejected")})
     pairs[7]["chosen"] = "w4 w5 w6 w7 w8 w9 w10"
     pairs[7]["rejected"] = "w4 w5 w6 w7 w8 w9 w11"  # the same as far as they are read
+    pairs[8]["chosen"] = "w4 w9 w5 w9 w6"  # the second w9, and the second eos, are the end
+    pairs[9]["rejected"] = "<|endoftext|> w5 w6 <|endoftext|> w7"
     labels = []
     for i in range(25):
         label = {"query": padded(tokens(1, 8)), "best": 2 * (i % 3 == 1)}
@@ -405,9 +406,9 @@ def check_measured(metrics: list[dict[str, float]], run: Run) -> list[str]:
     is wrong with it."""
     odd = []
     for row in metrics:
-        measured = {name: row.pop(name) for name in MEASURED if name in row}
-        if len(measured) < 3 or min(measured.values()) <= 0:
-            odd.append(f"measured: {measured}")
+        seconds, *memory = [row.pop(name) for name in MEASURED]
+        if seconds <= 0 or memory != [0, 0]:  # there is no GPU
+            odd.append(f"measured: {seconds}, {memory}")
         if run.script != REWARD:
             errors = [row.pop("first_ratio_error"), row.pop("sampling_error")]
             if errors[0] != 0 or not errors[1] < ROUNDING:
@@ -422,11 +423,7 @@ def differences(run: Run, kit: Path, out: Path) -> list[str]:
     metrics = read_lines(out / "metrics.jsonl")
     odd = check_measured(metrics, run)
     odd += compare(metrics, expected.metrics, "metrics")
-    samples = {}
-    for file in out.glob("samples/*.jsonl"):
-        samples[f"samples/{file.stem}"] = read_lines(file)
-    samples["samples"] = read_lines(out / "samples.jsonl")
-    odd += compare(samples, expected.samples, "samples")
+    odd += compare(read_lines(out / "samples.jsonl"), expected.samples, "samples")
     odd += standing_still(expected.metrics, run)
     if run.script == REWARD:
         made = json.loads((out / "results.json").read_text())

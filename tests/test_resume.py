@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import fork_tools
+import pydantic
 import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator
+from conftest import ROOT
 from filelock import FileLock
 from fork_tools import (
     PPO,
@@ -71,7 +73,11 @@ CHAINS = {
     (RLOO, 2): [("os.rename out/checkpoints/0000002/state.tmp", 1, KILL)],
     (REWARD, 2): [("half of out/checkpoints/0000003/model", 1, KILL)],
 }
-RESUME = ["--output_dir", "out", "--resume"]
+
+
+def to_resume(folder: Path) -> list[str]:
+    """The words that a run in this folder is resumed with."""
+    return ["--resume", "--output_dir", f"{folder}/out"]
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -108,11 +114,13 @@ def test_kills_and_interruptions_change_no_bit(script: str, world: int, tmp_path
     for pattern, count, number in CHAINS[script, world]:
         every = [] if number == KILL else ["--checkpoint_every", "0"]
         change = (fork_tools.strike, pattern, count, number)
-        code, _, errors = run_on(world, script, [*words, *every], folder, change)
+        code, printed, errors = run_on(world, script, [*words, *every], folder, change)
         assert code == (-KILL if number == KILL else 130), (pattern, errors)
         assert not (folder / "out/samples.jsonl").exists()
         if number != KILL:
-            assert "stopped by a signal, with a checkpoint: --resume goes on from it" in errors
+            says, command = printed.splitlines()[-2:]
+            assert says == "stopped by a signal; to go on:"
+            assert command == " ".join([str(ROOT / script), *words, *every, *to_resume(folder)])
             assert "Traceback" not in errors
             made = len(read_lines(log))
             assert checkpoints(folder) == [f"{made:07d}"]
@@ -138,7 +146,10 @@ def test_a_checkpoint_gets_state_json_last_and_old_ones_go_after_it() -> None:
             assert last < opened
             assert log[opened + 1] == f"os.rename {path}/state.tmp"
         third = log.index("os.rename out/checkpoints/0000003/state.tmp")
-        assert third < log.index("os.rmdir out/checkpoints/0000001")
+        old = "out/checkpoints/0000001"
+        removed = [x for x in log if x.startswith(f"os.remove {old}/") and ".tmp" not in x]
+        assert removed[0] == f"os.remove {old}/state.json", "now it is no checkpoint"
+        assert third < log.index(removed[0]) < log.index(f"os.rmdir {old}")
         assert "out/samples" in log[-1], "the file that marks a finished run"
 
 
@@ -146,30 +157,32 @@ HANGS = """
 import os
 import time
 calls = []
-def f(queries, responses):
+def f(completions, **_):
     calls.append(1)
     if len(calls) == 2:  # the first is that of the evaluation
         open("hangs", "w").close()
         while not os.path.exists("go"):
             time.sleep(0.1)
-    return [0.0] * len(responses)
+    return [0.0] * len(completions)
 """
 BY_FUNCTION = "--reward_model none --critic shared --reward_fn".split()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_a_run_that_hangs_at_once(number: int, tmp_path: Path) -> None:
+def test_a_ctrl_c_ends_a_run_that_hangs_if_it_is_pressed_again(tmp_path: Path) -> None:
+    """Launchers and job managers may send each signal twice, at once; SIGTERM always waits."""
     folder = copy(kit(), tmp_path)
     (folder / "hanging.py").write_text(HANGS)
     process = begin(PPO, [*WORDS[PPO], *BY_FUNCTION, "hanging:f"], folder)
     while process.is_alive() and not (folder / "hangs").exists():
         time.sleep(0.02)
     process.join(0.2)
-    for _ in range(2):
-        assert process.is_alive(), "the first one waits for the update's end"
+    signals = [signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
+    for number, wait in zip(signals, (0.1, 0.5, 0.1, 0.7, 30), strict=True):
+        assert process.is_alive(), "the first ones wait for the update's end"
         os.kill(process.pid, number)
-        process.join(0.5)
-    assert end(process, folder)[0] == -number
+        process.join(wait)
+    code, _, errors = end(process, folder)
+    assert (code, errors.splitlines()[-1]) == (1, "KeyboardInterrupt")
 
 
 def test_a_run_of_a_billion_episodes_starts_at_once(tmp_path: Path) -> None:
@@ -204,23 +217,23 @@ def test_a_finished_run_is_not_overwritten(
 ) -> None:
     folder = copy(plain(script, 1), tmp_path)
     before = contents(folder)
-    other = RLOO if script == PPO else PPO
-    for program, words, says in (
-        (script, WORDS[script], "--output_dir .*out has a run: --resume, or another folder"),
-        (other, RESUME, f"out/args.json was written by {script} tiny"),
-    ):
-        with pytest.raises(ValueError, match=f"^{says}$"):
-            call(program, words, folder, monkeypatch)
+    module = importlib.import_module(script[:-3])
+    says = f"^--output_dir {folder}/out is not empty: choose another, or --resume a run with check"
+    with pytest.raises(module.UserError, match=says):
+        call(script, WORDS[script], folder, monkeypatch)
     assert contents(folder) == before
+    for other in {PPO, RLOO, REWARD} - {script}:
+        code, _, errors = run(other, [*WORDS[other], "--resume"], folder)
+        assert code != 0, errors
+        after = contents(folder)
+        for files in (before, after):
+            files.pop(str(folder / "out/lock"), None)
+        assert after == before
     shutil.rmtree(folder / "out/checkpoints")
     before = contents(folder)
-    code, _, errors = run(script, [*WORDS[script], "--resume"], folder)
-    assert (code, "out: no checkpoint to go on from" in errors) == (2, True)
-    after = contents(folder)
-    for files in (before, after):
-        del files[str(folder / "out/lock")]
-        del files[str(folder / "out")]
-    assert after == before
+    with pytest.raises(module.UserError, match=says):
+        call(script, [*WORDS[script], "--resume"], folder, monkeypatch)
+    assert contents(folder) == before
 
 
 def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(tmp_path: Path) -> None:
@@ -255,7 +268,7 @@ def test_a_folder_that_another_run_has_used_while_the_models_loaded_is_left_as_i
         found.update(contents(folder / "out"))
 
     monkeypatch.setattr(module, "set_seed", set_seed)
-    with pytest.raises(module.UserError, match="^--output_dir .*has a run: --resume, or another"):
+    with pytest.raises(module.UserError, match="^--output_dir .*is not empty: choose another, or"):
         call(script, [*WORDS[script], "--lr", "0.5"], folder, monkeypatch)
     now = contents(folder / "out")
     for files in (found, now):
@@ -268,7 +281,8 @@ def test_a_finished_run_with_fewer_episodes_writes_the_same_files(
 ) -> None:
     for script in (PPO, RLOO):
         folder = copy(plain(script, 1), tmp_path / script)
-        call(script, [*RESUME, "--total_episodes", "8"], folder, monkeypatch)
+        words = [*WORDS[script], "--resume", "--total_episodes", "8"]
+        call(script, words, folder, monkeypatch)
         assert results(folder) == results(plain(script, 1))
         assert checkpoints(folder) == ["0000003", "0000004"]
 
@@ -282,81 +296,70 @@ def test_samples_without_a_checkpoint_are_not_overwritten(
         path.parent.mkdir()
         path.write_text("not ours")
         for words in (WORDS[script], [*WORDS[script], "--resume"]):
-            with pytest.raises(ValueError, match="^--output_dir .*out: no checkpoint to go on fro"):
+            with pytest.raises(Exception, match="^--output_dir .*out is not empty: choose another"):
                 call(script, words, folder, monkeypatch)
         assert path.read_text() == "not ours"
-        assert {file.name for file in path.parent.iterdir()} == {"lock", "samples.jsonl"}
+        assert [file.name for file in path.parent.iterdir()] == ["samples.jsonl"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("name", ["notes.txt", "policy/model.safetensors", "metrics.jsonl"])
+def test_a_folder_with_other_files_is_refused(
+    script: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where --base_model is a folder below it: its policy/ would take that one's place."""
+    folder = copy(kit(), tmp_path)
+    shutil.copytree(folder / "model", folder / "out/policy")
+    (folder / "out" / name).write_text("not ours")
+    before = contents(folder)
+    for words in ([], ["--resume"]):
+        words = [*WORDS[script], *words, "--base_model", "out/policy"]
+        with pytest.raises(Exception, match="^--output_dir .*out is not empty: choose another"):
+            call(script, words, folder, monkeypatch)
+        assert contents(folder) == before
+
+
+def test_a_resumed_run_writes_to_no_other_place(tmp_path: Path) -> None:
+    """As a link in somebody's folder could ask it to."""
+    folder = copy(plain(RLOO, 1), tmp_path)
+    other = tmp_path / "other"
+    other.write_text("not ours")
+    for name in ("metrics.tmp", "args.tmp", "samples.tmp", "checkpoints/0000005"):
+        (folder / "out" / name).symlink_to(other)
+    words = [*WORDS[RLOO], "--resume", "--total_episodes", "20"]
+    run(RLOO, words, folder)
+    assert other.read_text() == "not ours"
 
 
 def record(**changes: Any) -> str:
     """An args.json of a run of ppo_rlhf.py, with changes to its settings."""
     args = vars(ppo_rlhf.Args()) | changes
-    return json.dumps({"script": "ppo_rlhf", "preset": "tiny", "args": args})
+    return json.dumps({"script": "ppo_rlhf", "torch": "2.8", "args": args})
 
 
-RECORDS = {
-    "a field too many": (record(beam_width=3), "--beam_width 3: "),
-    "a wrong type": (record(lr="fast"), "--lr fast: "),
-    "out of range": (record(lr=-1), "--lr -1: "),
-    "another script": (record().replace("ppo_rlhf", "rloo_rlhf"), ".* was written by rloo_rlhf.py"),
-}
-
-
-@pytest.mark.parametrize("kind", RECORDS)
-def test_an_args_json_that_is_none_is_named_in_a_line(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, says = RECORDS[kind]
-    folder = copy(kit(), tmp_path)
-    (folder / "out").mkdir()
-    (folder / "out/args.json").write_text(text)
-    before = contents(folder)
-    with pytest.raises(ValueError, match=f"^{says}") as caught:
-        call(PPO, [*WORDS[PPO], "--resume"], folder, monkeypatch)
-    assert "\n" not in str(caught.value)
-    assert contents(folder) == before
-
-
-def test_a_function_in_args_json_is_not_imported_unless_it_is_named_again(
+def test_settings_of_args_json_are_never_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They are compared; so no function that somebody's folder names is imported."""
     folder = copy(kit(), tmp_path)
     (folder / "out").mkdir()
-    (folder / "evil.py").write_text("import os\nos.mkdir('marker')\ndef f(a, b): return [0.0]\n")
-    (folder / "out/args.json").write_text(record(reward_fn="evil:f"))
-    before = contents(folder)
-    with pytest.raises(ValueError, match="was started with --reward_fn evil:f$"):
-        call(PPO, RESUME, folder, monkeypatch)
-    assert contents(folder) == before
+    (folder / "out/lock").touch()
+    (folder / "evil.py").write_text("import os\nos.mkdir('marker')\ndef f(**_): return [0.0]\n")
+    for changes in ({"reward_fn": "evil:f"}, {"lr_schedule": "cosine"}, {"seed": 2}):
+        (folder / "out/args.json").write_text(record(output_dir="elsewhere", **changes))
+        before = contents(folder)
+        with pytest.raises(ppo_rlhf.UserError, match="^--.*out was started with "):
+            call(PPO, [*WORDS[PPO], "--resume"], folder, monkeypatch)
+        assert contents(folder) == before
 
 
 # --- settings -------------------------------------------------------------------------------------
-# A resumed run goes on with these as they are given; all others are refused. A new field of Args
-# has to be put into one of the two.
+# A resumed run goes on with these as they are given; any other flag that differs is refused, also
+# one that a copy of a script adds.
 TAKES_EFFECT = """
-    resume output_dir track wandb_project checkpoint_every lr micro_batch_size
-    gradient_checkpointing
-"""
-TAKES_EFFECT_RL = f"{TAKES_EFFECT} eval_every max_kl total_episodes sample_batch_size"
-REFUSED = """
-    seed base_model dtype query_dataset query_length long_queries query_prefix query_suffix
-    start_text end_text response_length temperature truncate_token batch_size lr_schedule lr_warmup
-    adam adam_eps adam_betas weight_decay max_grad_norm
-"""
-REFUSED_REWARD = f"{REFUSED} label_dataset num_labels eval_labels normalization_samples"
-REFUSED_RL = f"""{REFUSED}
-    lora_rank lora_alpha eval_queries reward_model reward_fn truncate_after penalty_reward_value
-    penalty_mode mask_truncated num_minibatches num_epochs kl_coef adaptive_kl_target kl_horizon
-    cliprange
-"""
-REFUSED_PPO = f"""{REFUSED_RL}
-    cliprange_value vf_coef gamma lam whiten_rewards whiten_advantages critic critic_warmup
-"""
-FIELDS = {
-    PPO: (f"{TAKES_EFFECT_RL} critic_lr", REFUSED_PPO),
-    RLOO: (TAKES_EFFECT_RL, f"{REFUSED_RL} rloo_k"),
-    REWARD: (TAKES_EFFECT, REFUSED_REWARD),
-}
+    resume output_dir track checkpoint_every lr critic_lr micro_batch_size gradient_checkpointing
+    max_kl total_episodes
+""".split()
 WORDS_OF_TYPES = "another bf16 drop constant torch add policy".split()
 VALUES = (3, 0.25, False, True, (0.5, 0.5), *WORDS_OF_TYPES)
 
@@ -364,43 +367,48 @@ VALUES = (3, 0.25, False, True, (0.5, 0.5), *WORDS_OF_TYPES)
 def another(script: Any, name: str) -> Any:
     """A valid value of the field that is not its default."""
     for value in VALUES:
-        with contextlib.suppress(script.UserError):
-            found = getattr(script.validated({name: value}), name)
+        with contextlib.suppress(pydantic.ValidationError):
+            args = vars(script.Args()) | {name: value}
+            found = getattr(pydantic.TypeAdapter(script.Args).validate_python(args), name)
             if found != getattr(script.Args(), name):
                 return found
     raise AssertionError(f"no value of {name} is known")
 
 
-def flag(name: str, value: Any) -> list[str]:
-    """The words of a command line that say so."""
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    values = value if isinstance(value, tuple) else [value]
-    return [f"--{name}", *map(str, values)]
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_setting_is_refused_on_resume_or_takes_effect(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_setting_is_refused_on_resume_or_takes_effect(script: str, tmp_path: Path) -> None:
     module = importlib.import_module(script[:-3])
-    may_change, refused = (names.split() for names in FIELDS[script])
-    fields = [field.name for field in dataclasses.fields(module.Args)]
-    assert sorted([*may_change, *refused]) == sorted(fields)
-    old = vars(module.Args(output_dir="out", resume=True))
-    (tmp_path / "out").mkdir()
-    file = tmp_path / "out/args.json"
-    file.write_text(json.dumps({"script": script[:-3], "preset": "tiny", "args": old}))
-    for name in set(fields) - {"resume", "output_dir"}:
+    old = vars(module.Args())
+    (tmp_path / "lock").touch()
+    text = json.dumps({"script": script[:-3], "torch": "2.8", "args": old})
+    (tmp_path / "args.json").write_text(text)
+    Accelerator(cpu=True)
+    known = [field.name for field in dataclasses.fields(module.Args)]
+    for name in set(known) - {"resume", "output_dir"}:
         value = another(module, name)
-        words = [*RESUME, *flag(name, value)]
-        if name in may_change:
-            _, args = call(script, words, tmp_path, monkeypatch, "parse_args")
-            assert vars(args) == old | {name: value}
+        args = module.Args(**{"output_dir": str(tmp_path), "resume": True, name: value})
+        if name in TAKES_EFFECT:
+            module.choose_folder("tiny", args)
+            assert getattr(args, name) == value
         else:
-            says = re.escape(f"--output_dir out was started with --{name} {old[name]}")
-            with pytest.raises(module.UserError, match=f"^{says}$"):
-                call(script, words, tmp_path, monkeypatch, "parse_args")
+            says = re.escape(f"--{name} {json.loads(json.dumps(value))}: {tmp_path} was started")
+            with pytest.raises(module.UserError, match=f"^{says} with "):
+                module.choose_folder("tiny", args)
+
+
+def test_what_an_older_run_does_not_record_had_its_default(tmp_path: Path) -> None:
+    """A copy that gets a new flag can go on with runs from before."""
+    old = vars(ppo_rlhf.Args())
+    del old["temperature"]
+    (tmp_path / "lock").touch()
+    (tmp_path / "args.json").write_text(json.dumps({"args": old}))
+    Accelerator(cpu=True)
+    args = ppo_rlhf.Args(output_dir=str(tmp_path), resume=True)
+    ppo_rlhf.choose_folder("tiny", args)
+    args.temperature = 1.0
+    says = f"^--temperature 1.0: {tmp_path} was started with 0.7$"
+    with pytest.raises(ppo_rlhf.UserError, match=says):
+        ppo_rlhf.choose_folder("tiny", args)
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
@@ -418,7 +426,7 @@ def test_a_finished_run_goes_on_with_more_episodes_as_if_it_had_had_them(
     shutil.rmtree(folder / "out/checkpoints")
     before = contents(folder / "out/policy")
     code, _, errors = run(script, [*words, "--total_episodes", "24"], folder)
-    assert (code, "out: no checkpoint to go on from" in errors) == (2, True)
+    assert (code, "out is not empty: choose another, or --resume a run" in errors) == (2, True)
     assert contents(folder / "out/policy") == before
 
 
@@ -432,52 +440,28 @@ def test_what_may_change_takes_effect(tmp_path: Path, monkeypatch: pytest.Monkey
         return forward(policy, batch, temperature)
 
     monkeypatch.setattr(ppo_rlhf, "forward_response", noted)
-    words = "--total_episodes 24 --lr 0 --critic_lr 0.5 --eval_every 1 --checkpoint_every 0"
-    call(PPO, [*RESUME, *words.split(), "--micro_batch_size", "1"], folder, monkeypatch)
+    records = {}
+    for name in ("args.json", PPO, "tf_adam.py"):
+        records[name] = (folder / "out" / name).read_bytes()
+    (folder / "out" / PPO).write_text("another version")
+    words = "--resume --total_episodes 24 --lr 0 --critic_lr 0.5 --checkpoint_every 0"
+    words = [*WORDS[PPO], *words.split(), "--micro_batch_size", "1"]
+    call(PPO, words, folder, monkeypatch)
     assert sizes == {1}
     assert checkpoints(folder) == ["0000004", "0000006"]
     rows = read_lines(folder / "out/metrics.jsonl")
     assert [row["ppo/lr"] for row in rows[4:]] == [0, 0]
-    assert ["eval/score" in row for row in rows] == 4 * [False] + 2 * [True]
-    made = sorted(path.name for path in (folder / "out/samples").iterdir())
-    assert made == ["0000005.jsonl", "0000006.jsonl"]
     was = load_file(folder / "out/checkpoints/0000004/model.safetensors")
     now = load_file(folder / "out/checkpoints/0000006/model.safetensors")
     for name in was:
         assert torch.equal(was[name], now[name]) == name.startswith("lm."), name
-    record = json.loads((folder / "out/args.json").read_text())["args"]
-    assert (record["total_episodes"], record["lr"], record["critic_lr"]) == (24, 0, 0.5)
+    # The records are those of the first part.
+    assert (folder / "out" / PPO).read_text() == "another version"
+    for name in ("args.json", "tf_adam.py"):
+        assert (folder / "out" / name).read_bytes() == records[name]
     with pytest.raises(ppo_rlhf.UserError, match="^objective/kl is .*, its limit 1e-09: "):
-        words = "--total_episodes 28 --max_kl 1e-9".split()
-        call(PPO, [*RESUME, *words], folder, monkeypatch)
-
-
-def test_settings_come_from_the_run_and_then_from_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = plain(PPO, 1)
-    old = json.loads((folder / "out/args.json").read_text())["args"]
-    old |= {"adam_betas": (0.9, 0.999), "resume": True}
-    for words, changes in (
-        ([], {}),
-        (["--lr", "0.5", "--critic_lr", "none"], {"lr": 0.5}),
-        (["--seed", "1"], {}),
-    ):
-        preset, args = call(PPO, [*RESUME, *words], folder, monkeypatch, "parse_args")
-        assert (preset, vars(args)) == ("tiny", old | {"output_dir": "out"} | changes)
-
-
-def test_a_preset_has_to_be_named_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "out").mkdir()
-    for script in SCRIPTS:
-        args = vars(importlib.import_module(script[:-3]).Args())
-        old = {"script": script[:-3], "preset": "sentiment", "args": args}
-        (tmp_path / "out/args.json").write_text(json.dumps(old))
-        words = ["sentiment", *RESUME]
-        preset, made = call(script, words, tmp_path, monkeypatch, "parse_args")
-        assert (preset, vars(made)) == ("sentiment", args | {"output_dir": "out", "resume": True})
-        for words in (RESUME, ["cnndm", *RESUME]):
-            says = f"^out/args.json was written by {script} sentiment$"
-            with pytest.raises(ValueError, match=says):
-                call(script, words, tmp_path, monkeypatch, "parse_args")
+        words = [*words, "--total_episodes", "28", "--max_kl", "1e-9"]
+        call(PPO, words, folder, monkeypatch)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -493,10 +477,12 @@ def small(tmp_path: Path) -> Any:
 
     def go_on(folder: Path, updates: int = 0) -> dict[str, Any]:
         args.output_dir = str(folder)
-        with ppo_rlhf.Run(accelerator, "tiny", args, kl_coef=0.1) as run:
-            for _ in run.updates(updates):
-                run.log({})
-                run.end_update()
+        run = ppo_rlhf.Run(accelerator, args, updates, {"kl_coef": 0.1})
+        run.start()
+        for _ in range(run.state["update"], updates):
+            run.log({})
+            run.end_update()
+        run.lock.release()
         return run.state
 
     go_on(tmp_path / "out", updates=3)

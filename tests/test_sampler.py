@@ -38,11 +38,6 @@ def probabilities(lm: nn.Module, contexts: list[list[int]], responses: Tensor) -
     return (torch.stack(logits) / TEMPERATURE).softmax(-1)
 
 
-def rloo_actor(lm: nn.Module, k: int, dtype: str = "fp32") -> nn.Module:
-    """RLOO's policy, for k responses to a query."""
-    return rloo_rlhf.Actor(lm, rloo_rlhf.Args(rloo_k=k, dtype=dtype))
-
-
 def inverted(probs: Tensor, u: Tensor) -> Tensor:
     """The tokens (B, R) at which the cumulative distribution passes u."""
     cdf = probs.double().cumsum(-1)
@@ -56,7 +51,7 @@ def test_cached_sampling_draws_what_full_forward_passes_give(name: str, attentio
     lm = tiny.make_lm(name, attention)
     contexts = [context for context in CONTEXTS for _ in range(3)]
     u = ppo_rlhf.uniforms(35, 1, len(contexts), LENGTH)  # all 1e-5 off a border, or more
-    policy = ppo_rlhf.ActorCritic(lm, "fp32")
+    policy = make_policy(lm, 1)
     responses, logprobs = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
     probs = probabilities(lm, contexts, responses)
     assert torch.equal(inverted(probs, u), responses)
@@ -66,7 +61,8 @@ def test_cached_sampling_draws_what_full_forward_passes_give(name: str, attentio
     assert len(responses.unique(dim=0)) == len(contexts)
     others = probabilities(lm, contexts[::-1], responses)
     assert not torch.equal(inverted(others, u), responses)  # contexts matter
-    for policy in (rloo_actor(lm, 3), train_reward.Reference(lm, "fp32")):
+    reference = train_reward.Reference(lm, tiny.VOCABULARY, "fp32")
+    for policy in (make_policy(lm, 3), reference):
         others, same = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
         assert torch.equal(others, responses)
         assert (same - logprobs).abs().max() < 1e-4
@@ -75,8 +71,8 @@ def test_cached_sampling_draws_what_full_forward_passes_give(name: str, attentio
 def make_policy(lm: nn.Module, k: int, dtype: str = "fp32") -> nn.Module:
     """PPO's policy for one response to a query, RLOO's for more."""
     if k == 1:
-        return ppo_rlhf.ActorCritic(lm, dtype)
-    return rloo_actor(lm, k, dtype)
+        return ppo_rlhf.ActorCritic(lm, tiny.VOCABULARY, ppo_rlhf.Args(dtype=dtype))
+    return rloo_rlhf.Actor(lm, tiny.VOCABULARY, rloo_rlhf.Args(rloo_k=k, dtype=dtype))
 
 
 def first_epoch(script: Any, policy: nn.Module, batch: Any, epochs: Tensor, args: Any) -> dict:
@@ -111,7 +107,7 @@ def test_first_ratio_is_exactly_one(
 ) -> None:
     """All ratios of the first epoch are, where no step moves the weights: its passes are those of
     the rollout. The models' configs have dropout, which is off."""
-    script.set_up_backend(dtype)
+    script.set_up_torch(dtype)
     tiny.save_model(tmp_path, name)
     k = 1 if script is ppo_rlhf else 4
     policy = make_policy(load(tmp_path), k, dtype)
@@ -126,16 +122,17 @@ def test_first_ratio_is_exactly_one(
     order = torch.arange(len(contexts)).view(-1, k).flip(0)
     epochs = order.view(1, num_minibatches, -1)
     queries = make_queries(contexts)
-    batch, truncated = script.rollout(policy, policy, queries, u, epochs[0], end_token, args)
+    batch = script.rollout(policy, queries, u, end_token, args)
+    script.set_logprobs(batch, policy, policy, epochs[0], args)
     assert torch.equal(batch.responses, whole)
-    for row, response, length in zip(truncated, whole.tolist(), batch.lengths, strict=True):
+    rows = zip(script.truncated(batch), whole.tolist(), batch.lengths, strict=True)
+    for row, response, length in rows:
         assert row == response[:length]
     assert torch.equal(batch.logprobs, batch.ref_logprobs)
-    assert batch.mask.all() != mask_truncated
+    assert batch.loss_mask.all() != mask_truncated
     batch.rewards = torch.randn(u.shape)
-    batch.advantages = torch.randn(u.shape)
     if script is rloo_rlhf:
-        batch.advantages = batch.advantages[:, 0]  # of responses
+        batch.advantages = torch.randn(len(u))
 
     metrics = first_epoch(script, policy, batch, epochs, args)
     assert metrics["first_ratio_error"] == 0
@@ -160,10 +157,10 @@ def assert_largest_is_found(
     script: Any, policy: nn.Module, batch: Any, epochs: Tensor, args: Any
 ) -> None:
     """A single token whose log-probability is shifted, in the rollout or while it was sampled, is
-    the error of its micro-batch, however many tokens there are; one that the mask leaves out is
-    none."""
-    num_groups = -(-epochs.shape[2] // args.micro_batch_size)  # of the first step
-    row = epochs[0, 0, 0]
+    the error of the first step, in any of its micro-batches and however many tokens there are; one
+    that the mask leaves out is none, nor is one of later steps."""
+    first = epochs[0, 0]
+    later = epochs[0, 1:].flatten()
     rounding = 0.1 if args.dtype == "bf16" else 1e-3
     shifted = {
         "first_ratio_error": batch.logprobs,
@@ -171,14 +168,15 @@ def assert_largest_is_found(
     }
     for name, logprobs in shifted.items():
         kept = logprobs.clone()
-        for shift in (4.0, -4.0):
+        for row, shift in ((first[0], 4.0), (first[-1], -4.0)):
             logprobs[row, 0] += shift
             metrics = first_epoch(script, policy, batch, epochs, args)
-            assert metrics[name] == pytest.approx(4 / num_groups, abs=rounding)
+            assert metrics[name] == pytest.approx(4, abs=rounding)
             with pytest.raises(script.UserError, match=f"^{name} is "):
                 script.check_update(0, metrics | {"objective/kl": 0.0}, args)
             logprobs.copy_(kept)
-        logprobs += 9.0 * ~batch.mask
+        logprobs += 9.0 * ~batch.loss_mask
+        logprobs[later] += 9.0
         assert first_epoch(script, policy, batch, epochs, args)[name] < rounding
         logprobs.copy_(kept)
 
@@ -189,7 +187,7 @@ def test_extreme_uniforms_draw_no_token_of_probability_zero(value: float) -> Non
     contexts = random_rows([4] * 64, seed=8)
     # Most tokens underflow to 0, and some cumulative sums end below 1.
     lm.lm_head.weight.data *= 30
-    policy = ppo_rlhf.ActorCritic(lm, "fp32")
+    policy = make_policy(lm, 1)
     u = torch.full((64, 4), value)
     responses, _ = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
     probs = probabilities(lm, contexts, responses)
@@ -237,13 +235,11 @@ def test_the_distribution_of_a_large_vocabulary_is_drawn_as_it_is() -> None:
 
 
 def roll_out(contexts: list[list[int]], end_token: int | None, **flags: Any) -> Any:
-    """A rollout of LENGTH tokens to contexts of seven tokens, and the responses as lists."""
+    """A rollout of LENGTH tokens to contexts of seven tokens."""
     policy = tiny.make_actor("gpt2", vocab_size=7)
     args = ppo_rlhf.Args(truncate_after=0, response_length=LENGTH, **flags)
     u = ppo_rlhf.uniforms(2, 1, len(contexts), LENGTH)
-    rows = torch.arange(len(contexts)).unsqueeze(0)
-    queries = make_queries(contexts)
-    return ppo_rlhf.rollout(policy, policy, queries, u, rows, end_token, args)
+    return ppo_rlhf.rollout(policy, make_queries(contexts), u, end_token, args)
 
 
 SEVEN = random_rows((3, 1, 5, 2, 4), seed=4, vocabulary=7)
@@ -251,30 +247,22 @@ SEVEN = random_rows((3, 1, 5, 2, 4), seed=4, vocabulary=7)
 
 def test_masked_responses_are_sampled_to_the_end() -> None:
     """What is sampled is the same with a mask and without, and what counts ends with the token."""
-    whole, lists = roll_out(SEVEN, None, mask_truncated=True)
-    assert whole.mask.all()
+    whole = roll_out(SEVEN, None, mask_truncated=True)
+    assert whole.loss_mask.all()
     assert whole.lengths.tolist() == [LENGTH] * 5
-    assert lists == whole.responses.tolist()
-    masked, lists = roll_out(SEVEN, 2, mask_truncated=True)
+    assert ppo_rlhf.truncated(whole) == whole.responses.tolist()
+    masked = roll_out(SEVEN, 2, mask_truncated=True)
     assert torch.equal(masked.responses, whole.responses)
-    assert torch.equal(masked.logprobs, whole.logprobs)
+    assert torch.equal(masked.sampled_logprobs, whole.sampled_logprobs)
     mask, found_end = ppo_rlhf.truncate(whole.responses, 2, 0)
-    assert torch.equal(masked.mask, mask)
+    assert torch.equal(masked.loss_mask, mask)
     assert torch.equal(masked.found_end, found_end)
     assert found_end.any()
+    lists = ppo_rlhf.truncated(masked)
     for row, length, found in zip(lists, masked.lengths, found_end, strict=True):
         assert len(row) == length
         assert (row[-1] == 2) == found
         assert 2 not in row[:-1]
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_sampling_in_parts_draws_the_same(size: int) -> None:
-    """Whatever the --sample_batch_size, which pads otherwise."""
-    whole, _ = roll_out(SEVEN, None)
-    parts, _ = roll_out(SEVEN, None, sample_batch_size=size)
-    assert torch.equal(parts.responses, whole.responses)
-    assert (parts.sampled_logprobs - whole.sampled_logprobs).abs().max() < 1e-5
 
 
 # Faults of sampling: what stands in a script, and what a copy of it has instead.
@@ -288,8 +276,8 @@ FAULTS = {
         "position_ids=positions[:, -ids.shape[1] :] + (ids.shape[1] == 1 < len(ids))",
     ),
     "a temperature off by 10 %": (
-        "u[rows], args.temperature",
-        "u[rows], 1.1 * args.temperature",
+        "contexts, u, args.temperature",
+        "contexts, u, 1.1 * args.temperature",
     ),
 }
 

@@ -21,7 +21,7 @@ from conftest import ROOT
 from fork_tools import PPO, RLOO, UPDATES, WORDS, copy, kit, plain
 from run_tools import call, read_lines
 from safetensors.torch import load_file
-from tiny_models import full_logits, make_lm, random_rows
+from tiny_models import VOCABULARY, full_logits, make_lm, random_rows
 from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from trl_tools import COMMON, PPO09, PPO112
@@ -275,8 +275,9 @@ TINY = f"{fork_tools.COMMON} --reward_model judge --eval_queries 2"
 TINY += " --batch_size 16 --total_episodes 32 --micro_batch_size 16"
 TINY += " --truncate_after 0"
 OWN_SIZES = {
-    "instructgpt": "--ptx_dataset queries.jsonl",
-    "qwen": "--critic_warmup 1",  # of two updates
+    "deepspeed_chat": "--lr_warmup 1",  # of two updates
+    "instructgpt": "--lr_warmup 1 --ptx_dataset queries.jsonl",
+    "qwen": "--critic_warmup 1",
     "trlx": "--unfrozen_layers 1",  # of two
 }
 
@@ -421,6 +422,13 @@ def args_of(name: str, **settings: Any) -> Any:
     return patched.module(name).Args(**settings)
 
 
+def batch_of(name: str, mask: Tensor, **parts: Any) -> Any:
+    """A micro-batch for a loss."""
+    batch = patched.module(name).Batch
+    about = dict.fromkeys("contexts responses lengths found_end sampled_logprobs".split())
+    return batch(**about, loss_mask=mask, **parts)
+
+
 def metrics_of(name: str, flags: str, folder: Path) -> list[dict[str, float]]:
     """What a short run of the copy logs, but for its times."""
     words = [*WORDS[BASES[name]], *shlex.split(flags)]
@@ -430,7 +438,7 @@ def metrics_of(name: str, flags: str, folder: Path) -> list[dict[str, float]]:
 
 
 def without_times(row: dict[str, float]) -> dict[str, float]:
-    times = ("seconds", "_per_second", "peak_memory_gb")
+    times = ("seconds", "memory_gb")
     return {name: x for name, x in row.items() if not name.endswith(times)}
 
 
@@ -458,21 +466,21 @@ def test_loss_of_grpo_is_equation_3_of_deepseekmath() -> None:
     logprobs = torch.randn(2, 3) * 0.3 - 1
     old = torch.randn(2, 3) * 0.3 - 1
     ref = torch.randn(2, 3) * 0.3 - 1
-    advantages = [0.7, -1.3]
+    advantages = torch.tensor([0.7, -1.3])
     mask = torch.arange(3) < torch.tensor(lengths).view(2, 1)
     expected = [0.0, 0.0]
     for i, length in enumerate(lengths):
         for t in range(length):
             ratio = math.exp(logprobs[i, t] - old[i, t])
             clipped = min(max(ratio, 0.8), 1.2)
-            advantage = advantages[i]
+            advantage = float(advantages[i])
             gain = min(ratio * advantage, clipped * advantage)
             log_ratio = float(ref[i, t] - logprobs[i, t])
             kl = math.exp(log_ratio) - log_ratio - 1
             expected[i] -= (gain - 0.04 * kl) / length
     args = grpo.Args(cliprange=0.2)
-    given = (logprobs, old, ref, torch.tensor(advantages), mask, 0.04, args)
-    loss, _ = grpo.rloo_loss(*given)
+    batch = batch_of("grpo", mask, logprobs=old, ref_logprobs=ref, advantages=advantages)
+    loss, _ = grpo.rloo_loss(logprobs, batch, 0.04, args)
     assert loss.tolist() == pytest.approx(expected, abs=1e-6)
 
 
@@ -504,9 +512,9 @@ def test_dr_grpo_clips_ratios_of_tokens_and_sums_their_losses() -> None:
     logprobs = torch.tensor([[2.0, 0.5, 9.0], [1.1, 3.0, 0.1]]).log()
     mask = torch.tensor([[True, True, False], [True, True, True]])
     dr_grpo = patched.module("dr_grpo")
-    advantages = torch.tensor([1.0, -2.0])
-    old = torch.zeros(2, 3)
-    loss, metrics = dr_grpo.rloo_loss(logprobs, old, advantages, mask, dr_grpo.Args(cliprange=0.2))
+    parts = {"logprobs": torch.zeros(2, 3), "advantages": torch.tensor([1.0, -2.0])}
+    batch = batch_of("dr_grpo", mask, **parts)
+    loss, metrics = dr_grpo.rloo_loss(logprobs, batch, dr_grpo.Args(cliprange=0.2))
     assert loss.tolist() == pytest.approx([-1.2 - 0.5, 2 * (1.1 + 3.0 + 0.8)])
     clipped = [[True, False], [False, False, True]]
     assert [
@@ -592,7 +600,7 @@ def test_top_p_draws_from_the_fewest_tokens_that_hold_so_much() -> None:
     contexts = random_rows((5, 3, 7, 4), seed=1)
     temperature = 0.7
     lm = make_lm("gpt2")
-    policy = qwen.ActorCritic(lm, "fp32")
+    policy = qwen.ActorCritic(lm, VOCABULARY, qwen.Args())
     u = qwen.uniforms(3, 1, 4, 6)
     responses, logprobs = qwen.sample(policy, contexts, u, temperature, 0.6)
     rows = [context + row for context, row in zip(contexts, responses.tolist(), strict=True)]
@@ -640,16 +648,15 @@ def test_full_kl_and_k3_have_the_enumerated_kl_as_mean() -> None:
     """Of all 49 responses of two tokens, weighted with their probabilities."""
     script = patched.module("trl_0.9")
     Accelerator(cpu=True)
-    policy = script.ActorCritic(make_lm("gpt2", vocab_size=7), "fp32")
-    ref = script.ActorCritic(make_lm("gpt2", vocab_size=7, num_hidden_layers=1), "fp32")
-    responses = torch.cartesian_prod(torch.arange(7), torch.arange(7))
     args = script.Args(kl_estimator="full", truncate_token=None)
-    query = script.Query([3, 1], [3, 1], {})
-    rows = torch.arange(49).view(1, -1)
+    policy = script.ActorCritic(make_lm("gpt2", vocab_size=7), 7, args)
+    ref = script.ActorCritic(make_lm("gpt2", vocab_size=7, num_hidden_layers=1), 7, args)
+    responses = torch.cartesian_prod(torch.arange(7), torch.arange(7))
+    queries = [script.Query([3, 1], [3, 1], "", {})] * 49
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "sample", lambda *_: (responses, torch.zeros(49, 2)))
-        given = (policy, ref, [query] * 49, torch.zeros(49, 2), rows, None, args)
-        batch, _ = script.rollout(*given)
+        batch = script.rollout(policy, queries, torch.zeros(49, 2), None, args)
+    script.set_logprobs(batch, policy, ref, torch.arange(49).view(1, -1), args)
     probability = batch.logprobs.sum(1).exp()
     log_ratio = batch.logprobs - batch.ref_logprobs
     kl = probability.dot(log_ratio.sum(1)).item()
@@ -673,10 +680,11 @@ def test_the_state_after_the_end_is_valued_but_no_action() -> None:
         return torch.arange(4) < torch.tensor(lengths).view(2, 1)
 
     batch = SimpleNamespace(
-        mask=masks(2, 1),
+        loss_mask=masks(2, 1),
         value_mask=masks(3, 2),
         rewards=torch.tensor([[0.0, 0, 6, 0], [0, -4, 0, 0]]),
         values=torch.tensor([[1.0, 2, 3, 9], [1, 5, 9, 9]]),
+        advantages=None,
     )
     args = script.Args(gamma=1.0, lam=1.0, whiten_rewards=False, whiten_advantages=False)
     script.set_advantages(batch, args)
@@ -684,11 +692,13 @@ def test_the_state_after_the_end_is_valued_but_no_action() -> None:
     assert batch.advantages.tolist() == [[5, 4, 3, 0], [-5, -9, 0, 0]]
     # of the tokens 5, 4, -5: mean 4 / 3, variance (121 + 64 + 361) / 27
     args.whiten_advantages = True
+    batch.advantages = None
     script.set_advantages(batch, args)
     deviation = (546 / 27) ** 0.5
     expected = torch.tensor([[11.0, 8, 0, 0], [-19, 0, 0, 0]]) / 3 / deviation
     torch.testing.assert_close(batch.advantages, expected)
     args.whiten = "batch"  # TRL's variance is unbiased
+    batch.advantages = None
     script.set_advantages(batch, args)
     torch.testing.assert_close(batch.advantages, expected * (2 / 3) ** 0.5)
 
@@ -707,7 +717,8 @@ def test_the_loss_of_texts_is_what_transformers_computes() -> None:
     Accelerator(cpu=True)
     lm = make_lm("gpt2")
     texts = random_rows((7, 1, 4), seed=2)
-    loss, count = script.text_loss(script.ActorCritic(lm, "fp32"), texts)
+    policy = script.ActorCritic(lm, VOCABULARY, script.Args())
+    loss, count = script.text_loss(policy, texts)
     expected = 0.0
     for text in (texts[0], texts[2]):
         ids = torch.tensor([text])
@@ -722,7 +733,7 @@ def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size: i
     script = patched.module("instructgpt")
     accelerator = Accelerator(cpu=True)
     lm = make_lm("gpt2")
-    policy = script.ActorCritic(lm, "fp32")
+    policy = script.ActorCritic(lm, VOCABULARY, script.Args())
     texts = random_rows((7, 2, 4, 5), seed=2)
     zeros = torch.zeros(4, 3)
     batch = script.Batch(
@@ -730,7 +741,7 @@ def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size: i
         responses=torch.tensor(random_rows((3, 3, 3, 3), seed=4)),
         lengths=torch.full((4,), 3),
         found_end=torch.ones(4, dtype=torch.bool),
-        mask=torch.ones(4, 3, dtype=torch.bool),
+        loss_mask=torch.ones(4, 3, dtype=torch.bool),
         sampled_logprobs=zeros,
         logprobs=zeros,
         ref_logprobs=zeros,
@@ -826,15 +837,15 @@ def test_a_resumed_run_goes_on_with_its_average(tmp_path: Path) -> None:
 def test_frozen_layers_are_shared_with_the_reference(tmp_path: Path) -> None:
     folder = copy(kit(), tmp_path)
     script = patched.module("trlx")
-    rollout = script.rollout
+    set_logprobs = script.set_logprobs
     models = []
 
-    def noted(*given: Any) -> Any:
-        models.append(given[:2])
-        return rollout(*given)
+    def noted(*given: Any) -> None:
+        models.append(given[1:3])
+        set_logprobs(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "rollout", noted)
+        patch.setattr(script, "set_logprobs", noted)
         call("trlx.py", [*WORDS[PPO], "--unfrozen_layers", "1"], folder, patch)
     base = load_file(folder / "model/model.safetensors")
     policy, ref = models[-1]
@@ -875,9 +886,9 @@ def test_of_a_model_with_images_the_top_layers_of_text_are_trained() -> None:
         assert is_top or name.endswith("model.norm.weight")
 
 
-def of_tokens(queries: Any, responses: Any, response_ids: list[list[int]]) -> list[Tensor]:
+def of_tokens(completion_ids: list[list[int]], **_: Any) -> list[Tensor]:
     """A reward for each token."""
-    return [torch.tensor(row) / 10 for row in response_ids]
+    return [torch.tensor(row) / 10 for row in completion_ids]
 
 
 def test_rewards_of_tokens_are_paid_at_their_tokens(tmp_path: Path) -> None:
@@ -907,15 +918,18 @@ def test_rewards_of_more_tokens_than_there_are_fail() -> None:
     script = patched.module("trlx")
     Accelerator(cpu=True)
     tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: [str(row) for row in rows])
-    query = script.Query([1], [1], {})
+    queries = [script.Query([1], [1], "", {})] * 2
+    responses = torch.tensor([[5, 6, 7, 0], [7, 8, 9, 0]])
+    batch = batch_of("trlx", torch.ones(2, 4, dtype=torch.bool), token_scores=torch.zeros(2, 4))
+    batch.responses = responses
 
-    def too_many(queries: Any, responses: list[str]) -> list[list[float]]:
+    def of_lists(**_: Any) -> list[list[float]]:
         return [[1.0, 2.0], [1.0, 2.0, 3.0]]
 
-    args = args_of("trlx", response_length=4)
-    given = (too_many, tokenizer, args, [query] * 2)
-    with pytest.raises(RuntimeError):
-        script.score_by_function(*given, [[5, 6], [7, 8]])
-    scores, of_each = script.score_by_function(*given, [[5, 6], [7, 8, 9]])
-    assert scores.tolist() == [3, 6]
-    assert of_each.tolist() == [[1, 2, 0, 0], [1, 2, 3, 0]]
+    given = (of_lists, tokenizer, queries, batch)
+    batch.lengths = torch.tensor([2, 2])
+    with pytest.raises(script.UserError, match="^--reward_fn must return a list, array or tensor"):
+        script.score_by_function(*given)
+    batch.lengths = torch.tensor([2, 3])
+    assert script.score_by_function(*given).tolist() == [3, 6]
+    assert batch.token_scores.tolist() == [[1, 2, 0, 0], [1, 2, 3, 0]]

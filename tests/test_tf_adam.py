@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
+from accelerate.utils import DistributedType
 from golden_tools import load_golden
 from torch import Tensor, nn
 
-from tf_adam import AdamTF, clip_gradients, make_optimizer, set_learning_rates
+from tf_adam import (
+    AdamTF,
+    averaging,
+    check_launch,
+    check_optimizer,
+    clip_gradients,
+    make_optimizer,
+    set_learning_rates,
+)
 
 SETTINGS = {
     "lr": 1e-2,
@@ -169,10 +178,25 @@ def test_a_rate_of_small_models_is_said_to_be_one(
     assert "--lr 1.0" not in caplog.text
 
 
+def test_a_weight_that_no_optimizer_has_is_an_error_unless_it_is_frozen() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = make_optimizer([model[0]], [], with_settings())
+    with pytest.raises(ValueError, match="^1.weight has no optimizer: give its module to "):
+        check_optimizer(model, optimizer)
+    model[1].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="^1.bias has no optimizer"):
+        check_optimizer(model, optimizer)
+    model[1].bias.requires_grad_(False)
+    check_optimizer(model, optimizer)
+
+
 RATES = [  # settings; update, progress, the policy's rate, the critic's
     ({}, "0 0 1e-2 1e-2"),
     ({}, "3 0.75 2.5e-3 2.5e-3"),
     ({"lr_schedule": "constant"}, "3 0.75 1e-2 1e-2"),
+    ({"lr_schedule": "cosine"}, "0 0 1e-2 1e-2"),
+    ({"lr_schedule": "cosine"}, "1 0.25 8.535534e-3 8.535534e-3"),
+    ({"lr_schedule": "cosine", "lr_warmup": 3}, "2 0.75 1.09835e-3 1.09835e-3"),
     ({"lr_warmup": 3}, "0 0 2.5e-3 2.5e-3"),
     ({"lr_warmup": 3}, "2 0.5 3.75e-3 3.75e-3"),
     ({"lr_warmup": 3}, "3 0.5 5e-3 5e-3"),
@@ -203,3 +227,27 @@ def test_gradients_of_a_larger_norm_are_scaled_down_to_the_limit(
     assert clip_gradients(model, limit).item() == pytest.approx(13)
     assert model.weight.grad.tolist() == [pytest.approx([3 * scale, 4 * scale, 0.0])]
     assert model.bias.grad.tolist() == pytest.approx([-12 * scale])
+
+
+@pytest.mark.parametrize("kind", DistributedType)
+def test_processes_alone_or_in_ddp_or_fsdp_are_launched(kind: DistributedType) -> None:
+    """MULTI_GPU, MULTI_CPU and others are DDP."""
+    accelerator: Any = SimpleNamespace(distributed_type=kind)
+    if kind.value in ("NO", "FSDP") or kind.value.startswith("MULTI_"):
+        check_launch(accelerator)
+        return
+    with pytest.raises(ValueError, match=f"^{kind.value} is not supported: use DDP or FSDP2"):
+        check_launch(accelerator)
+
+
+def test_gradients_are_averaged_at_the_last_micro_batch_or_where_weights_are_in_shards() -> None:
+    whole = nn.Linear(3, 1)
+    sharded = nn.Linear(3, 1)
+    sharded.reshard = lambda: None  # what FSDP2 adds
+    skipped = []
+    accelerator: Any = SimpleNamespace(no_sync=lambda model: torch.no_grad())
+    for model in (whole, sharded):
+        for is_last in (False, True):
+            with averaging(accelerator, model, is_last):
+                skipped.append(not torch.is_grad_enabled())
+    assert skipped == [True, False, False, False]

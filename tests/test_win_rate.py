@@ -3,6 +3,7 @@
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,25 +15,27 @@ from benchmark.tools.win_rate import Pairs
 COLUMN = "response_after"
 
 
-def count_a(queries: list[str], responses: list[str]) -> list[float]:
+def count_a(completions: list[str], **_: Any) -> list[float]:
     """A judge that scores."""
-    return [float(text.count("a")) for text in responses]
+    return [float(text.count("a")) for text in completions]
 
 
-def prefer_first(queries: list[str], ones: list[str], others: list[str]) -> list[float]:
+def prefer_first(
+    prompts: list[str], completions: list[str], other_completions: list[str]
+) -> list[float]:
     """A judge that compares, and likes what it reads first, unless the other has more of a."""
     preferred = []
-    for one, other in zip(ones, others, strict=True):
+    for one, other in zip(completions, other_completions, strict=True):
         preferred.append(float(one.count("a") >= other.count("a")))
     return preferred
 
 
-def too_few(queries: list[str], responses: list[str]) -> list[float]:
+def too_few(prompts: list[str], completions: list[str]) -> list[float]:
     return [1.0]
 
 
-def nan(queries: list[str], responses: list[str]) -> list[float]:
-    return [math.nan] * len(responses)
+def nan(prompts: list[str], completions: list[str]) -> list[float]:
+    return [math.nan] * len(completions)
 
 
 def write(file: Path, *texts: str) -> Path:

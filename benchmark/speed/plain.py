@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import ppo_rlhf
 from benchmark.ours import END, Clock, responses_per_query
+from tf_adam import set_up_torch
 
 PAD = 0  # any token: the attention mask hides it
 
@@ -98,7 +98,7 @@ def whiten(x: Tensor, shift_mean: bool = True) -> Tensor:
 
 class Plain:
     """A policy and its optimizer; `update` does one update on given contexts. `fast`: with the
-    scripts' set_up_backend, and eager attention on a CPU."""
+    scripts' set_up_torch, and eager attention on a CPU."""
 
     def __init__(
         self, algorithm: str, folder: str, device: torch.device, args: Any, fast: bool
@@ -226,7 +226,7 @@ class Plain:
     ) -> Clock:
         """One update; with `responses`, on these instead of samples."""
         if self.fast:
-            ppo_rlhf.set_up_backend(self.args.dtype)
+            set_up_torch(self.args.dtype)
         else:
             torch.set_float32_matmul_precision("highest")
         clock = Clock()

@@ -13,9 +13,9 @@ parameters.
     optimise   all optimizer steps
     other      the rest of `total`
 
-`plain-fast` is the plain version after the scripts' set_up_backend (matrix product, as far as it is
-exact on this machine, and allocator), with eager attention on a CPU. That gains much on one CPU and
-nothing on another, so that its ratio is the one to look at first.
+`plain-fast` is the plain version after the scripts' set_up_torch (allocators, TF32 for the heads of
+bf16 runs), with eager attention on a CPU. That gains much on one CPU and nothing on another, so
+that its ratio is the one to look at first.
 
 The floor is the arithmetic that no implementation of the update can leave out, at the speed of this
 machine's matrix product for these weights and numbers of rows, measured in the same run: each real
@@ -57,6 +57,7 @@ import ppo_rlhf
 from benchmark import common, ours
 from benchmark.speed import trl_peer
 from benchmark.speed.plain import Plain, PlainFrozen
+from tf_adam import set_up_torch
 
 PHASES = ("sample", "score", "optimise", "other", "total")
 OTHERS = ("plain-fast", "plain", "plain-fp32", "trl-fast", "trl")
@@ -406,7 +407,7 @@ def measure_speed(options: argparse.Namespace, folder: str) -> None:
         answers = one_round(names, setting)
         for name in names:
             runs[name] += [answer["seconds"] for answer in answers[name]]
-        ppo_rlhf.set_up_backend(options.dtype)
+        set_up_torch(options.dtype)
         for algorithm in algorithms:
             # TRL's workers do not say how many tokens were scored.
             told = [x for name in names_with_floor(algorithm) for x in answers.get(name, [])]

@@ -62,8 +62,8 @@ from transformers import (
     TrainerCallback,
 )
 
-import ppo_rlhf
 from benchmark import common
+from tf_adam import set_up_torch
 
 RELEASES = {"ppo": "1.12.0", "rloo": "1.16.0"}
 MODULES = {"ppo": "trl.experimental.ppo", "rloo": "trl.trainer.rloo_trainer"}
@@ -393,7 +393,7 @@ def main() -> None:
     with common.private_stdout() as answers, tempfile.TemporaryDirectory() as output_dir:
         given = json.loads(sys.stdin.readline())
         if given["fast"]:
-            ppo_rlhf.set_up_backend(given["dtype"])
+            set_up_torch(given["dtype"])
         turns = Turns(given, sys.stdin, answers, baseline)
         trainer = make(given, output_dir, turns)
         wanted = "no" if given["dtype"] == "fp32" else given["dtype"]

@@ -69,9 +69,10 @@ BARS = {
 }
 
 
-def letters(queries: list[str], responses: list[str]) -> list[float]:
-    """A reward that tells the responses of a random model apart."""
-    return [len(response) / 10 for response in responses]
+def letters(queries: Any = (), responses: Any = (), completions: Any = (), **_: Any) -> list[float]:
+    """A reward that tells the responses of a random model apart. Before version 0.7.0 the scripts
+    called it with queries and responses."""
+    return [len(text) / 10 for text in completions or responses]
 
 
 # --- one run --------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def run_here(checkout: str, script: str, flags: list[str]) -> dict[str, Any]:
 
     def timed(x: Any, *args: Any, **kwargs: Any) -> str:
         """The scripts write a line of metrics per update."""
-        if isinstance(x, dict) and "ppo/episode" in x:
+        if isinstance(x, dict) and common.episode(x):
             times.append(time.perf_counter())
             peaks.append(common.used(device, before)["peak_bytes"])
         return dump(x, *args, **kwargs)
@@ -145,7 +146,7 @@ def run_here(checkout: str, script: str, flags: list[str]) -> dict[str, Any]:
     last = metrics[-1]
     row = {
         "updates": len(metrics),
-        "episodes": last["ppo/episode"],
+        "episodes": common.episode(last),
         "whole_seconds": whole,
         "loop_peak_bytes": peaks[-1],
         "scores": last["objective/scores"],
@@ -155,7 +156,7 @@ def run_here(checkout: str, script: str, flags: list[str]) -> dict[str, Any]:
     row |= common.used(device, before)
     if len(times) > 1:
         row["seconds_per_update"] = (times[-1] - times[0]) / (len(times) - 1)
-        row["episodes_per_second"] = metrics[0]["ppo/episode"] / row["seconds_per_update"]
+        row["episodes_per_second"] = common.episode(metrics[0]) / row["seconds_per_update"]
     return row
 
 

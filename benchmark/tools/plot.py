@@ -31,6 +31,7 @@ PANELS = {
     "train/accuracy": "accuracy of the reward model",
 }
 STEPS = {"ppo/episode": "episodes"}
+SAME = {"rloo/entropy": "ppo/policy/entropy", "rloo/episode": "ppo/episode"}  # as PPO calls it
 # Okabe and Ito's colours, which colour-blind people can tell; then the same again, dashed.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
@@ -48,7 +49,8 @@ def read_metrics(folder: Path) -> Metrics:
         if not line.endswith("\n"):
             break
         try:
-            metrics.append(dict(json.loads(line)))
+            row = dict(json.loads(line))
+            metrics.append({SAME.get(name, name): x for name, x in row.items()})
         except ValueError:
             raise SystemExit(f"plot.py: {file}: line {number} is not one of a run") from None
     return metrics

@@ -3,10 +3,10 @@
     python benchmark/tools/win_rate.py A/samples.jsonl B/samples.jsonl \
         --judge benchmark.tools.vader:sentiment
 
-The judge is a function, as for --reward_fn: of (queries, responses) it returns a score for each
-response, and the higher one wins, or nobody if they are within --tie. Or it is a function of
-(queries, responses, other responses), a model that compares, and returns 1, 0 or something between
-for each pair; it is asked in both orders, whose mean counts (Zheng et al. 2023, arXiv:2306.05685).
+The judge is a function, as for --reward_fn: of prompts and completions it returns a score for each
+completion, and the higher one wins, or nobody if they are within --tie. Or it is a function with a
+third parameter, other_completions, a model that compares, and returns 1, 0 or something between for
+each pair; it is asked in both orders, whose mean counts (Zheng et al. 2023, arXiv:2306.05685).
 
 Ties are half a win. All pairs of responses to a query are compared, and queries count alike.
 Intervals are those in which the middle 95 % of the rates lie when queries are drawn anew, with
@@ -20,6 +20,7 @@ differ by at most a tenth. All three are printed, and with --out written as JSON
 """
 
 import argparse
+import functools
 import inspect
 import json
 import os
@@ -71,12 +72,13 @@ def preferences(
     judge: Callable, queries: list[str], ones: list[str], others: list[str], tie: float
 ) -> np.ndarray:
     """For each pair 1 if the judge prefers the first response, 0 for the other, 0.5 for a tie."""
-    if len(inspect.signature(judge).parameters) > 2:
-        forward = np.array(judge(queries, ones, others), dtype=float)
-        backward = np.array(judge(queries, others, ones), dtype=float)
+    judge = functools.partial(judge, prompts=queries)
+    if "other_completions" in inspect.signature(judge).parameters:
+        forward = np.array(judge(completions=ones, other_completions=others), dtype=float)
+        backward = np.array(judge(completions=others, other_completions=ones), dtype=float)
         return (forward + 1 - backward) / 2
-    scores = np.array(judge(queries, ones), dtype=float)
-    difference = scores - np.array(judge(queries, others), dtype=float)
+    scores = np.array(judge(completions=ones), dtype=float)
+    difference = scores - np.array(judge(completions=others), dtype=float)
     return 0.5 + 0.5 * np.sign(difference) * (abs(difference) > tie)
 
 

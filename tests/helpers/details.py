@@ -112,7 +112,6 @@ RUN = "reference::a_run_equals_its_reference"
 PPO_RUN = f"{RUN}[ppo]"
 PPO_RUNS = f"{RUN}[ppo, eos, two processes]"
 RLOO_RUN = f"{RUN}[rloo]"
-RLOO_STEPS = f"{RUN}[rloo, other steps]"
 REWARD_RUN = f"{RUN}[best of three, resumed]"
 REWARD_RUNS = f"{RUN}[preferences, eos, two processes]"
 CRITIC_RUN = f"{RUN}[ppo, critic from the reward model]"
@@ -165,8 +164,8 @@ ORIGINAL = [
         "`--query_prefix` and `--query_suffix` are for the policy. The reward model reads the "
         "query without them.",
         PPO,
-        "Query(begin + query, begin + prefix + query + suffix, row)",
-        "Query(begin + query + suffix, begin + prefix + query + suffix, row)",
+        "Query(begin + query, begin + prefix + query + suffix, prompt, row)",
+        "Query(begin + query + suffix, begin + prefix + query + suffix, prompt, row)",
         PPO_RUN,
     ),
     Detail(
@@ -196,8 +195,8 @@ ORIGINAL = [
         "The random numbers of sampling follow from the seed, the update and the row. This is not "
         "so in the original.",
         PPO,
-        "np.random.default_rng([seed, 1, draw])",
-        "np.random.default_rng([seed, 2, draw])",
+        "np.random.default_rng([seed, SAMPLING, draw])",
+        "np.random.default_rng([seed, QUERIES, draw])",
         PPO_RUN,
     ),
     Detail(
@@ -227,15 +226,15 @@ ORIGINAL = [
         "Old log-probabilities come from passes over the update's own micro-batches, so the first "
         "ratio is 1. The original takes them from its sampler.",
         PPO,
-        "micro_batches(minibatch, contexts, args.micro_batch_size)",
-        "micro_batches(minibatch, contexts, 1)",
+        "batch.logprobs[index] = selected_logprobs(all_logprobs, micro.responses)",
+        "batch.logprobs[index] = micro.sampled_logprobs",
         "sampler::first_ratio_is_exactly_one",
     ),
     Detail(
         "Every run checks that first ratios are 1, that the KL begins at 0, and that sampling and "
         "training agree. The original has no such check.",
         PPO,
-        "args.max_kl if update > 0 else ratio_tolerance",
+        "args.max_kl if update > 0 else ratio_limit * args.response_length",
         "args.max_kl",
         "ppo_math::first_passes_that_differ_and_a_far_policy_stop_a_run",
     ),
@@ -263,8 +262,8 @@ ORIGINAL = [
     Detail(
         "The reward is gain * logit + bias.",
         PPO,
-        "nn.init.constant_(head.bias, bias)",
-        "nn.init.constant_(head.bias, 0.0)",
+        'getattr(classifier.config, "reward_bias", 0.0)',
+        "0.0",
         PPO_RUN,
     ),
     Detail(
@@ -284,8 +283,8 @@ ORIGINAL = [
     Detail(
         "Rewards are scaled to a variance of 1, and keep their mean.",
         PPO,
-        "whiten(rewards, batch.mask, shift_mean=False)",
-        "whiten(rewards, batch.mask, shift_mean=True)",
+        "whiten(rewards, mask, shift_mean=False)",
+        "whiten(rewards, mask, shift_mean=True)",
         STEPS,
     ),
     Detail(
@@ -305,15 +304,15 @@ ORIGINAL = [
     Detail(
         "Advantages are whitened within each minibatch of each process, and anew in each epoch.",
         PPO,
-        "whiten(batch.advantages, batch.mask, shift_mean=True)",
+        "whiten(batch.advantages, mask, shift_mean=True)",
         "batch.advantages",
         STEPS,
     ),
     Detail(
         "The value head reads the policy's trunk, and its weights start at 0.",
         PPO,
-        "gain = bias = 0.0",
-        "gain, bias = 1.0, 0.0",
+        "nn.init.zeros_(p)",
+        "nn.init.ones_(p)",
         PPO_RUN,
     ),
     Detail(
@@ -335,16 +334,16 @@ ORIGINAL = [
         "The loss is a mean over the tokens of all processes, however many micro-batches there "
         "are.",
         PPO,
-        "accelerator.num_processes / sum_over_ranks(mini.mask)",
-        "1 / mini.mask.sum()",
+        "accelerator.num_processes / sum_over_ranks(mini.loss_mask)",
+        "1 / mini.loss_mask.sum()",
         PPO_RUNS,
     ),
     Detail(
-        "Process i shuffles with RandomState(seed + 100003 * i), and draws a new permutation for "
-        "each epoch.",
+        "Process i shuffles with default_rng([seed, 4, i, update]), and draws a new permutation "
+        "for each epoch. The original goes on with one RandomState(seed + 100003 * i).",
         PPO,
-        "np.random.RandomState(args.seed + 100_003 * rank)",
-        "np.random.RandomState(args.seed)",
+        "np.random.default_rng([args.seed, ROWS, rank, update])",
+        "np.random.default_rng([args.seed, ROWS, 0, update])",
         PPO_RUNS,
     ),
     Detail(
@@ -414,15 +413,15 @@ RLOO_ROWS = [
     Detail(
         "The KL of the whole response is part of its reward.",
         RLOO,
-        "scores - kl_coef * kl.sum(1)",
-        "scores",
+        "batch.scores - kl_coef * kl.sum(1)",
+        "batch.scores",
         RLOO_RUN,
     ),
     Detail(
         "The ratio is that of the whole response, and not of a token.",
         RLOO,
-        "((logprobs - old_logprobs) * mask).sum(1)",
-        "((logprobs - old_logprobs) * mask).mean(1)",
+        "((logprobs - old.logprobs) * old.loss_mask).sum(1)",
+        "((logprobs - old.logprobs) * old.loss_mask).mean(1)",
         RLOO_RUN,
     ),
     Detail(
@@ -478,8 +477,8 @@ OPTIONS = [
         "`--critic reward` starts the critic's trunk as the reward model's, and the value head as "
         "the reward head (InstructGPT).",
         PPO,
-        'getattr(model.config, "reward_gain", 1.0)',
-        "1.0",
+        "reward_head(critic)",
+        "self.value_head",
         CRITIC_RUN,
     ),
     Detail(
@@ -493,18 +492,10 @@ OPTIONS = [
     Detail(
         "`--lora_rank` trains adapters, and the reference is the policy without them (TRL with "
         "peft).",
-        PPO,
+        ADAM,
         "args.lora_alpha",
         "1",
         "options::the_folder_of_a_lora_run_is_the_trained_policy",
-    ),
-    Detail(
-        "`--eval_every` logs score, KL and share of ended responses on held-out queries during the "
-        "training (TRL).",
-        RLOO,
-        "(update + 1) % args.eval_every",
-        "update % args.eval_every",
-        RLOO_STEPS,
     ),
     Detail(
         "`--truncate_after 1` gives the penalty to an answer that is only an EOS, unless another "
@@ -533,7 +524,7 @@ TOUR = [
     ),
     (
         "# --- models",
-        "Plumbing that you can skip: loading models and data, LoRA, the run's folder, flags",
+        "Plumbing that you can skip: loading models and data, the run's folder, flags",
     ),
 ]
 

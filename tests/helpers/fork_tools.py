@@ -344,6 +344,35 @@ def log_shares(log: str) -> None:
     accelerate.Accelerator.prepare = noted
 
 
+def log_whole_tensors(log: str) -> None:
+    """Written to that file: after each backward pass the elements of gradients that are not in
+    shards, and at each sampled token whether autocast keeps copies of weights."""
+    import gc
+
+    import accelerate
+    import torch
+
+    backward = accelerate.Accelerator.backward
+    search = torch.searchsorted
+
+    def note(name: str, value: int) -> None:
+        with open(log, "a") as file:
+            file.write(json.dumps({name: value}) + "\n")
+
+    def counted(self: Any, loss: Any) -> None:
+        backward(self, loss)
+        weights = [x for x in gc.get_objects() if type(x) is torch.nn.Parameter and x.is_leaf]
+        whole = [x for x in weights if x.grad is not None and not hasattr(x.grad, "to_local")]
+        note("gradients", sum(x.numel() for x in whole))
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        note("copies", torch.is_autocast_cache_enabled())
+        return search(*args, **kwargs)
+
+    accelerate.Accelerator.backward = counted
+    torch.searchsorted = watched
+
+
 def log_tracking(log: str) -> None:
     """What would go to Weights & Biases is written to that file: start, metrics, tables, end."""
     import wandb
@@ -371,11 +400,16 @@ def log_tracking(log: str) -> None:
     wandb.Table = lambda columns=None, data=None, dataframe=None: dataframe.to_dict("records")
 
 
-def close_stdout() -> None:
-    """Nobody reads what is printed, as in `python script | true`."""
-    read, write = os.pipe()
-    sys.stdout = io.TextIOWrapper(os.fdopen(write, "wb"), line_buffering=True)
-    os.close(read)
+def refuse_to_print(text: str) -> None:
+    """Nobody reads a line with this text, as in `python script | head`."""
+    write = sys.stdout.write
+
+    def checked(printed: str) -> int:
+        if text in printed:
+            raise BrokenPipeError(32, "Broken pipe")
+        return write(printed)
+
+    sys.stdout.write = checked
 
 
 def shard_on_cpus() -> None:

@@ -98,7 +98,7 @@ def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
 
 def make_queries(rows: list[list[int]]) -> list[ppo_rlhf.Query]:
     """Queries that policy and reward model read alike."""
-    return [ppo_rlhf.Query(row, row, {}) for row in rows]
+    return [ppo_rlhf.Query(row, row, "", {}) for row in rows]
 
 
 def make_batch(contexts: list[list[int]], responses: np.ndarray) -> ppo_rlhf.Batch:
@@ -112,7 +112,7 @@ def make_batch(contexts: list[list[int]], responses: np.ndarray) -> ppo_rlhf.Bat
         responses=tokens,
         lengths=mask.sum(1),
         found_end=mask.all(1),
-        mask=mask,
+        loss_mask=mask,
         sampled_logprobs=zeros,
         logprobs=zeros,
         ref_logprobs=zeros,
@@ -120,16 +120,17 @@ def make_batch(contexts: list[list[int]], responses: np.ndarray) -> ppo_rlhf.Bat
     )
 
 
-def load_lm(auto_class: type, folder: Path, **config: Any) -> Any:
+def load_lm(auto_class: type, folder: Path, **options: Any) -> Any:
     """A model as the scripts load it, whatever its tokenizer."""
-    no_tokenizer = SimpleNamespace(get_vocab=lambda: {"": 0})
+    no_tokenizer = SimpleNamespace(get_vocab=lambda: {"": 9})
     args = ppo_rlhf.Args(base_model=str(folder))
-    return ppo_rlhf.load_model("base_model", args, auto_class, no_tokenizer, 24, **config)
+    return ppo_rlhf.load_model("base_model", args, auto_class, no_tokenizer, 24, **options)
 
 
 def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
     """A recorded policy with its value head."""
-    policy = ppo_rlhf.ActorCritic(load_lm(AutoModelForCausalLM, folder), "fp32")
+    lm = load_lm(AutoModelForCausalLM, folder)
+    policy = ppo_rlhf.ActorCritic(lm, lm.config.vocab_size, ppo_rlhf.Args())
     file = folder / "heads.safetensors"
     if file.exists():
         head = {name.split(".")[1]: x for name, x in load_file(file).items()}
@@ -141,7 +142,7 @@ def load_reward(folder: Path) -> train_reward.RewardModel:
     """The recorded reward model. Its head has a bias b:
     gain * (w h + b) + bias = gain * w h + (gain b + bias)."""
     heads = load_file(folder / "heads.safetensors")
-    model = load_lm(AutoModelForSequenceClassification, folder, num_labels=1)
+    model = load_lm(AutoModelForSequenceClassification, folder, new_head=True)
     reward = train_reward.RewardModel(model, train_reward.Args())
     gain = heads["reward_gain"]
     bias = gain * heads["scalar_head.bias"][0] + heads["reward_bias"]

@@ -27,7 +27,6 @@ OFF = {
     "critic": "shared",
     "critic_lr": None,
     "critic_warmup": 0,
-    "eval_every": 0,
     "lr_schedule": "linear",
     "lr_warmup": 0,
     "max_grad_norm": None,
@@ -99,7 +98,11 @@ class Adam:
 def scheduled(lr: float, left: float, update: int, s: Any) -> float:
     """A learning rate in the update (from 0) before which that part of the run is left."""
     rise = min(1.0, (update + 1) / (s.lr_warmup + 1))
-    decay = left if s.lr_schedule == "linear" else 1.0
+    decay = 1.0
+    if s.lr_schedule == "linear":
+        decay = left
+    if s.lr_schedule == "cosine":
+        decay = math.sin(left * math.pi / 2) ** 2
     return lr * rise * decay
 
 
@@ -185,8 +188,8 @@ def read_queries(s: Any, file: Path, tokenizer: Any) -> list[SimpleNamespace]:
     """Queries in the order of the seed: what the reward model reads (ids), what the policy reads
     (context), and what else stands in the table (columns)."""
     rows = read_rows(file)
-    names = ("query", "prompt", "messages", "text", "article", "content")
-    column = [name for name in names if name in rows[0]][0]
+    names = "query prompt question instruction messages conversations text article content"
+    column = [name for name in names.split() if name in rows[0]][0]
     start = one_token(tokenizer, s.start_text)
     end = one_token(tokenizer, s.end_text)
     long = s.long_queries

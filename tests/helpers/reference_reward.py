@@ -18,6 +18,7 @@ from reference import (
     logit,
     mean_of,
     note,
+    one_token,
     read_queries,
     read_rows,
     sample,
@@ -38,10 +39,11 @@ def read_preference(row: dict[str, Any], coin: int, s: Any, tokenizer: Any) -> A
     responses = []
     for name in ("chosen", "rejected"):
         response = tokens_of(row[name], tokenizer)
-        if s.truncate_token == "eos":
-            end = tokenizer.eos_token_id
-            if end in response:
-                response = response[: response.index(end)]
+        end = one_token(tokenizer, s.truncate_token)
+        places = [i for i in range(s.truncate_after, len(response)) if response[i] == end]
+        if places:
+            response = response[: places[0] + 1]
+        elif s.truncate_token == "eos":
             response = [*response, end]
         responses.append(response[: s.response_length])
     if not query or responses[0] == responses[1]:
@@ -166,7 +168,7 @@ def train_reward(
     results["test/accuracy"] = mean_of(hits)
     return SimpleNamespace(
         metrics=metrics,
-        samples={"samples": samples},
+        samples=samples,
         results=results,
         start=start,
         weights=weights_of(files),

@@ -50,7 +50,8 @@ class Judge:
             return config.reward_gain * reward + config.reward_bias
         prompt = self.tokenizer.decode(query.ids, skip_special_tokens=True)
         answer = self.tokenizer.decode(response, skip_special_tokens=True)
-        (reward,) = self.function([prompt], [answer], weight=[query.columns["weight"]])
+        columns = {name: [x] for name, x in query.columns.items()}
+        (reward,) = self.function(prompts=[prompt], completions=[answer], **columns)
         return float(reward)
 
 
@@ -113,13 +114,14 @@ def note_rollout(rows: list[Any], kl_coef: float, means: Numbers) -> None:
         note(means, "objective/length", len(row.truncated))
 
 
-def draw_steps(shuffles: list[Any], rows: list[Any], k: int, s: Any) -> list[list[list[Any]]]:
+def draw_steps(update: int, world: int, rows: list[Any], k: int, s: Any) -> list[list[list[Any]]]:
     """Of every optimizer step each rank's rows: a fresh permutation in every epoch, of its groups
     of k rows."""
-    num_groups = len(rows) // len(shuffles) // k
+    num_groups = len(rows) // world // k
     steps = [[] for _ in range(s.num_epochs * s.num_minibatches)]
-    for rank, shuffle in enumerate(shuffles):
-        orders = [shuffle.permutation(num_groups) for _ in range(s.num_epochs)]
+    for rank in range(world):
+        generator = np.random.default_rng([s.seed, 4, rank, update])
+        orders = [generator.permutation(num_groups) for _ in range(s.num_epochs)]
         minibatches = np.concatenate(orders).reshape(len(steps), -1)
         for step, minibatch in zip(steps, minibatches, strict=True):
             mine = []
@@ -175,7 +177,7 @@ def adapt(kl_coef: float, kl: float, s: Any) -> float:
 
 
 def reinforce(script: str, settings: dict[str, Any], folder: Path, world: int) -> SimpleNamespace:
-    """A run of ppo_rlhf.py or rloo_rlhf.py: its metrics, samples by file, and weights
+    """A run of ppo_rlhf.py or rloo_rlhf.py: its metrics, samples, and weights
     (`start`: those at the start)."""
     s = SimpleNamespace(**OFF | settings)
     is_rloo = script == "rloo_rlhf.py"
@@ -184,7 +186,8 @@ def reinforce(script: str, settings: dict[str, Any], folder: Path, world: int) -
     end = one_token(tokenizer, s.truncate_token)
     queries = read_queries(s, folder / s.query_dataset, tokenizer)
     held_out = [query for query in queries[: s.eval_queries] for _ in range(k)]
-    queries = queries[s.eval_queries :]
+    others = [query.context for query in queries[: s.eval_queries]]
+    queries = [query for query in queries if query.context not in others]
     judge = Judge(s, folder, tokenizer)
     policy, ref, files = make_policies(s, folder, is_rloo)
     adam = make_optimizer(policy, is_rloo, s)
@@ -192,10 +195,8 @@ def reinforce(script: str, settings: dict[str, Any], folder: Path, world: int) -
     before = evaluate(policy, ref, judge, held_out, tokenizer, end, s)
 
     kl_coef = s.kl_coef
-    shuffles = [np.random.RandomState(s.seed + 100_003 * rank) for rank in range(world)]
     num_updates = math.ceil(s.total_episodes / s.batch_size)
     metrics = []
-    evaluations = {}
     for update in range(num_updates):
         means = defaultdict(list)
         left = 1 - update / num_updates
@@ -216,26 +217,22 @@ def reinforce(script: str, settings: dict[str, Any], folder: Path, world: int) -
         if is_rloo:
             set_leave_one_out(rows, k, kl_coef)
 
-        for parts in draw_steps(shuffles, rows, k, s):
+        for parts in draw_steps(update, world, rows, k, s):
             if is_rloo:
                 rloo_step(policy, parts, s, means)
             else:
                 ppo_step(policy, parts, kl_coef, s, means)
-            note(means, "ppo/policy/gradient_norm", adam.step(lr, critic_lr))
+            note(means, "gradient_norm", adam.step(lr, critic_lr))
 
         row = {name: mean_of(numbers) for name, numbers in means.items()}
         row["objective/kl_coef"] = kl_coef
-        row["ppo/episode"] = (update + 1) * s.batch_size
-        row["ppo/lr"] = lr
+        name = "rloo" if is_rloo else "ppo"
+        row[f"{name}/episode"] = (update + 1) * s.batch_size
+        row[f"{name}/lr"] = lr
         if not is_rloo:
             row["ppo/loss/total"] = row["ppo/loss/policy"] + s.vf_coef * row["ppo/loss/value"]
             variance = row["ppo/returns/var"] + 1e-8
             row["ppo/val/var_explained"] = 1 - row["ppo/val/error"] / variance
-        if s.eval_every and (update + 1) % s.eval_every == 0:
-            now = evaluate(policy, ref, judge, held_out, tokenizer, end, s)
-            evaluations[f"samples/{update + 1:07d}"] = now
-            for name in ("score", "kl", "found_end"):
-                row[f"eval/{name}"] = float(np.mean([sample[name] for sample in now]))
         metrics.append(row)
         kl_coef = adapt(kl_coef, row["objective/kl"], s)
 
@@ -244,7 +241,6 @@ def reinforce(script: str, settings: dict[str, Any], folder: Path, world: int) -
     for old, new in zip(before, after, strict=True):
         renamed = {f"{name}_after": x for name, x in new.items() if name != "query"}
         samples.append(old | renamed)
-    evaluations["samples"] = samples
     return SimpleNamespace(
-        metrics=metrics, samples=evaluations, results={}, start=start, weights=weights_of(files)
+        metrics=metrics, samples=samples, results={}, start=start, weights=weights_of(files)
     )

@@ -33,5 +33,5 @@ def rloo_step(policy: Any, parts: list[list[Any]], s: Any, means: Numbers) -> No
         now = read(policy, row, s.temperature)
         log_ratio = (now.logprobs - row.logprobs).sum()
         loss = clipped_loss(log_ratio, row.advantages, s.cliprange, means, NAMES)
-        note(means, "ppo/policy/entropy", now.entropies)
+        note(means, "rloo/entropy", now.entropies)
         (loss.sum() / len(every)).backward()

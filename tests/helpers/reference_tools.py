@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,19 +20,23 @@ def reward_of(query: str, response: str, weight: float) -> float:
     return weight * sum(numbers) / 50 + words / 20
 
 
-def of_column(queries: list[str], responses: list[str], weight: list[float]) -> list[Any]:
+def of_column(
+    prompts: list[str], completions: list[str], weight: list[float], **_: Any
+) -> list[Any]:
     """A reward for every response, of several types; it asks for one column."""
     rewards = []
-    for i, row in enumerate(zip(queries, responses, weight, strict=True)):
+    for i, row in enumerate(zip(prompts, completions, weight, strict=True)):
         kind = KINDS[i % len(KINDS)]
         rewards.append(kind(reward_of(*row)))
     return rewards
 
 
-def of_all(queries: list[str], responses: list[str], **kwargs: Any) -> Iterator[float]:
-    """The same, one after the other; it gets all columns."""
-    for row in zip(queries, responses, kwargs["weight"], strict=True):
-        yield reward_of(*row)
+def of_all(**columns: list[Any]) -> np.ndarray:
+    """The same, in an array; it gets all columns, which it may change."""
+    assert set(columns) == {"prompts", "completions", "query", "content", "weight"}
+    names = ("prompts", "completions", "weight")
+    rows = zip(*(columns.pop(name) for name in names), strict=True)
+    return np.array([reward_of(*row) for row in rows])
 
 
 def stop_in_update(number: int) -> None:

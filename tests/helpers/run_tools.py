@@ -51,7 +51,7 @@ def start(words: Sequence[str], folder: Path, **env: str) -> subprocess.Popen:
 
 
 # What metrics.jsonl says of a machine: it differs from run to run.
-OF_MACHINE = ("seconds", "_per_second", "peak_memory_gb")
+OF_MACHINE = ("seconds", "_memory_gb")
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

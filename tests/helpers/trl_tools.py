@@ -137,9 +137,9 @@ def build(kind: type, config: Any, weights: np.ndarray, where: dict) -> Module:
     return model
 
 
-def without_bias(scalar_head: Callable, model: Module) -> nn.Linear:
+def without_bias(reward_head: Callable, model: Module) -> nn.Linear:
     """A head whose bias stays 0: TRL's has none."""
-    head = scalar_head(model)
+    head = reward_head(model)
     head.bias.requires_grad_(False)
     return head
 
@@ -288,16 +288,16 @@ class PPO09(Recording):
         return policy, build(GPT2LMHeadModel, config, self.saved["reference"], where)
 
     def replaced(self) -> dict[str, Callable]:
-        return {"scalar_head": self.value_head}
+        return {"ActorCritic": functools.partial(self.with_value_head, self.script.ActorCritic)}
 
-    def value_head(self, model: Module) -> nn.Linear:
+    def with_value_head(self, actor_critic: type, *args: Any) -> Module:
         """TRL draws it; here it would start at zero."""
-        head = nn.Linear(model.config.n_embd, 1)
-        for name, p in head.named_parameters():
+        policy = actor_critic(*args)
+        for name, p in policy.value_head.named_parameters():
             start, _ = self.record["weights"][f"value_head.{name}"]
             values = self.saved["policy"][start : start + p.numel()]
             p.data.copy_(torch.from_numpy(values).view_as(p))
-        return head
+        return policy
 
     def at_responses(self, arrays: Arrays, x: np.ndarray) -> np.ndarray:
         """TRL's (B, T - 1) as (B, R), with 0 after the end."""
@@ -452,12 +452,14 @@ class PPO112(Recording):
         return self.gpt2(GPT2ForSequenceClassification, name, like=name)
 
     def score(self, args: Any, made: list) -> Callable:
-        return functools.partial(self.script.score_by_model, self.classifier("reward"), args)
+        model = self.classifier("reward")
+        head = self.script.reward_head(model)
+        return functools.partial(self.script.score_by_model, model, head, args)
 
     def replaced(self) -> dict[str, Callable]:
         return {
             "load_model": lambda *_: self.classifier("value"),
-            "scalar_head": functools.partial(without_bias, self.script.scalar_head),
+            "reward_head": functools.partial(without_bias, self.script.reward_head),
         }
 
     def expected(self, step: int) -> Arrays:
@@ -652,9 +654,9 @@ class RLOO116(Recording):
     def expected_steps(self, step: int) -> Arrays:
         numbers = self.steps_on(step)
         rows = [self.about["metrics"][number - 1] for number in numbers]
-        names = {"ppo/policy/gradient_norm": "grad_norm", "rloo/clipfrac": "clip_ratio/region_mean"}
+        names = {"gradient_norm": "grad_norm", "rloo/clipfrac": "clip_ratio/region_mean"}
         if self.config["gradient_accumulation_steps"] == 1:  # else it is a mean of means
-            names["ppo/policy/entropy"] = "entropy"
+            names["rloo/entropy"] = "entropy"
         found = {ours: np.array([row[theirs] for row in rows]) for ours, theirs in names.items()}
         losses = [self.arrays[f"step{number}/losses"].mean() for number in numbers]
         found["rloo/loss/policy"] = np.array(losses)
@@ -665,7 +667,7 @@ class RLOO116(Recording):
         metrics = self.about["metrics"][first - 1]
         found = {
             "objective/length": metrics["completions/mean_length"],
-            "ppo/lr": float(self.arrays[f"step{first}/lr"]),
+            "rloo/lr": float(self.arrays[f"step{first}/lr"]),
         }
         if self.config["beta"] > 0:
             mask = self.rollouts[step]["completion_mask"]

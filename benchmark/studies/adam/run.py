@@ -26,6 +26,7 @@ import torch
 
 import ppo_rlhf
 from benchmark import common, ours
+from tf_adam import set_up_torch
 from tiny.rewards import happy
 
 sys.path.append(str(common.ROOT / "tests" / "helpers"))
@@ -91,10 +92,10 @@ def of_default_run(adam: str, lr: float, seeds: list[int], batch_size: int) -> d
         policy = ours.make_actor(ppo_rlhf, ours.load_lm("tiny/model", args), args)
         ref = ours.make_actor(ppo_rlhf, ours.load_lm("tiny/model", args), args)
         end = ppo_rlhf.token_id("truncate_token", tokenizer, args)
-        epochs = next(ours.draw_epochs(args))
+        epochs = ours.shuffle(args, 0)
         u = ppo_rlhf.uniforms(seed, 1, args.batch_size, args.response_length)
-        batch, responses = ppo_rlhf.rollout(policy, ref, queries, u, epochs[0], end, args)
-        scores = score(queries, responses)
+        batch = ours.rollout(policy, ref, queries, u, epochs, end, args)
+        scores = score(queries, batch)
         scores = ppo_rlhf.penalize_missing_end(scores, batch.found_end, args)
         ours.set_rewards(batch, scores, args)
         found.append(epochs_of(policy, batch, epochs, args))
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--batch_size", type=int, default=128, help="rows of the default run")
     args = parser.parse_args()
-    ppo_rlhf.set_up_backend("fp32")
+    set_up_torch("fp32")
     rows = [recorded(adam) for adam in ("original", "tf", "torch")]
     for lr in (2e-4, 1e-5):
         rows += [of_default_run(adam, lr, args.seeds, args.batch_size) for adam in ("tf", "torch")]

@@ -28,8 +28,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmark import common, ours
 
-TOKENIZER: Any = SimpleNamespace(get_vocab=lambda: {"": 0})  # that suits every model
 VOCABULARY = 50
+TOKENIZER: Any = SimpleNamespace(get_vocab=lambda: {"last": VOCABULARY - 1})  # suits every model
 TEMPERATURE = 0.7
 RESPONSE = 6
 LENGTHS = (3, 7, 5)

@@ -39,6 +39,7 @@ from transformers import DynamicCache
 import ppo_rlhf
 import rloo_rlhf
 from benchmark import common, ours
+from tf_adam import set_up_torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LIMITS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}  # the scripts' check_update has these
@@ -169,7 +170,7 @@ def measure(
     table = []
     for dtype in options.dtypes:
         autocast_trunk(actor, dtype)
-        batch, _ = script.rollout(actor, actor, asked, u, everyone.view(1, -1), None, args)
+        batch = ours.rollout(actor, actor, asked, u, everyone.view(1, 1, -1), None, args)
         parts = script.micro_batches(everyone, batch.contexts, micro)
         fewer = max(copies, micro // 2)
         other_parts = script.micro_batches(everyone, batch.contexts, fewer)
@@ -241,7 +242,7 @@ def main() -> None:
     options = parser.parse_args()
     options.tag = options.tag or "-".join(options.models)
     args = rloo_rlhf.Args(query_length=options.longest, response_length=max(options.lengths))
-    rloo_rlhf.set_up_backend("fp32")
+    set_up_torch("fp32")
     tokenizer = common.tokenizer()
     rows = []
     for model in options.models:

@@ -32,7 +32,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ppo_rlhf
 import rloo_rlhf
 from benchmark import common, ours
-from tf_adam import set_learning_rates
+from tf_adam import set_learning_rates, set_up_torch
 
 VOCABULARY = 8
 LENGTH = 3
@@ -123,7 +123,6 @@ def train(
     queries = [ours.query(CONTEXT)] * args.batch_size
     rewards = make_rewards(seed)
     ref_logprobs = enumerate_logprobs(ref)
-    shuffles = ours.draw_epochs(args)
     curve = []
     seconds = 0.0
     for update in range(updates + 1):
@@ -134,8 +133,8 @@ def train(
             break
         start = time.perf_counter()
         u = script.uniforms(seed, update + 1, args.batch_size, LENGTH)
-        epochs = next(shuffles)
-        batch, _ = script.rollout(policy, ref, queries, u, epochs[0], None, args)
+        epochs = ours.shuffle(args, update)
+        batch = ours.rollout(policy, ref, queries, u, epochs, None, args)
         ours.set_rewards(batch, rewards[batch.responses.unbind(1)], args)
         set_learning_rates(optimizer, update, update / updates, args)
         ours.update_policy(accelerator, policy, optimizer, batch, epochs, args)
@@ -224,11 +223,12 @@ def draw(
     numbers = ppo_rlhf.uniforms(args.seed, 1, len(queries) * copies, args.response_length)
     for i, u in enumerate(numbers.split(8 * copies)):
         part = [query for query in queries[8 * i : 8 * i + 8] for _ in range(copies)]
+        batch = rloo_rlhf.rollout(policy, part, u, end, args)
         passes = torch.arange(len(part)).view(1, -1)
         if policy is ref:
             passes = []
-        batch, responses = rloo_rlhf.rollout(policy, ref, part, u, passes, end, args)
-        scores = score(part, responses)
+        rloo_rlhf.set_logprobs(batch, policy, ref, passes, args)
+        scores = score(part, batch)
         all_scores.append(rloo_rlhf.penalize_missing_end(scores, batch.found_end, args))
         log_ratios.append((batch.logprobs - batch.ref_logprobs).sum(1))
     return torch.cat(all_scores).view(-1, copies), torch.cat(log_ratios).view(-1, copies)
@@ -246,10 +246,10 @@ def estimated(options: argparse.Namespace) -> None:
     beta = options.beta or args.kl_coef
     tokenizer = common.tokenizer()
     longest = args.query_length + args.response_length
-    rloo_rlhf.set_up_backend(args.dtype)
+    set_up_torch(args.dtype)
     end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
     queries = ours.load_queries(tokenizer, args, options.queries)
-    score = rloo_rlhf.load_reward(args, "tiny", tokenizer, longest)
+    score = rloo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, longest)
     ref = ours.make_actor(rloo_rlhf, ours.load_lm(args.base_model, args), args)
     rewards, _ = draw(ref, ref, score, queries, end, options.samples, args)
     row = estimate_optimum(rewards.double(), beta)

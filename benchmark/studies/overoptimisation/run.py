@@ -141,10 +141,11 @@ def train(
     def load_judged_reward(*values: Any) -> Any:
         score = load_reward(*values)
 
-        def judged(queries: list[Any], responses: list[list[int]]) -> Any:
-            scores = score(queries, responses)
-            if len(responses) == BATCH_SIZE:  # not an evaluation
-                found = judge.true_scores(responses)
+        def judged(queries: list[Any], batch: Any) -> Any:
+            scores = score(queries, batch)
+            if len(queries) == BATCH_SIZE:  # not an evaluation
+                found = judge.true_scores(batch)
+                responses = script.truncated(batch)
                 rewards.append(scores.mean().item())
                 true_scores.append(float(np.mean(found)))
                 samples[:] = examples(judge, queries, responses, scores.tolist(), found)

@@ -132,12 +132,9 @@ def label(base_model: str, path: Path, seed: int, num_labels: int, dtype: str) -
     rows = []
     for i in range(num_labels // 16):
         asked = [queries[j % len(queries)] for j in range(16 * i, 16 * (i + 1))]
-        contexts = [query.context for query in asked for _ in range(4)]
-        u = rloo_rlhf.uniforms(seed, 10**6 + i, len(contexts), args.response_length)
-        responses, _ = rloo_rlhf.sample(policy, contexts, u, args.temperature)
-        until_end, _ = rloo_rlhf.truncate(responses, end, args.truncate_after)
-        lengths = until_end.sum(1).tolist()
-        cut = [row[:n] for row, n in zip(responses.tolist(), lengths, strict=True)]
+        copies = [query for query in asked for _ in range(4)]
+        u = rloo_rlhf.uniforms(seed, 10**6 + i, len(copies), args.response_length)
+        cut = rloo_rlhf.truncated(rloo_rlhf.rollout(policy, copies, u, end, args))
         scores = np.array(sentiment([], tokenizer.batch_decode(cut))).reshape(-1, 4)
         for j, query in enumerate(asked):
             samples = {f"sample{k}": cut[4 * j + k] for k in range(4)}
@@ -201,7 +198,8 @@ def measure(name: str, seed: int, base_model: str, args: Any, folder: Path) -> d
 
     metrics = common.read_lines(out / "metrics.jsonl")
     samples = common.read_lines(out / "samples.jsonl")
-    row = {"arm": name, "seed": seed, "episodes": metrics[-1]["ppo/episode"]}
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    row = {"arm": name, "seed": seed, "episodes": common.episode(metrics[-1])}
     row["flags"] = flags.replace(f"{common.ROOT}/", "")
     row["lr"] = flags.split("--lr ")[-1].split()[0]  # the last one counts
     row["commit"] = common.commit()
@@ -215,10 +213,13 @@ def measure(name: str, seed: int, base_model: str, args: Any, folder: Path) -> d
         row[f"true_score_{when}"] = float(np.mean(sentiment([], responses)))
         row[f"distinct_{when}"] = len(set(responses)) / len(responses)
         row[f"reward_{when}"] = float(np.mean([sample[f"score{suffix}"] for sample in samples]))
-        for kind in ("kl", "length", "found_end"):
+        tokens = tokenizer(responses, add_special_tokens=False).input_ids
+        row[f"length_{when}"] = float(np.mean([len(ids) for ids in tokens]))
+        for kind in ("kl", "found_end"):
             row[f"{kind}_{when}"] = float(np.mean([sample[kind + suffix] for sample in samples]))
     curves = ("objective/scores", "objective/kl", "objective/entropy", "objective/length")
-    for metric in ("ppo/episode", *curves):
+    row["ppo/episode"] = [common.episode(line) for line in metrics]
+    for metric in curves:
         row[metric] = [line[metric] for line in metrics]
     if arm.has_reward_model:
         row["reward_accuracy"] = accuracy(path.parent)

@@ -35,6 +35,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,27 +60,28 @@ RLOO = rloo_rlhf.__file__
 # A system's own settings are for models of billions, and for responses that end with an EOS.
 STEADY = "--lr 2e-4 --kl_coef 0.15 --temperature 0.7 --truncate_token . --truncate_after 16"
 # The script would stop there.
-UNCHECKED = ("            check_update(update, metrics, args)\n", "")
+UNCHECKED = ("        check_update(update, metrics, args)\n", "")
 DROPOUT = (
     UNCHECKED,
-    ("    before = assess(", "    policy.train()\n    before = assess("),
-    ("    policy.train(args.gradient_checkpointing)", "    policy.train()"),
-    ("    policy.eval()\n", ""),
+    (
+        "    policy = accelerator.unwrap_model(wrapped)\n",
+        "    policy = accelerator.unwrap_model(wrapped).train()\n",
+    ),
 )
 # VADER reads the responses of every update, in metrics.jsonl.
 JUDGED = (
     ("from tf_adam import", "from benchmark.tools import vader\nfrom tf_adam import"),
     (
-        "            scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)\n",
-        "            scores = penalize_missing_end(raw_scores, batch.found_end, args)  # (B,)\n"
-        "            texts = tokenizer.batch_decode(truncated)\n"
-        "            read = torch.tensor(vader.sentiment([], texts), device=scores.device)\n",
+        "        batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)\n",
+        "        batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)\n"
+        "        texts = tokenizer.batch_decode(truncated(batch))\n"
+        "        read = torch.tensor(vader.sentiment([], texts), device=raw_scores.device)\n",
     ),
     (
-        '                "objective/scores": scores,\n',
-        '                "objective/scores": scores,\n'
-        '                "true_score": read,\n'
-        '                "reward": raw_scores,\n',
+        '            "objective/scores": batch.scores,\n',
+        '            "objective/scores": batch.scores,\n'
+        '            "true_score": read,\n'
+        '            "reward": raw_scores,\n',
     ),
 )
 LEVELS = (2.0, 4.0, 6.0)  # nats at which true scores are compared
@@ -94,7 +96,7 @@ CURVES = {
 }
 BINS = 16  # points of a curve in the picture
 FINE_WINDOW = 2  # updates whose means make a point of the curves that are compared
-SHIFTED = (("batch.mask, shift_mean=False)", "batch.mask, shift_mean=True)"),)
+SHIFTED = (("mask, shift_mean=False)", "mask, shift_mean=True)"),)
 
 
 class Choice(NamedTuple):
@@ -214,6 +216,7 @@ def changed_copy(choice: Choice, path: Path) -> str:
             raise ValueError(f"{choice.script}: {old!r} stands there {text.count(old)} times")
         text = text.replace(old, new)
     path.write_text(text)
+    shutil.copy(common.ROOT / "tf_adam.py", path.parent)  # a run makes a record of it
     return str(path)
 
 

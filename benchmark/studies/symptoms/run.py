@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -42,10 +43,10 @@ TRUE_SCORE = (
         "\nfrom benchmark.tools.vader import sentiment\nfrom tf_adam import ",
     ),
     (
-        '            metrics["objective/kl_coef"] = kl_coef\n',
-        '            metrics["objective/kl_coef"] = kl_coef\n'
-        "            read = sentiment([], tokenizer.batch_decode(responses))\n"
-        '            metrics["true_score"] = sum(read) / len(read)\n',
+        '        metrics["objective/kl_coef"] = kl_coef\n',
+        '        metrics["objective/kl_coef"] = kl_coef\n'
+        "        read = sentiment([], tokenizer.batch_decode(truncated(batch)))\n"
+        '        metrics["true_score"] = sum(read) / len(read)\n',
     ),
 )
 TEMPERATURE = (
@@ -186,6 +187,7 @@ def train(run: Run, args: argparse.Namespace) -> tuple[Path, str]:
     if not (out / "samples.jsonl").exists() and not log.with_suffix(".stopped").exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         script = copy_of(run, out.with_name(f"{out.name}.py"))
+        shutil.copy(common.ROOT / "tf_adam.py", out.parent)  # a run makes a record of it
         command = [sys.executable, str(script), *flags.split()]
         command += ["--output_dir", str(out), "--resume"]
         paths = {"PYTHONPATH": str(common.ROOT), "OMP_NUM_THREADS": "1"}
