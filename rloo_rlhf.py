@@ -38,6 +38,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -45,7 +46,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -58,7 +58,7 @@ import pandas as pd
 import pydantic
 import torch
 import tyro
-from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather, reduce, set_seed
 from filelock import FileLock
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
@@ -74,14 +74,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from tf_adam import (
     add_adapters,
     averaging,
-    check_launch,
     check_optimizer,
     clip_gradients,
     hold_in_bf16,
+    make_accelerator,
     make_optimizer,
     patch_layers,
     set_learning_rates,
-    set_up_torch,
 )
 
 FILE = Path(__file__).resolve()
@@ -217,7 +216,6 @@ class Query:
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
-    prompt: str | list  # as a --reward_fn reads it, if it is a chat
     columns: dict  # its row in the table, for PPO's and RLOO's --reward_fn
 
 
@@ -244,7 +242,8 @@ class Batch:
 
 def main(preset: str, args: Args) -> None:
     """Set-up; a loop of rollout, score, reward, update, log; at the end evaluate and save."""
-    accelerator = make_accelerator(args.dtype)
+    with explained("launch"):
+        accelerator = make_accelerator(args.dtype)
     rank = accelerator.process_index
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     k = args.rloo_k
@@ -502,8 +501,7 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     take their rows of one array, so these numbers do not depend on how many processes there are.
     The same numbers give the same responses: to sample queries again, take another draw, for
     example num_updates + update + 1."""
-    generator = np.random.default_rng([seed, SAMPLING, draw])
-    numbers = generator.random((batch, length), dtype=np.float32)
+    numbers = np.random.default_rng([seed, SAMPLING, draw]).random((batch, length), np.float32)
     return torch.from_numpy(numbers).to(PartialState().device)
 
 
@@ -617,10 +615,12 @@ def score_by_function(
     rows = [query.columns for query in queries]
     named = pd.DataFrame(rows, dtype=object).to_dict("list")
     named.pop("prompt", None)
-    prompts = tokenizer.batch_decode([q.input_ids for q in queries], skip_special_tokens=True)
+    prompts = [prompt_of(row) for row in rows]
     completions = tokenizer.batch_decode(truncated(batch), skip_special_tokens=True)
-    if is_chat(queries[0].prompt):
-        prompts = [query.prompt for query in queries]
+    if not is_chat(prompts[0]):
+        ids = [query.input_ids for query in queries]
+        prompts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    else:
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     named |= {"prompts": prompts, "completions": completions}
     rewards = function(**copy.deepcopy(named))  # it may change what it gets
@@ -804,26 +804,8 @@ def explained(what: str, kind: type = Exception) -> Iterator[None]:
         yield
     except kind as error:
         # The cause of a library's error often says more than the error; some have no text.
-        raise UserError(f"{what}: {error.__cause__ or str(error) or repr(error)}") from error
-
-
-def make_accelerator(dtype: str) -> Accelerator:
-    """The processes and their devices: GPUs, or else CPUs. Prints what they are."""
-    set_up_torch(dtype)
-    accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available() or torch.backends.mps.is_available(),  # no fp64
-        log_with="wandb",
-        mixed_precision="no",
-        dynamo_backend="no",
-        # The others wait while one process writes a checkpoint, or for a slow --reward_fn.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
-    )
-    # We micro-batch by hand; ignore the launcher's setting.
-    accelerator.gradient_accumulation_steps = 1
-    with explained("launch"):
-        check_launch(accelerator)
-    accelerator.print(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
-    return accelerator
+        cause = None if kind is UserError else error.__cause__
+        raise UserError(f"{what}: {cause or str(error) or repr(error)}") from error
 
 
 def load_tokenizer(flag: str, args: Args) -> Tokenizer:
@@ -880,10 +862,9 @@ def load_model(
     auto_class: type,
     tokenizer: Tokenizer,
     longest: int,
-    new_head: bool = False,
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
-    the original. With new_head the files may have no reward head."""
+    the original. If --base_model has no reward head, train_reward.py gives it a new one."""
     name = local_path(getattr(args, flag))
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
@@ -905,7 +886,7 @@ def load_model(
     # transformers only warns if weights of the model are not in the files, or have another size; or
     # if the files have more: that is right for another head, but not for layers (`h.3.`).
     wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
-    wrong |= info["missing_keys"] - ({"score.weight"} if new_head else set())
+    wrong |= info["missing_keys"] - ({"score.weight"} if flag == "base_model" else set())
     wrong |= {str(key) for key in info["mismatched_keys"]}
     if wrong:
         raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
@@ -926,7 +907,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
         raise UserError(f"{size} embeddings for token {top}, a window of {window} for {longest}")
     # Ours: the first token as padding, the others but the last into a cache, and the last one
     # through it. Plain: all but the first token, at once.
-    ids = torch.arange(min(longest, 64)).unsqueeze(0) % top
+    ids = torch.arange(min(longest, 64))[None] % top
     mask = ids.cumsum(1) > 0  # False at the first token alone, which has id 0
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
@@ -944,30 +925,30 @@ def local_path(name: str) -> str:
     """The path of a file or folder, or else of one beside this script, or else a name on the hub,
     which is returned as it is."""
     places = (os.path.expanduser(name), f"{FILE.parent}/{name}")
-    return next(filter(os.path.exists, places), name)
+    return next((os.path.abspath(path) for path in places if os.path.exists(path)), name)
 
 
 # --- data -----------------------------------------------------------------------------------------
 FORMATS = {".json", ".jsonl", ".csv", ".parquet", ".txt"}
 
 
-def load_table(flag: str, args: Args) -> datasets.DatasetDict:
+def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
     """The splits of a file, a folder or a data set on the hub. Behind these may stand :config and
     :split; such a split is `train`, and the only one."""
     name = getattr(args, flag)
-    path, config, split = [*name.split(":"), "", ""][:3]
+    parts = [name] if os.path.exists(name) else name.split(":")
+    path, config, split = [*parts, "", ""][:3]
     path = local_path(path)
     formats = {file.suffix for file in Path(path).rglob("*.*")} & FORMATS
     with explained(f"--{flag} {name}"):
         if name.startswith("hf://"):
             return datasets.load_dataset("json", data_files=name)
         if os.path.isfile(path):  # from its folder: datasets then takes the format from its name
-            path = os.path.abspath(path)
             return datasets.load_dataset(os.path.dirname(path), data_files=escape(path))
         splits = datasets.load_dataset(path, config or None)
     if len(formats) > 1 or (split or "train") not in splits:
         raise UserError(f"--{flag} {name} has {[*formats, *splits]}: name one, as in data::test")
-    return datasets.DatasetDict(train=splits[split]) if split else splits
+    return {"train": splits[split]} if split else splits
 
 
 def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) -> list[Query]:
@@ -985,7 +966,7 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
         row = table[i]
         with explained(f"--{flag} {getattr(args, flag)}, row {i}", UserError):
             prompt = prompt_of(row)
-            if is_chat(prompt) and (start or end or long == "keep_start"):
+            if is_chat(prompt) and ({start, end} != {None} or long == "keep_start"):
                 raise UserError(
                     "a chat must keep its end: --start_text none --end_text none, and "
                     "--long_queries drop or keep_end"
@@ -993,7 +974,7 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
             tokens = encode(prompt, tokenizer)
         query = cut_query(tokens, args.query_length, start, end, long)
         if query:
-            queries.append(Query(begin + query, begin + prefix + query + suffix, prompt, row))
+            queries.append(Query(begin + query, begin + prefix + query + suffix, row))
         if len(queries) == num_queries:
             break
     if not queries:
@@ -1030,10 +1011,14 @@ def prompt_of(row: dict) -> str | list:
     if not is_chat(prompt) and not is_chat(chosen):
         return prompt
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}] if prompt else []
+        prompt = prompt and [{"role": "user", "content": prompt}]
     elif prompt[-1].get("role") == "assistant":
         prompt = prompt[:-1]
-    return max(prompt, chosen[:-1] if is_chat(chosen) else [], key=len)
+    before = chosen[:-1] if is_chat(chosen) else []
+    texts = [message.get("content") for message in before]
+    if prompt and before and prompt[-1].get("content") not in texts:
+        raise UserError(f"the chat of `chosen` is not about the {column}: {row}")
+    return max(prompt, before, key=len)
 
 
 def is_chat(value: object) -> bool:
@@ -1087,7 +1072,8 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
 def bos(tokenizer: Tokenizer) -> list[int]:
     """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
     first = tokenizer("a").input_ids[:1]  # of "" it could be an EOS that is appended
-    return first if first == [tokenizer.bos_token_id] else []
+    plain = tokenizer("a", add_special_tokens=False).input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] != plain else []
 
 
 PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
@@ -1100,15 +1086,16 @@ def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
     """
     if is_chat(value):
         value = render(value, tokenizer, add_generation_prompt=True)
+    known = range(len(tokenizer))
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
-        # A chat template may have put BOS there. Where bos() is [], no token is equal to it.
-        return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
-    # 50259 is padding, unless this tokenizer has so many tokens.
-    known = range(len(tokenizer))
-    if not isinstance(value, list) or not all(x in known or x == PADDING for x in value):
+    elif isinstance(value, list) and all(x in known or x == PADDING for x in value):
+        # 50259 is padding, unless this tokenizer has so many tokens.
+        tokens = [token for token in value if token in known]
+    else:
         raise UserError(f"neither text, nor chat, nor ids of this tokenizer: {value}")
-    return [token for token in value if token in known]
+    # A chat template may have put BOS there. Where bos() is [], no token is equal to it.
+    return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
 
 
 # --- the run's folder -----------------------------------------------------------------------------
@@ -1130,7 +1117,7 @@ def choose_folder(preset: str, args: Args) -> None:
     can_go_on = "samples.jsonl" not in files or "checkpoints" in files  # else it would start anew
     if files - {"lock"} and not (args.resume and "lock" in files and can_go_on):
         raise UserError(
-            f"--output_dir {folder} is not empty: choose another, or --resume a run with checkpoints"
+            f"--output_dir {folder} is not empty: choose another, or --resume if it has checkpoints"
         )
     if "args.json" in files:
         before = vars(Args()) | json.loads((folder / "args.json").read_text())["args"]
@@ -1170,13 +1157,11 @@ class Run:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
         choose_folder("", self.args)  # again, with the lock: a run may have used it
 
-        # the newest checkpoint, if there is one
-        if newest := self.checkpoints()[-1:]:
-            saved = json.loads((newest[0] / "state.json").read_text())
-            if saved["processes"] != accelerator.num_processes:  # shuffles are per process
-                raise UserError(f"--resume needs {saved['processes']} processes")
-            accelerator.load_state(str(newest[0]))
-            self.state = saved
+        for newest in self.checkpoints()[-1:]:  # the newest checkpoint, if there is one
+            self.state = json.loads((newest / "state.json").read_text())
+            if self.state["processes"] != accelerator.num_processes:  # shuffles are per process
+                raise UserError(f"--resume needs {self.state['processes']} processes")
+            accelerator.load_state(str(newest))
 
         if self.args.track:
             wandb = {"id": self.folder.name, "resume": "allow"}
@@ -1197,7 +1182,7 @@ class Run:
             about = {"script": FILE.stem, "torch": torch.__version__, "args": vars(self.args)}
             write(self.folder / "args.json", json.dumps(about, indent=2))
             for name in (FILE.name, "tf_adam.py"):
-                write(self.folder / name, (FILE.parent / name).read_text())
+                shutil.copy(FILE.parent / name, self.folder)
             log.touch()
         (self.folder / "samples.jsonl").unlink(missing_ok=True)
         lines = log.read_text().splitlines(keepends=True)
@@ -1248,8 +1233,8 @@ class Run:
                     shutil.rmtree(old)
             self.accelerator.wait_for_everyone()  # nobody leaves before it is written
         if is_stopping:
-            where = f"--resume --output_dir {self.folder}"
-            self.accelerator.print(f"stopped by a signal; to go on:\n{' '.join(sys.argv)} {where}")
+            words = f"{shlex.join(sys.argv)} --resume --output_dir {shlex.quote(str(self.folder))}"
+            self.accelerator.print(f"stopped by a signal; to go on:\n{words}")
             raise SystemExit(130)
 
 

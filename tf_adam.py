@@ -1,6 +1,6 @@
 """Adam as TensorFlow 1.x computes it, the optimizer behind OpenAI's lm-human-preferences, and what
-else is done to weights and gradients, whatever the algorithm: which weights are trained, how the
-others are held, parameter groups, learning rates, averages over processes, clipping.
+else has nothing to do with RLHF: the processes and settings of torch, which weights are trained and
+how the others are held, parameter groups, learning rates, averages over processes, clipping.
 
 PyTorch implements Algorithm 1 of Kingma & Ba (2015, arXiv:1412.6980), TensorFlow the reordering in
 the paragraph before its section 2.1. With m, v the moving averages and t the step, counted from 1:
@@ -20,11 +20,12 @@ import ctypes
 import math
 import os
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -119,6 +120,33 @@ def full_sdpa_mask(**named: Any) -> Tensor:
     """transformers' mask for `sdpa` attention. Its own function first checks whether the mask is
     True everywhere and could be left out. That check waits for the GPU at every sampled token."""
     return sdpa_mask(**named | {"allow_is_causal_skip": False})
+
+
+def make_accelerator(dtype: str) -> Accelerator:
+    """The processes and their devices: GPUs, or else CPUs. Prints what they are. Raises ValueError
+    as check_launch does."""
+    set_up_torch(dtype)
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available() or torch.backends.mps.is_available(),  # no fp64
+        log_with="wandb",
+        mixed_precision="no",
+        dynamo_backend="no",
+        # The others wait while one process writes a checkpoint, or for a slow --reward_fn.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
+    )
+    # The scripts micro-batch by hand; ignore the launcher's setting.
+    accelerator.gradient_accumulation_steps = 1
+    check_launch(accelerator)
+    accelerator.print(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
+    return accelerator
+
+
+def check_launch(accelerator: Accelerator) -> None:
+    """ValueError for a way to distribute that trains wrongly: DeepSpeed, for one, makes a step of
+    each micro-batch."""
+    kind = accelerator.distributed_type.value
+    if kind.split("_")[0] not in ("NO", "MULTI", "FSDP"):
+        raise ValueError(f"{kind} is not supported: use DDP or FSDP2, see benchmark/accelerate/")
 
 
 def patch_layers(model: PreTrainedModel, args: Any) -> None:
@@ -226,14 +254,6 @@ def set_learning_rates(
             group["lr"] = factor * args.critic_lr
         if not group["is_critic"] and update < getattr(args, "critic_warmup", 0):
             group["lr"] = 0.0
-
-
-def check_launch(accelerator: Accelerator) -> None:
-    """ValueError for a way to distribute that trains wrongly: DeepSpeed, for one, makes a step of
-    each micro-batch."""
-    kind = accelerator.distributed_type.value
-    if kind.split("_")[0] not in ("NO", "MULTI", "FSDP"):
-        raise ValueError(f"{kind} is not supported: use DDP or FSDP2, see benchmark/accelerate/")
 
 
 def averaging(

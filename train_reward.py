@@ -36,6 +36,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -43,7 +44,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from glob import escape
 from pathlib import Path
 from typing import Literal
@@ -54,7 +54,7 @@ import pandas as pd
 import pydantic
 import torch
 import tyro
-from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, reduce, set_seed
 from filelock import FileLock
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
@@ -68,13 +68,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from tf_adam import (
     averaging,
-    check_launch,
     clip_gradients,
     hold_in_bf16,
+    make_accelerator,
     make_optimizer,
     patch_layers,
     set_learning_rates,
-    set_up_torch,
 )
 
 FILE = Path(__file__).resolve()
@@ -195,7 +194,6 @@ class Query:
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
-    prompt: str | list  # as a --reward_fn reads it, if it is a chat
     columns: dict  # its row in the table, for PPO's and RLOO's --reward_fn
 
 
@@ -210,7 +208,8 @@ class Comparison:
 
 def main(preset: str, args: Args) -> None:
     """Sets up and normalizes; trains and logs in a loop; normalizes again, evaluates and saves."""
-    accelerator = make_accelerator(args.dtype)
+    with explained("launch"):
+        accelerator = make_accelerator(args.dtype)
     world = accelerator.num_processes
     rank = accelerator.process_index
     if args.batch_size % world or args.normalization_samples % world:
@@ -233,7 +232,7 @@ def main(preset: str, args: Args) -> None:
     hold_in_bf16(ref_lm.requires_grad_(False), args)
     num_tokens = max(tokenizer.get_vocab().values()) + 1
     ref = Reference(ref_lm.to(accelerator.device), num_tokens, args.dtype)
-    model = load_model("base_model", args, AutoClassifier, tokenizer, longest, new_head=True)
+    model = load_model("base_model", args, AutoClassifier, tokenizer, longest)
     set_seed(args.seed)
     if "SequenceClassification" not in str(model.config.architectures):
         # A new head is normal, as the original's, and depends on the seed alone.
@@ -244,7 +243,7 @@ def main(preset: str, args: Args) -> None:
     # and bias take the place of these
     if args.normalization_samples > 0:
         rewards = reference_rewards(accelerator, reward, ref, queries, 0, args)
-        normalize(rewards, reward.gain, reward.bias)
+        normalize(reward, rewards)
     with explained("optimizer"):
         optimizer = make_optimizer([reward], [], args)
     # `wrapped` is what is trained: it averages gradients over processes. `reward` is inside.
@@ -278,12 +277,12 @@ def main(preset: str, args: Args) -> None:
     # 4. normalize again
     if args.normalization_samples > 0:
         rewards = reference_rewards(accelerator, reward, ref, queries, 1, args)
-        normalize(rewards, reward.gain, reward.bias)
+        normalize(reward, rewards)
 
     # 5. evaluate and save; all processes put the weights together
     samples = evaluate_labels(reward, held_out, tokenizer)
-    numbers = [reward.gain, reward.bias]  # which FSDP may have sharded
-    gain, bias = (getattr(x, "full_tensor", x.detach)().item() for x in numbers)
+    # FSDP may have sharded gain and bias.
+    gain, bias = (getattr(x, "full_tensor", x.detach)().item() for x in (reward.gain, reward.bias))
     statistics = {"gain": gain, "bias": bias}
     if held_out:
         statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
@@ -339,15 +338,15 @@ def reward_update(
 
 
 @torch.no_grad()
-def normalize(rewards: Tensor, gain: Tensor, bias: Tensor) -> None:
-    """Sets gain and bias so that these rewards, computed with the old ones, would have mean 0 and
-    (biased) standard deviation 1: the original's rewards.py, set_reward_norm."""
+def normalize(reward: Module, rewards: Tensor) -> None:
+    """Sets the model's gain and bias so that these rewards, computed with the old ones, would have
+    mean 0 and (biased) standard deviation 1: the original's rewards.py, set_reward_norm."""
     mean = rewards.mean().item()  # numbers, because gain and bias may be sharded tensors
     std = rewards.std(correction=0).item()
     if not std > 0:  # NaN raises, too
         raise UserError(f"--normalization_samples: the rewards have mean {mean}, deviation {std}")
-    gain.div_(std)
-    bias.sub_(mean).div_(std)
+    reward.gain.div_(std)
+    reward.bias.sub_(mean).div_(std)
 
 
 @torch.no_grad()
@@ -432,8 +431,7 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     take their rows of one array, so these numbers do not depend on how many processes there are.
     The same numbers give the same responses: to sample queries again, take another draw, for
     example num_updates + update + 1."""
-    generator = np.random.default_rng([seed, SAMPLING, draw])
-    numbers = generator.random((batch, length), dtype=np.float32)
+    numbers = np.random.default_rng([seed, SAMPLING, draw]).random((batch, length), np.float32)
     return torch.from_numpy(numbers).to(PartialState().device)
 
 
@@ -501,8 +499,7 @@ class RewardModel(Module):
             states = states_after(self.lm, ids, responses, whole_mask, self.dtype)
         else:
             whole = torch.cat([ids.repeat_interleave(repeats, 0), responses], 1)
-            size = responses.shape[1]
-            states = hidden_states(self.lm, whole, whole_mask, size, self.dtype)
+            states = hidden_states(self.lm, whole, whole_mask, responses.shape[1], self.dtype)
         rows = torch.arange(len(responses), device=ids.device)
         last = states[rows, is_real.sum(1) - 1]
         return self.gain * self.lm.score(last).squeeze(1) + self.bias
@@ -588,26 +585,8 @@ def explained(what: str, kind: type = Exception) -> Iterator[None]:
         yield
     except kind as error:
         # The cause of a library's error often says more than the error; some have no text.
-        raise UserError(f"{what}: {error.__cause__ or str(error) or repr(error)}") from error
-
-
-def make_accelerator(dtype: str) -> Accelerator:
-    """The processes and their devices: GPUs, or else CPUs. Prints what they are."""
-    set_up_torch(dtype)
-    accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available() or torch.backends.mps.is_available(),  # no fp64
-        log_with="wandb",
-        mixed_precision="no",
-        dynamo_backend="no",
-        # The others wait while one process writes a checkpoint, or for a slow --reward_fn.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
-    )
-    # We micro-batch by hand; ignore the launcher's setting.
-    accelerator.gradient_accumulation_steps = 1
-    with explained("launch"):
-        check_launch(accelerator)
-    accelerator.print(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
-    return accelerator
+        cause = None if kind is UserError else error.__cause__
+        raise UserError(f"{what}: {cause or str(error) or repr(error)}") from error
 
 
 def load_tokenizer(flag: str, args: Args) -> Tokenizer:
@@ -624,10 +603,9 @@ def load_model(
     auto_class: type,
     tokenizer: Tokenizer,
     longest: int,
-    new_head: bool = False,
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
-    the original. With new_head the files may have no reward head."""
+    the original. If --base_model has no reward head, train_reward.py gives it a new one."""
     name = local_path(getattr(args, flag))
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
@@ -649,7 +627,7 @@ def load_model(
     # transformers only warns if weights of the model are not in the files, or have another size; or
     # if the files have more: that is right for another head, but not for layers (`h.3.`).
     wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
-    wrong |= info["missing_keys"] - ({"score.weight"} if new_head else set())
+    wrong |= info["missing_keys"] - ({"score.weight"} if flag == "base_model" else set())
     wrong |= {str(key) for key in info["mismatched_keys"]}
     if wrong:
         raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
@@ -670,7 +648,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
         raise UserError(f"{size} embeddings for token {top}, a window of {window} for {longest}")
     # Ours: the first token as padding, the others but the last into a cache, and the last one
     # through it. Plain: all but the first token, at once.
-    ids = torch.arange(min(longest, 64)).unsqueeze(0) % top
+    ids = torch.arange(min(longest, 64))[None] % top
     mask = ids.cumsum(1) > 0  # False at the first token alone, which has id 0
     cache = DynamicCache(config=model.config)
     hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
@@ -688,30 +666,30 @@ def local_path(name: str) -> str:
     """The path of a file or folder, or else of one beside this script, or else a name on the hub,
     which is returned as it is."""
     places = (os.path.expanduser(name), f"{FILE.parent}/{name}")
-    return next(filter(os.path.exists, places), name)
+    return next((os.path.abspath(path) for path in places if os.path.exists(path)), name)
 
 
 # --- data -----------------------------------------------------------------------------------------
 FORMATS = {".json", ".jsonl", ".csv", ".parquet", ".txt"}
 
 
-def load_table(flag: str, args: Args) -> datasets.DatasetDict:
+def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
     """The splits of a file, a folder or a data set on the hub. Behind these may stand :config and
     :split; such a split is `train`, and the only one."""
     name = getattr(args, flag)
-    path, config, split = [*name.split(":"), "", ""][:3]
+    parts = [name] if os.path.exists(name) else name.split(":")
+    path, config, split = [*parts, "", ""][:3]
     path = local_path(path)
     formats = {file.suffix for file in Path(path).rglob("*.*")} & FORMATS
     with explained(f"--{flag} {name}"):
         if name.startswith("hf://"):
             return datasets.load_dataset("json", data_files=name)
         if os.path.isfile(path):  # from its folder: datasets then takes the format from its name
-            path = os.path.abspath(path)
             return datasets.load_dataset(os.path.dirname(path), data_files=escape(path))
         splits = datasets.load_dataset(path, config or None)
     if len(formats) > 1 or (split or "train") not in splits:
         raise UserError(f"--{flag} {name} has {[*formats, *splits]}: name one, as in data::test")
-    return datasets.DatasetDict(train=splits[split]) if split else splits
+    return {"train": splits[split]} if split else splits
 
 
 def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) -> list[Query]:
@@ -729,7 +707,7 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
         row = table[i]
         with explained(f"--{flag} {getattr(args, flag)}, row {i}", UserError):
             prompt = prompt_of(row)
-            if is_chat(prompt) and (start or end or long == "keep_start"):
+            if is_chat(prompt) and ({start, end} != {None} or long == "keep_start"):
                 raise UserError(
                     "a chat must keep its end: --start_text none --end_text none, and "
                     "--long_queries drop or keep_end"
@@ -737,7 +715,7 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
             tokens = encode(prompt, tokenizer)
         query = cut_query(tokens, args.query_length, start, end, long)
         if query:
-            queries.append(Query(begin + query, begin + prefix + query + suffix, prompt, row))
+            queries.append(Query(begin + query, begin + prefix + query + suffix, row))
         if len(queries) == num_queries:
             break
     if not queries:
@@ -765,10 +743,14 @@ def prompt_of(row: dict) -> str | list:
     if not is_chat(prompt) and not is_chat(chosen):
         return prompt
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}] if prompt else []
+        prompt = prompt and [{"role": "user", "content": prompt}]
     elif prompt[-1].get("role") == "assistant":
         prompt = prompt[:-1]
-    return max(prompt, chosen[:-1] if is_chat(chosen) else [], key=len)
+    before = chosen[:-1] if is_chat(chosen) else []
+    texts = [message.get("content") for message in before]
+    if prompt and before and prompt[-1].get("content") not in texts:
+        raise UserError(f"the chat of `chosen` is not about the {column}: {row}")
+    return max(prompt, before, key=len)
 
 
 def is_chat(value: object) -> bool:
@@ -834,6 +816,7 @@ def read_labels(
     UserError if they are more than a tenth. A coin decides whether the chosen response comes first:
     if it always did, a model that gives equal rewards would be right (argmax)."""
     coins = np.random.default_rng([args.seed, LABELS]).integers(0, 2, len(rows)).tolist()
+    end = token_id("truncate_token", tokenizer, args)
     counts = Counter()
     labels = []
     for i, best in zip(rows, coins, strict=True):
@@ -841,7 +824,7 @@ def read_labels(
         names = [f"sample{n}" for n in range(100) if f"sample{n}" in row]
         with explained(f"--{flag} {getattr(args, flag)}, row {i}", UserError):
             if "chosen" in row and "rejected" in row:
-                query, *responses = read_preference(row, counts, tokenizer, args)
+                query, *responses = read_preference(row, end, counts, tokenizer, args)
                 responses = responses[::-1] if best else responses
             elif "query" in row and row.get("best") in range(len(names)):
                 query, *responses = [encode(row[x] or "", tokenizer) for x in ("query", *names)]
@@ -861,7 +844,7 @@ def read_labels(
 
 
 def read_preference(
-    row: dict, counts: Counter, tokenizer: Tokenizer, args: Args
+    row: dict, end: int | None, counts: Counter, tokenizer: Tokenizer, args: Args
 ) -> tuple[list[int], list[int], list[int]]:
     """The tokens of prompt, chosen and rejected. Answers end as PPO's do, after the first truncate
     token; with `eos` they get one if they have none. Then they are cut to --response_length. A
@@ -875,6 +858,8 @@ def read_preference(
         none      Why? Because   Why? So       Why? | _Because | _So
     """
     answers = [row["chosen"] or "", row["rejected"] or ""]  # an empty cell is null
+    if {is_chat(x) or type(x) for x in answers if x} not in (set(), {str}, {True}):
+        raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
     if set(PROMPTS) & set(row) or is_chat(answers[0]):
         prompt = prompt_of(row)
     else:
@@ -892,7 +877,6 @@ def read_preference(
     elif isinstance(prompt, str) and all(answer.startswith(prompt) for answer in answers):
         answers = [answer.removeprefix(prompt) for answer in answers]
 
-    end = token_id("truncate_token", tokenizer, args)
     query = encode(prompt, tokenizer)
     read = [cut_query(query, args.query_length, None, None, args.long_queries or "drop")]
     for answer in answers:
@@ -902,7 +886,8 @@ def read_preference(
             tokens = tokens[: ends[0] + 1]
         elif tokens and end is not None:
             counts["answers without --truncate_token"] += 1
-            tokens = tokens + [end] if args.truncate_token == "eos" else tokens
+            if args.truncate_token == "eos":
+                tokens.append(end)
         read.append(tokens[: args.response_length])
     return tuple(read)
 
@@ -923,7 +908,8 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
 def bos(tokenizer: Tokenizer) -> list[int]:
     """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
     first = tokenizer("a").input_ids[:1]  # of "" it could be an EOS that is appended
-    return first if first == [tokenizer.bos_token_id] else []
+    plain = tokenizer("a", add_special_tokens=False).input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] != plain else []
 
 
 PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
@@ -936,15 +922,16 @@ def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
     """
     if is_chat(value):
         value = render(value, tokenizer, add_generation_prompt=True)
+    known = range(len(tokenizer))
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
-        # A chat template may have put BOS there. Where bos() is [], no token is equal to it.
-        return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
-    # 50259 is padding, unless this tokenizer has so many tokens.
-    known = range(len(tokenizer))
-    if not isinstance(value, list) or not all(x in known or x == PADDING for x in value):
+    elif isinstance(value, list) and all(x in known or x == PADDING for x in value):
+        # 50259 is padding, unless this tokenizer has so many tokens.
+        tokens = [token for token in value if token in known]
+    else:
         raise UserError(f"neither text, nor chat, nor ids of this tokenizer: {value}")
-    return [token for token in value if token in known]
+    # A chat template may have put BOS there. Where bos() is [], no token is equal to it.
+    return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
 
 
 # --- the run's folder -----------------------------------------------------------------------------
@@ -966,7 +953,7 @@ def choose_folder(preset: str, args: Args) -> None:
     can_go_on = "samples.jsonl" not in files or "checkpoints" in files  # else it would start anew
     if files - {"lock"} and not (args.resume and "lock" in files and can_go_on):
         raise UserError(
-            f"--output_dir {folder} is not empty: choose another, or --resume a run with checkpoints"
+            f"--output_dir {folder} is not empty: choose another, or --resume if it has checkpoints"
         )
     if "args.json" in files:
         before = vars(Args()) | json.loads((folder / "args.json").read_text())["args"]
@@ -1006,13 +993,11 @@ class Run:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
         choose_folder("", self.args)  # again, with the lock: a run may have used it
 
-        # the newest checkpoint, if there is one
-        if newest := self.checkpoints()[-1:]:
-            saved = json.loads((newest[0] / "state.json").read_text())
-            if saved["processes"] != accelerator.num_processes:  # shuffles are per process
-                raise UserError(f"--resume needs {saved['processes']} processes")
-            accelerator.load_state(str(newest[0]))
-            self.state = saved
+        for newest in self.checkpoints()[-1:]:  # the newest checkpoint, if there is one
+            self.state = json.loads((newest / "state.json").read_text())
+            if self.state["processes"] != accelerator.num_processes:  # shuffles are per process
+                raise UserError(f"--resume needs {self.state['processes']} processes")
+            accelerator.load_state(str(newest))
 
         if self.args.track:
             wandb = {"id": self.folder.name, "resume": "allow"}
@@ -1033,7 +1018,7 @@ class Run:
             about = {"script": FILE.stem, "torch": torch.__version__, "args": vars(self.args)}
             write(self.folder / "args.json", json.dumps(about, indent=2))
             for name in (FILE.name, "tf_adam.py"):
-                write(self.folder / name, (FILE.parent / name).read_text())
+                shutil.copy(FILE.parent / name, self.folder)
             log.touch()
         (self.folder / "samples.jsonl").unlink(missing_ok=True)
         lines = log.read_text().splitlines(keepends=True)
@@ -1084,8 +1069,8 @@ class Run:
                     shutil.rmtree(old)
             self.accelerator.wait_for_everyone()  # nobody leaves before it is written
         if is_stopping:
-            where = f"--resume --output_dir {self.folder}"
-            self.accelerator.print(f"stopped by a signal; to go on:\n{' '.join(sys.argv)} {where}")
+            words = f"{shlex.join(sys.argv)} --resume --output_dir {shlex.quote(str(self.folder))}"
+            self.accelerator.print(f"stopped by a signal; to go on:\n{words}")
             raise SystemExit(130)
 
 

@@ -48,12 +48,12 @@ def load_queries(tokenizer: Any, args: Any, count: int) -> list[Any]:
     return ppo_rlhf.load_queries("query_dataset", args, tokenizer, count)
 
 
-def load(auto_class: type, folder: str, args: Any, new_head: bool = False) -> Any:
+def load(auto_class: type, folder: str, args: Any) -> Any:
     """A model as the scripts have it, for texts as long as `args` say."""
     args.base_model = folder
     longest = args.query_length + args.response_length
     tokenizer = common.tokenizer()
-    model = ppo_rlhf.load_model("base_model", args, auto_class, tokenizer, longest, new_head)
+    model = ppo_rlhf.load_model("base_model", args, auto_class, tokenizer, longest)
     return model.to(PartialState().device)
 
 
@@ -78,7 +78,7 @@ def optimizer_of(policy: Any, args: Any) -> torch.optim.Optimizer:
 
 def query(context: list[int]) -> ppo_rlhf.Query:
     """A query that policy and reward model read alike."""
-    return ppo_rlhf.Query(context, context, "", {})
+    return ppo_rlhf.Query(context, context, {"prompt": ""})
 
 
 def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any:
@@ -147,7 +147,7 @@ class Frozen:
     def __init__(self, folder: str, args: Any) -> None:
         self.lm = load_lm(folder, args).requires_grad_(False)
         torch.manual_seed(1)
-        self.reward = load(AutoModelForSequenceClassification, folder, args, new_head=True)
+        self.reward = load(AutoModelForSequenceClassification, folder, args)
         self.reward.requires_grad_(False)
         # As in the scripts' main. It changes nothing with fp32.
         hold_in_bf16(self.lm, args)

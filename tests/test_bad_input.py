@@ -312,7 +312,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers may ask to run code
     before = sorted(faults.rglob("*"))
     words = words.split() if isinstance(words, str) else words
-    says = says.replace("@", f"{' '.join(words[-2:])}:? ", 1)
+    says = says.replace("@", rf"{words[-2]} (\S*/)?{words[-1]}:? ", 1)
     error = OSError if "--output_dir" in words else importlib.import_module(script[:-3]).UserError
     with pytest.raises(error, match=f"^(?s:{says})"):
         call(script, [*WORDS[script], *words], faults, monkeypatch)

@@ -318,7 +318,8 @@ BEGINS = [
 def split_of(row: dict[str, Any]) -> list[str]:
     """Texts of prompt, chosen and rejected."""
     tokenizer, args = start(train_reward, base_model="bytes", query_length=99, response_length=99)
-    read = train_reward.read_preference(row, Counter(), tokenizer, args)
+    end = train_reward.token_id("truncate_token", tokenizer, args)
+    read = train_reward.read_preference(row, end, Counter(), tokenizer, args)
     return tokenizer.batch_decode(list(read))
 
 
@@ -481,7 +482,6 @@ def test_answers_that_are_neither_texts_nor_chats_are_refused() -> None:
         PAIR | {"rejected": NO},  # one of each
         PAIR | {"chosen": YES},
         {"chosen": ["w6"], "rejected": ["w7"]},
-        {"query": [5], "chosen": YES, "rejected": NO},
     ]
     for row in rows:
         refuse(read_labels, [row] * 2, "row 0: ", chat=CHAT)
@@ -769,7 +769,8 @@ def named(completions: list[str], answers: list[str], level: Any, **others: Any)
 def score(script: Any, function: Any, columns: dict[str, Any] | None = None) -> Any:
     """Scores by a function of two responses, of one token and of two."""
     tokenizer, _ = start(script)
-    queries = [script.Query([token], [token], "", columns or {}) for token in (5, 6)]
+    row = {"query": "w5"} | (columns or {})
+    queries = [script.Query([token], [token], row) for token in (5, 6)]
     return script.score_by_function(function, tokenizer, queries, make_responses([[7], [8, 9]]))
 
 
@@ -853,18 +854,21 @@ def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explai
         return [0.0, 0.0]
 
     columns = {
+        "query": "w5",
+        "prompt": "left out, as TRL does",
         "input_ids": "column",
         "queries": 3,
         "tags": ["a"],
     }
     for _ in range(2):
         score(script, everything, columns)
-        assert set(seen) == {*columns, "prompts", "completions"}
+        assert {*seen, "prompt"} == {*columns, "prompts", "completions"}
+        assert "prompt" not in seen
         assert seen["completions"] == ["w7", "w8 w9"]
         assert (seen["input_ids"], seen["queries"]) == (["column"] * 2, [3, 3])
         assert not seen["tags"][0]
         assert columns["tags"] == ["a"]
-    with pytest.raises(TypeError, match="input_ids"):
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
         score(script, lambda prompts, completions: [0.0, 0.0], columns)
     with pytest.raises(ZeroDivisionError):
         score(script, lambda **_: 1 / 0)
@@ -886,7 +890,7 @@ def test_a_function_gets_chats_where_the_table_has_chats(script: Any) -> None:
     script.score_by_function(
         lambda prompts, **_: seen.append(prompts) or [1.0],
         tokenizer,
-        [script.Query([BOS, 5, EOS, 6], [5], "", {})],
+        [script.Query([BOS, 5, EOS, 6], [5], {"query": ""})],
         make_responses([[7]]),
     )
     assert seen[-1] == ["w5 w6"]  # without special tokens

@@ -22,6 +22,7 @@ from tiny_models import save_classifier
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo_rlhf
+import tf_adam
 
 FOLDER = {
     "config.json",
@@ -158,7 +159,7 @@ def test_a_mac_uses_its_cpu(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
     monkeypatch.setattr(module, "choose_folder", lambda *_: sys.exit("this far"))
-    monkeypatch.setattr(module, "Accelerator", lambda **how: asked.append(how) or Accelerator())
+    monkeypatch.setattr(tf_adam, "Accelerator", lambda **how: asked.append(how) or Accelerator())
     with pytest.raises(SystemExit, match="this far"):
         module.main("tiny", module.Args())
     assert [how["cpu"] for how in asked] == [on_cpu]

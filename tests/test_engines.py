@@ -154,8 +154,10 @@ def test_two_processes_with_unequal_micro_batches_give_what_one_gives(
 def test_weights_in_shards_have_no_whole_gradients_and_no_copies(
     script: str, tmp_path: Path
 ) -> None:
-    """After no micro-batch, and at no sampled token; DDP, which has room for them, does. In
-    train_reward.py the reference samples, which is whole anyway."""
+    """After no micro-batch, and at no sampled token, when of the weights only embeddings, last norm
+    and heads are whole; DDP, which has room for it, has all. In train_reward.py the reference
+    samples, which is whole anyway."""
+    weights = {}
     more = ("--batch_size", "8", "--dtype", "bf16", "--checkpoint_every", "0")
     for engine in ("fsdp2", "ddp"):
         log = tmp_path / engine
@@ -167,11 +169,13 @@ def test_weights_in_shards_have_no_whole_gradients_and_no_copies(
             code, _, errors = run_on(2, script, [*WORDS[script], *more], folder, change)
             assert code == 0, errors
         found = read_lines(log)
-        assert {list(row)[0] for row in found} == {"gradients", "copies"}
-        if script == REWARD:
-            found = [row for row in found if "gradients" in row]
-        for row in found:
-            assert any(row.values()) == (engine == "ddp"), row
+        weights[engine] = max(row.get("weights", 0) for row in found)
+        expected = {engine == "ddp"}
+        assert {row["gradients"] > 0 for row in found if "gradients" in row} == expected
+        if script != REWARD:
+            assert {row["copies"] for row in found if "copies" in row} == expected
+    if script != REWARD:
+        assert weights["fsdp2"] < 0.15 * weights["ddp"]
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "TP"])

@@ -149,13 +149,13 @@ def test_the_last_embedding_and_the_whole_window_can_be_used(make: Callable) -> 
 def test_a_classifier_has_one_label(labels: int, tmp_path: Path) -> None:
     """Also one to train further."""
     save_model(tmp_path, "gpt2", AutoModelForSequenceClassification, num_labels=labels)
-    for flag, options in (("reward_model", {}), ("base_model", {"new_head": True})):
+    for flag in ("reward_model", "base_model"):
         if labels == 1:
-            assert load(tmp_path, flag, **options).score.out_features == 1
+            assert load(tmp_path, flag, classifier=True).score.out_features == 1
         else:
             says = f"^--{flag} .*: the weights do not fit a .*: .*score.weight.*{labels}, 32"
             with pytest.raises(ppo_rlhf.UserError, match=says):
-                load(tmp_path, flag, **options)
+                load(tmp_path, flag, classifier=True)
 
 
 @pytest.mark.parametrize("make", [make_model, make_classifier])
@@ -203,7 +203,7 @@ def test_the_window_holds_every_query_and_its_response(
 ) -> None:
     """Two of the four are held out. With a prefix and a suffix the policy's query is the longer."""
     script = importlib.import_module(name)
-    queries = [script.Query([1], length * [token], "", {}) for token, length in enumerate(lengths)]
+    queries = [script.Query([1], length * [token], {}) for token, length in enumerate(lengths)]
     monkeypatch.setattr(script, "load_queries", lambda *_: queries)
     seen = []
 
@@ -254,7 +254,7 @@ def test_the_window_holds_every_label_and_every_sample(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    queries = [train_reward.Query([1], [1] * size, "", {}) for size in (1, query, 1)]
+    queries = [train_reward.Query([1], [1] * size, {}) for size in (1, query, 1)]
     monkeypatch.setattr(train_reward, "load_queries", lambda *_: queries)
     monkeypatch.setattr(train_reward, "load_labels", lambda *_: (labels, held_out))
     seen = []

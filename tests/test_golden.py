@@ -376,11 +376,10 @@ def test_reward_training_equals_the_original(golden_03b: Path, micro_batch_size:
 
 def normalized(rewards: Tensor) -> tuple[float, float]:
     """Gain and bias that give these logits the mean 0 and the deviation 1."""
-    gain = torch.ones(1)
-    bias = torch.zeros(1)
-    train_reward.normalize(rewards, gain, bias)
-    assert (gain * rewards + bias).mean().abs() < 1e-5
-    return gain.item(), bias.item()
+    model = SimpleNamespace(gain=torch.ones(1), bias=torch.zeros(1))
+    train_reward.normalize(model, rewards)
+    assert (model.gain * rewards + model.bias).mean().abs() < 1e-5
+    return model.gain.item(), model.bias.item()
 
 
 def test_reward_normalisation_equals_the_original(golden_07: Path) -> None:

@@ -135,13 +135,12 @@ def test_every_architecture_loads_as_on_a_gpu(
     """With the attention that transformers chooses; train_reward.py's new reward head included."""
     _, attention = tiny.with_attention([name])[-1]
     args = script.Args(base_model=str(folder_of(name)))
-    classes = {AutoModelForCausalLM: {}}
+    classes = [AutoModelForCausalLM]
     if tiny.has_classifier(name):
-        classes[AutoModelForSequenceClassification] = {"new_head": True}
+        classes.append(AutoModelForSequenceClassification)
     with tiny.as_on_a_gpu(script):
-        for auto_class, options in classes.items():
-            given = (args, auto_class, ANY_TOKENIZER, LONGEST)
-            model = script.load_model("base_model", *given, **options)
+        for auto_class in classes:
+            model = script.load_model("base_model", args, auto_class, ANY_TOKENIZER, LONGEST)
             assert model.config._attn_implementation == attention
             assert {p.dtype for p in model.parameters()} == {torch.float32}
             assert not model.training
@@ -560,9 +559,9 @@ def test_missing_heads_and_layers_are_refused(
 
 def test_a_new_head_is_no_fault_but_layers_too_many_are(tmp_path: Path) -> None:
     folder = tiny.save_model(tmp_path, "gpt2")
-    load(folder, new_head=True)  # as train_reward.py does
+    load(folder, classifier=True)  # as train_reward.py does
     tiny.make_config("gpt2", num_hidden_layers=1).save_pretrained(folder)
     with pytest.raises(ppo_rlhf.UserError, match=r"^--base_model [^\n]*\.1\."):
         load(folder)
     with pytest.raises(ppo_rlhf.UserError, match=r"^--base_model [^\n]*\.1\."):
-        load(folder, new_head=True)
+        load(folder, classifier=True)

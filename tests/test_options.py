@@ -169,7 +169,7 @@ def test_a_reward_model_gives_runs_the_scores_of_its_samples(train: Any) -> None
     rewards = []
     for row in read_lines(made.out / "samples.jsonl"):
         query = tokenizer(row["query"]).input_ids
-        queries += [ppo_rlhf.Query(query, query, "", {})] * len(row["responses"])
+        queries += [ppo_rlhf.Query(query, query, {})] * len(row["responses"])
         responses += [tokenizer(response).input_ids for response in row["responses"]]
         rewards += row["rewards"]
     scores = score(queries, make_responses(responses))

@@ -337,7 +337,7 @@ def test_reward_functions_of_tiny_score_what_the_scripts_give_them(
     responses = []
     for query, response in texts:
         ids = tokenizer(query).input_ids
-        queries.append(ppo_rlhf.Query(ids, ids, query, {}))
+        queries.append(ppo_rlhf.Query(ids, ids, {"query": query}))
         responses.append(tokenizer(response).input_ids)
     Accelerator(cpu=True)  # scores are on its device
     monkeypatch.setattr(ppo_rlhf, "truncated", lambda batch: batch)

@@ -250,7 +250,6 @@ def save_models(folder: Path) -> None:
         save_classifier(folder / f"{name}-judge", name, **config)
     for name in ("gpt2", "gpt2-judge"):  # its bos is its eos, and stands before no text
         tokenizer = AutoTokenizer.from_pretrained(folder / name, bos_token="<|endoftext|>")
-        tokenizer.backend_tokenizer.model.unk_token = "w1"  # no unknown text reads like the bos
         tokenizer.save_pretrained(folder / name)
     for name in ("llama", "llama-judge"):
         tokenizer = AutoTokenizer.from_pretrained(folder / name, bos_token=f"w{BOS}")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import ppo_rlhf
 import rloo_rlhf
+import tf_adam
 import train_reward
 
 TEMPERATURE = 0.7
@@ -107,7 +108,7 @@ def test_first_ratio_is_exactly_one(
 ) -> None:
     """All ratios of the first epoch are, where no step moves the weights: its passes are those of
     the rollout. The models' configs have dropout, which is off."""
-    script.set_up_torch(dtype)
+    tf_adam.set_up_torch(dtype)
     tiny.save_model(tmp_path, name)
     k = 1 if script is ppo_rlhf else 4
     policy = make_policy(load(tmp_path), k, dtype)

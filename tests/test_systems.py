@@ -652,7 +652,7 @@ def test_full_kl_and_k3_have_the_enumerated_kl_as_mean() -> None:
     policy = script.ActorCritic(make_lm("gpt2", vocab_size=7), 7, args)
     ref = script.ActorCritic(make_lm("gpt2", vocab_size=7, num_hidden_layers=1), 7, args)
     responses = torch.cartesian_prod(torch.arange(7), torch.arange(7))
-    queries = [script.Query([3, 1], [3, 1], "", {})] * 49
+    queries = [script.Query([3, 1], [3, 1], {"prompt": ""})] * 49
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "sample", lambda *_: (responses, torch.zeros(49, 2)))
         batch = script.rollout(policy, queries, torch.zeros(49, 2), None, args)
@@ -918,7 +918,7 @@ def test_rewards_of_more_tokens_than_there_are_fail() -> None:
     script = patched.module("trlx")
     Accelerator(cpu=True)
     tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: [str(row) for row in rows])
-    queries = [script.Query([1], [1], "", {})] * 2
+    queries = [script.Query([1], [1], {"prompt": ""})] * 2
     responses = torch.tensor([[5, 6, 7, 0], [7, 8, 9, 0]])
     batch = batch_of("trlx", torch.ones(2, 4, dtype=torch.bool), token_scores=torch.zeros(2, 4))
     batch.responses = responses

@@ -234,9 +234,9 @@ def run_main(
 ) -> list[Rollout]:
     script = recording.script
     made = []
-    queries = [script.Query([0], [0], "", {})]  # one held out
+    queries = [script.Query([0], [0], {})]  # one held out
     for arrays in recording.rollouts:
-        queries += [script.Query(row, row, "", {}) for row in recording.queries(arrays)]
+        queries += [script.Query(row, row, {"prompt": ""}) for row in recording.queries(arrays)]
     models = recording.models()
     random = torch.Generator().manual_seed(shake)
     for p in models[0].parameters():

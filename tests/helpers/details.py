@@ -164,8 +164,8 @@ ORIGINAL = [
         "`--query_prefix` and `--query_suffix` are for the policy. The reward model reads the "
         "query without them.",
         PPO,
-        "Query(begin + query, begin + prefix + query + suffix, prompt, row)",
-        "Query(begin + query + suffix, begin + prefix + query + suffix, prompt, row)",
+        "Query(begin + query, begin + prefix + query + suffix, row)",
+        "Query(begin + query + suffix, begin + prefix + query + suffix, row)",
         PPO_RUN,
     ),
     Detail(

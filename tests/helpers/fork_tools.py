@@ -346,7 +346,7 @@ def log_shares(log: str) -> None:
 
 def log_whole_tensors(log: str) -> None:
     """Written to that file: after each backward pass the elements of gradients that are not in
-    shards, and at each sampled token whether autocast keeps copies of weights."""
+    shards; at each sampled token those of trained weights, and whether autocast keeps copies."""
     import gc
 
     import accelerate
@@ -359,13 +359,17 @@ def log_whole_tensors(log: str) -> None:
         with open(log, "a") as file:
             file.write(json.dumps({name: value}) + "\n")
 
+    def whole() -> list[Any]:
+        weights = [x for x in gc.get_objects() if type(x) is torch.nn.Parameter]
+        weights = [x for x in weights if x.requires_grad and not hasattr(x, "to_local")]
+        return [x for x in weights if x.untyped_storage().size() > 0]
+
     def counted(self: Any, loss: Any) -> None:
         backward(self, loss)
-        weights = [x for x in gc.get_objects() if type(x) is torch.nn.Parameter and x.is_leaf]
-        whole = [x for x in weights if x.grad is not None and not hasattr(x.grad, "to_local")]
-        note("gradients", sum(x.numel() for x in whole))
+        note("gradients", sum(x.numel() for x in whole() if x.grad is not None))
 
     def watched(*args: Any, **kwargs: Any) -> Any:
+        note("weights", sum(x.numel() for x in whole()))
         note("copies", torch.is_autocast_cache_enabled())
         return search(*args, **kwargs)
 

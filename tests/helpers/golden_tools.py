@@ -98,7 +98,7 @@ def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
 
 def make_queries(rows: list[list[int]]) -> list[ppo_rlhf.Query]:
     """Queries that policy and reward model read alike."""
-    return [ppo_rlhf.Query(row, row, "", {}) for row in rows]
+    return [ppo_rlhf.Query(row, row, {"prompt": ""}) for row in rows]
 
 
 def make_batch(contexts: list[list[int]], responses: np.ndarray) -> ppo_rlhf.Batch:
@@ -120,11 +120,11 @@ def make_batch(contexts: list[list[int]], responses: np.ndarray) -> ppo_rlhf.Bat
     )
 
 
-def load_lm(auto_class: type, folder: Path, **options: Any) -> Any:
+def load_lm(auto_class: type, folder: Path) -> Any:
     """A model as the scripts load it, whatever its tokenizer."""
     no_tokenizer = SimpleNamespace(get_vocab=lambda: {"": 9})
     args = ppo_rlhf.Args(base_model=str(folder))
-    return ppo_rlhf.load_model("base_model", args, auto_class, no_tokenizer, 24, **options)
+    return ppo_rlhf.load_model("base_model", args, auto_class, no_tokenizer, 24)
 
 
 def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
@@ -142,7 +142,7 @@ def load_reward(folder: Path) -> train_reward.RewardModel:
     """The recorded reward model. Its head has a bias b:
     gain * (w h + b) + bias = gain * w h + (gain b + bias)."""
     heads = load_file(folder / "heads.safetensors")
-    model = load_lm(AutoModelForSequenceClassification, folder, new_head=True)
+    model = load_lm(AutoModelForSequenceClassification, folder)
     reward = train_reward.RewardModel(model, train_reward.Args())
     gain = heads["reward_gain"]
     bias = gain * heads["scalar_head.bias"][0] + heads["reward_bias"]

@@ -158,17 +158,20 @@ def as_on_a_gpu(script: Any = ppo_rlhf) -> Iterator[None]:
 
 
 def load(
-    folder: Path, flag: str = "base_model", attention: str = "eager", **options: Any
+    folder: Path,
+    flag: str = "base_model",
+    attention: str = "eager",
+    classifier: bool = False,
 ) -> Any:
     """A model as the scripts load it, for rows of up to LONGEST tokens of any of its embeddings;
     with the attention that they take on a CPU (eager), or what transformers chooses on a GPU."""
     auto_class = AutoModelForCausalLM
-    if flag == "reward_model" or "new_head" in options:
+    if flag == "reward_model" or classifier:
         auto_class = AutoModelForSequenceClassification
     args = ppo_rlhf.Args(**{flag: str(folder)})
     device = contextlib.nullcontext() if attention == "eager" else as_on_a_gpu()
     with device:
-        return ppo_rlhf.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST, **options)
+        return ppo_rlhf.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST)
 
 
 def fill_value_head(policy: ppo_rlhf.ActorCritic) -> ppo_rlhf.ActorCritic:
@@ -211,7 +214,7 @@ def has_classifier(name: str) -> bool:
 
 def make_queries(contexts: list[list[int]]) -> list[ppo_rlhf.Query]:
     """What load_queries returns, without prefixes and suffixes."""
-    return [ppo_rlhf.Query(context, context, "", {}) for context in contexts]
+    return [ppo_rlhf.Query(context, context, {"prompt": ""}) for context in contexts]
 
 
 def make_batch(contexts: list[list[int]], responses: list[list[int]]) -> SimpleNamespace:
