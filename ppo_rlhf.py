@@ -191,7 +191,7 @@ class Args:
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = Args(base_model="gpt2", start_text=None, end_text=None, total_episodes=1_000_000)
 BOOKS = replace(
-    OPENAI, query_length=64, batch_size=512, micro_batch_size=64, lr=1e-5, kl_horizon=10_000
+    OPENAI, query_length=64, batch_size=512, micro_batch_size=128, lr=1e-5, kl_horizon=10_000
 )
 POSTS = replace(
     OPENAI,
@@ -202,7 +202,7 @@ POSTS = replace(
     truncate_token="\n",
     truncate_after=55,
     batch_size=32,
-    micro_batch_size=4,
+    micro_batch_size=16,
     lr=2e-6,
     kl_coef=0.03,
     adaptive_kl_target=None,
@@ -917,8 +917,6 @@ def load_critic(args: Args, tokenizer: Tokenizer, longest: int) -> Model | None:
     if args.critic == "shared":
         return None
     if args.critic == "reward":
-        if args.reward_model is None:
-            raise UserError("--critic reward needs a --reward_model")
         return load_model("reward_model", args, AutoClassifier, tokenizer, longest)
     return load_model("base_model", args, AutoModelForCausalLM, tokenizer, longest)
 
@@ -933,7 +931,7 @@ def load_model(
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
     the original. If --base_model has no reward head, train_reward.py gives it a new one."""
-    name = local_path(getattr(args, flag))
+    name = local_path(str(getattr(args, flag)))
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")

@@ -606,7 +606,7 @@ def load_model(
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
     the original. If --base_model has no reward head, train_reward.py gives it a new one."""
-    name = local_path(getattr(args, flag))
+    name = local_path(str(getattr(args, flag)))
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")

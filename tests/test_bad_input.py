@@ -228,7 +228,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     ),
     (PPO, "--truncate_token w1 --truncate_after 5", "@must be below --response_length"),
     (RLOO, "--truncate_token w1 --truncate_after 16", "@must be below --response_length"),
-    (PPO, "--reward_fn functions:fine --reward_model none", "--critic reward .*--reward_model"),
+    (PPO, "--reward_fn functions:fine --reward_model none", "--reward_model None: "),
     # models
     (PPO, "--base_model no/such", "@."),
     (PPO, "--base_model tiny/nothing", "@."),

@@ -4,6 +4,7 @@ leave."""
 import importlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections import Counter
@@ -165,6 +166,27 @@ def test_a_mac_uses_its_cpu(
     assert [how["cpu"] for how in asked] == [on_cpu]
     (settings,) = asked[0]["kwargs_handlers"]
     assert settings.timeout == timedelta(hours=2)  # for slow disks and reward functions
+
+
+def test_texts_are_scored_in_a_batch_as_the_documents_say() -> None:
+    (code,) = re.findall(r"```python\n(def score.*?)```", (ROOT / "docs/data.md").read_text(), re.S)
+    found = {}
+    exec(code, found)
+    folder = plain(REWARD, 1) / "out"
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "reward_model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "reward_model")
+    texts = []
+    rewards = []
+    for row in read_lines(folder / "samples.jsonl"):
+        texts += [f"{row['query']} {response}" for response in row["responses"]]
+        rewards += row["rewards"]
+    with torch.no_grad():
+        batch = found["score"](model, tokenizer, [*texts, "w1 w2"])
+    assert batch.tolist()[:-1] == pytest.approx(rewards, abs=1e-4)
+    text = torch.tensor([[1, 2]])
+    logit = model.score(model.base_model(text).last_hidden_state[:, -1]).item()
+    expected = model.config.reward_gain * logit + model.config.reward_bias
+    assert batch.tolist()[-1] == pytest.approx(expected, abs=1e-4)
 
 
 def check_rewards(model: Any, tokenizer: Any, out: Path) -> None:

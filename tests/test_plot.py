@@ -27,17 +27,18 @@ def make_run(folder: Path, scores: list[float]) -> Path:
 
 
 def test_curves_of_real_runs_are_their_metrics() -> None:
-    folders = [plain(PPO, 1) / "out", plain(REWARD, 1) / "out"]
-    names = ["policy", "reward model"]
-    runs = {name: plot.read_metrics(x) for name, x in zip(names, folders, strict=True)}
+    runs = {}
+    for name, script in (("policy", PPO), ("reward model", REWARD)):
+        folder = plain(script, 1) / "out"
+        runs[name] = plot.read_metrics(folder)
     figure = plot.plot(runs, window=1)
     panels = [panel for panel in figure.axes if panel.axison]
     assert [panel.get_ylabel() for panel in panels] == list(plot.PANELS.values())
     for panel, metric in zip(panels, plot.PANELS, strict=True):
         of_reward = metric.startswith("train/")
-        rows = read_lines(folders[of_reward] / "metrics.jsonl")
+        rows = read_lines(plain(REWARD if of_reward else PPO, 1) / "out/metrics.jsonl")
         drawn = panel.get_lines()[-1]
-        assert drawn.get_label() == names[of_reward]
+        assert drawn.get_label() == ("reward model" if of_reward else "policy")
         steps = [row.get("ppo/episode", number) for number, row in enumerate(rows, 1)]
         assert of_reward == (steps[0] == 1)
         np.testing.assert_allclose(drawn.get_xdata(), steps)
@@ -45,8 +46,16 @@ def test_curves_of_real_runs_are_their_metrics() -> None:
 
 
 def test_rloo_is_drawn_beside_ppo_over_its_episodes() -> None:
-    runs = {script: plot.read_metrics(plain(script, 1) / "out") for script in (PPO, RLOO)}
-    shared = ["objective/scores", "objective/kl", "ppo/policy/entropy", "objective/length"]
+    runs = {}
+    for script in (PPO, RLOO):
+        folder = plain(script, 1) / "out"
+        runs[script] = plot.read_metrics(folder)
+    shared = [
+        "objective/scores",
+        "objective/kl",
+        "ppo/policy/entropy",
+        "objective/length",
+    ]
     for panel in plot.plot(runs, window=1).axes:
         if panel.get_ylabel() in [plot.PANELS[metric] for metric in shared]:
             xs = [line.get_xdata().tolist() for line in panel.get_lines()]

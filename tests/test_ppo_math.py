@@ -275,7 +275,13 @@ def test_loss_and_gradient_are_finite_where_policies_are_far_apart(
 
 
 @pytest.mark.parametrize(
-    ("kl", "coefficient"), [(0.0, 0.468), (6.0, 0.5), (6.6, 0.516), (9.0, 0.532)]
+    ("kl", "coefficient"),
+    [
+        (0.0, 0.468),
+        (6.0, 0.5),
+        (6.6, 0.516),
+        (9.0, 0.532),
+    ],
 )
 @BOTH
 def test_the_kl_coefficient_moves_by_a_fifth_of_batch_over_horizon_at_most(

@@ -28,7 +28,7 @@ fi
 
 tests=()
 real=gpt2 # 12 layers, 768 wide: tiny/ is too small to show what TF32 and bf16 do to the checks
-sentiment=(--query_length 64 --batch_size 512 --micro_batch_size 64 --total_episodes 5120)
+sentiment=(--query_length 64 --batch_size 512 --micro_batch_size 128 --total_episodes 5120)
 shapes=(gpt2 36x1280 16x2048) # gpt2; gpt2-large and pythia-1b, with a small vocabulary
 large=llama-7b
 sizes=(--batch_size 512 --micro_batch_size 512 --rounds 2 --repeats 3)

@@ -163,8 +163,15 @@ def memory(config: AutoConfig, setting: Setting) -> dict[str, float]:
         shapes = [p.shape for p in model.base_model.parameters() if p.dim() == 2]
         trained = setting.lora_rank * sum(sum(shape) for shape in shapes[1:])  # not the embedding
     copies = linear * 2 if setting.bytes_per_state == 2 and not setting.lora_rank else 0
-    states = 16 * trained / setting.gpus + copies / setting.gpus
-    policy = states + (frozen if setting.lora_rank else 0)
+    whole = 0
+    if setting.gpus > 1:
+        # Embedding, head and norms are whole in a pass, and their gradients in a backward pass. Of
+        # the layers two are whole (one computes, the next one arrives), with gradients and bf16
+        # copies of one. tests/test_engines.py holds that no other tensor is.
+        layer = linear / config.num_hidden_layers
+        whole = 8 * others + 12 * layer + copies / config.num_hidden_layers
+        copies = 0
+    policy = 16 * trained / setting.gpus + copies + (frozen if setting.lora_rank else 0)
     reference = 0 if setting.lora_rank else frozen  # LoRA shares the frozen weights
     reward = frozen
 
@@ -173,7 +180,7 @@ def memory(config: AutoConfig, setting: Setting) -> dict[str, float]:
     if setting.checkpointing:
         inputs = tokens * hidden * setting.bytes_per_state * config.num_hidden_layers
         total = inputs + per_layer
-    logits = 3 * 4 * setting.micro_batch * setting.response * config.vocab_size
+    logits = 5 * 4 * setting.micro_batch * setting.response * config.vocab_size
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     width = heads * hidden // config.num_attention_heads
     length = setting.query + setting.response
@@ -181,8 +188,8 @@ def memory(config: AutoConfig, setting: Setting) -> dict[str, float]:
         2 * config.num_hidden_layers * width * setting.bytes_per_state * length * setting.sampled
     )
     drawing = setting.sampled * config.vocab_size * (4 * 4 + 8)  # logits thrice, a sum in fp64
-    update = total + logits
-    sampling = cache + drawing
+    update = total + logits + whole
+    sampling = cache + drawing + whole / 2
     return {
         "policy": policy / GB,
         "reference": reference / GB,

@@ -47,6 +47,7 @@ TRAINING = {
     "adam_epsilon": 1e-8,
     "max_grad_norm": 1.0,
 }
+SCHEDULES = ("linear", "cosine", "constant")
 NO_TRAINING = "output_dir report_to use_cpu bf16 save_strategy gradient_checkpointing disable_tqdm"
 NO_TRAINING += " logging_steps num_train_epochs optim per_device_eval_batch_size eval_strategy"
 NO_TRAINING += " logging_strategy logging_first_step log_level save_steps save_only_model run_name"
@@ -159,7 +160,7 @@ def of_optimizer(about: dict, config: dict) -> dict[str, Any]:
 def not_reproduced_of_training(about: dict, config: dict) -> dict[str, bool]:
     return {
         "warm-up": bool(config["warmup_steps"] or config["warmup_ratio"]),
-        "another schedule": config["lr_scheduler_type"] not in ("linear", "constant"),
+        "another schedule": config["lr_scheduler_type"] not in SCHEDULES,
         "another optimizer": about["optimizer"] != "AdamW",
     }
 
