@@ -278,8 +278,7 @@ def main(preset: str, args: Args) -> None:
     torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
     evaluation = partial(evaluate, ref, held_out, score_fn, tokenizer, truncate_id, args)
     before = evaluation(ref)  # the reference is the untrained policy, also when a run is resumed
-    state = {"kl_coef": args.kl_coef}
-    run = Run(accelerator, args, num_updates, state)
+    run = Run(accelerator, args, num_updates, {"kl_coef": args.kl_coef})
     run.start()
     for update in range(run.state["update"], num_updates):
         kl_coef = run.state["kl_coef"]
@@ -617,11 +616,11 @@ def score_by_function(
     named.pop("prompt", None)
     prompts = [prompt_of(row) for row in rows]
     completions = tokenizer.batch_decode(truncated(batch), skip_special_tokens=True)
-    if not is_chat(prompts[0]):
+    if is_chat(prompts[0]):
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    else:
         ids = [query.input_ids for query in queries]
         prompts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    else:
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
     named |= {"prompts": prompts, "completions": completions}
     rewards = function(**copy.deepcopy(named))  # it may change what it gets
     with explained("--reward_fn must return a list, array or tensor of floats"):
@@ -857,11 +856,7 @@ def load_policy_and_reference(
 
 @torch.no_grad()
 def load_model(
-    flag: str,
-    args: Args,
-    auto_class: type,
-    tokenizer: Tokenizer,
-    longest: int,
+    flag: str, args: Args, auto_class: type, tokenizer: Tokenizer, longest: int
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
     the original. If --base_model has no reward head, train_reward.py gives it a new one."""
@@ -966,7 +961,7 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
         row = table[i]
         with explained(f"--{flag} {getattr(args, flag)}, row {i}", UserError):
             prompt = prompt_of(row)
-            if is_chat(prompt) and ({start, end} != {None} or long == "keep_start"):
+            if is_chat(prompt) and (start is not None or end is not None or long == "keep_start"):
                 raise UserError(
                     "a chat must keep its end: --start_text none --end_text none, and "
                     "--long_queries drop or keep_end"

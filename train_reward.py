@@ -598,11 +598,7 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
 
 @torch.no_grad()
 def load_model(
-    flag: str,
-    args: Args,
-    auto_class: type,
-    tokenizer: Tokenizer,
-    longest: int,
+    flag: str, args: Args, auto_class: type, tokenizer: Tokenizer, longest: int
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
     the original. If --base_model has no reward head, train_reward.py gives it a new one."""
@@ -707,7 +703,7 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
         row = table[i]
         with explained(f"--{flag} {getattr(args, flag)}, row {i}", UserError):
             prompt = prompt_of(row)
-            if is_chat(prompt) and ({start, end} != {None} or long == "keep_start"):
+            if is_chat(prompt) and (start is not None or end is not None or long == "keep_start"):
                 raise UserError(
                     "a chat must keep its end: --start_text none --end_text none, and "
                     "--long_queries drop or keep_end"
@@ -858,7 +854,7 @@ def read_preference(
         none      Why? Because   Why? So       Why? | _Because | _So
     """
     answers = [row["chosen"] or "", row["rejected"] or ""]  # an empty cell is null
-    if {is_chat(x) or type(x) for x in answers if x} not in (set(), {str}, {True}):
+    if not (all(isinstance(x, str) for x in answers) or all(is_chat(x) or not x for x in answers)):
         raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
     if set(PROMPTS) & set(row) or is_chat(answers[0]):
         prompt = prompt_of(row)
