@@ -30,7 +30,6 @@ response, T tokens of query and response together, V tokens in the vocabulary, d
 # ]
 # ///
 
-import contextlib
 import copy
 import json
 import math
@@ -41,14 +40,14 @@ import shutil
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from glob import escape
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Literal
+from zlib import crc32
 
 import datasets
 import numpy as np
@@ -57,7 +56,7 @@ import pydantic
 import torch
 import tyro
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather, reduce, set_seed
+from accelerate.utils import broadcast_object_list, gather, gather_object, set_seed
 from filelock import FileLock
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
 from safetensors.torch import save_file
@@ -68,26 +67,27 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import ModelOutput
 
 from tf_adam import (
+    UserError,
     add_adapters,
     averaging,
     check_optimizer,
     clip_gradients,
+    explained,
     hold_in_bf16,
     make_accelerator,
     make_optimizer,
     patch_layers,
+    reduce_means,
     set_learning_rates,
+    sum_over_ranks,
+    sums_over,
 )
 
 FILE = Path(__file__).resolve()
 TokenRows = list[list[int]]
-
-
-class UserError(Exception):
-    """An error that the user can fix. The script prints its text, like that of an OSError, as one
-    line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
 
 
 @dataclass
@@ -129,8 +129,8 @@ class Args:
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop)
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
-    query_prefix: str | None = None  # Text before every query, not for the reward model
-    query_suffix: str | None = None  # Text after every query, not for the reward model
+    query_prefix: str = ""  # Text before every query, not for the reward model
+    query_suffix: str = ""  # Text after every query, not for the reward model
     # One token: a query begins after its first occurrence; texts without it are dropped (None: off)
     start_text: str | None = "."
     end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: off)
@@ -250,8 +250,7 @@ class Batch:
 
 def main(preset: str, args: Args) -> None:
     """Set-up; a loop of rollout, score, reward, update, log; at the end evaluate and save."""
-    with explained("launch"):
-        accelerator = make_accelerator(args.dtype)
+    accelerator = make_accelerator(args.dtype)
     rank = accelerator.process_index
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     check_settings(args, num_updates, accelerator.num_processes * args.num_minibatches)
@@ -265,17 +264,17 @@ def main(preset: str, args: Args) -> None:
     truncate_id = token_id("truncate_token", tokenizer, args)
     num_queries = args.eval_queries + num_updates * args.batch_size
     queries = load_queries("query_dataset", args, tokenizer, num_queries)
+    data = crc32(np.concatenate([query.context for query in queries]))
     longest = max(len(query.context) for query in queries) + args.response_length
     held_out, queries = hold_out(queries, args.eval_queries)
     score_fn = load_reward("reward_model", args, preset, tokenizer, longest)
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
     critic = load_critic(args, tokenizer, longest)  # after load_reward: it may set --reward_model
     num_tokens = max(tokenizer.get_vocab().values()) + 1
-    policy = ActorCritic(lm, num_tokens, args, critic)
-    ref = ActorCritic(ref_lm, num_tokens, args).to(accelerator.device)  # its values are not used
-    with explained("optimizer"):
-        optimizer = make_optimizer([policy.lm], [policy.value_head, policy.critic], args)
-        check_optimizer(policy, optimizer)
+    policy = ActorCritic(lm, num_tokens, critic)
+    ref = ActorCritic(ref_lm, num_tokens).to(accelerator.device)  # its values are not used
+    optimizer = make_optimizer([policy.lm], [policy.value_head, policy.critic], args)
+    check_optimizer(policy, optimizer)
     # `wrapped` is what is trained: it averages gradients over processes. `policy` is inside.
     wrapped, optimizer = accelerator.prepare(policy, optimizer)
     policy = accelerator.unwrap_model(wrapped)
@@ -283,7 +282,7 @@ def main(preset: str, args: Args) -> None:
     torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
     evaluation = partial(evaluate, ref, held_out, score_fn, tokenizer, truncate_id, args)
     before = evaluation(ref)  # the reference is the untrained policy, also when a run is resumed
-    run = Run(accelerator, args, num_updates, {"kl_coef": args.kl_coef})
+    run = Run(accelerator, args, num_updates, {"kl_coef": args.kl_coef, "data": data})
     run.start()
     for update in range(run.state["update"], num_updates):
         kl_coef = run.state["kl_coef"]
@@ -449,9 +448,10 @@ def ppo_update(
 ) -> list[dict]:
     """Makes all optimizer steps on one batch, and returns what is logged of them. epochs
     (num_epochs, num_minibatches, b) says which rows are in which minibatch."""
-    records = []
-    errors = {}
     once = torch.ones((), device=batch.responses.device)  # the mask of what is one number
+    sampling_errors = (batch.logprobs - batch.sampled_logprobs).abs()  # (B, R)
+    records = [sums_over(once, {"sampling_error": gather(sampling_errors).max()})]
+    ratio_errors = []
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
         set_advantages(mini, args)  # whitened over this process's minibatch, so new in each
@@ -477,19 +477,13 @@ def ppo_update(
             metrics["ppo/policy/entropy"] = entropy(all_logprobs.detach())
             records.append(sums_over(micro.loss_mask, metrics))
             if step == 0:
-                olds = {
-                    "first_ratio_error": micro.logprobs,
-                    "sampling_error": micro.sampled_logprobs,
-                }
-                for name, old in olds.items():
-                    error = ((logprobs.detach() - old) * micro.loss_mask).abs().max()
-                    errors[name] = torch.maximum(error, errors.get(name, error))
+                ratio_errors.append((logprobs.detach() - micro.logprobs).abs().max())
         norm = clip_gradients(policy, args.max_grad_norm)
         records.append(sums_over(once, {"gradient_norm": norm}))
         optimizer.step()
         optimizer.zero_grad()
-    largest = {name: gather(error).max() for name, error in errors.items()}
-    return [*records, sums_over(once, largest)]
+    first_ratio_error = gather(torch.stack(ratio_errors)).max()
+    return [*records, sums_over(once, {"first_ratio_error": first_ratio_error})]
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
@@ -502,36 +496,10 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
-# --- metrics and checks ---------------------------------------------------------------------------
-def sum_over_ranks(x: Tensor) -> Tensor:
-    """The sum of all elements of x on all processes."""
-    return reduce(x.sum(), "sum")
-
-
-def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A record: for each term a tensor (2,), its sum over mask and the count of mask. reduce_means
-    adds up all records, and divides. So with a mask (b, R) a metric is a mean over tokens, and with
-    a mask of one element over calls and processes. In fp64, so that adding many loses little."""
-    count = mask.sum()
-    return {
-        name: torch.stack([(term.detach() * mask).sum(), count]).double()
-        for name, term in terms.items()
-    }
-
-
-def reduce_means(records: list[dict]) -> dict:
-    """Sum / count of every metric over all records and processes, in one collective. All processes
-    need the same metrics, in the same order."""
-    totals = Counter()
-    for record in records:
-        totals.update(record)  # a Counter adds what has the same name, here tensors
-    reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
-    return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
-
-
-# How much of a difference in log-probabilities rounding explains: between the rollout's pass and
-# the same pass in the update (first_ratio_error); and between that and sampling, token by token
-# through a cache (sampling_error). Each is the largest one of the first minibatch.
+# --- checks ---------------------------------------------------------------------------------------
+# The largest difference in log-probabilities that rounding explains: between the rollout's pass and
+# the same pass in the first minibatch of the update (first_ratio_error); and between that and
+# sampling, token by token through a cache (sampling_error).
 TOLERANCES = {"fp32": (1e-3, 0.01), "tf32": (0.01, 0.2), "bf16": (0.02, 1.0)}
 
 
@@ -673,7 +641,8 @@ def score_by_model(
     scores = []
     for i in range(0, len(texts), args.micro_batch_size):
         ids, mask = pad_rows(texts[i : i + args.micro_batch_size])
-        scores.append(head(hidden_states(model, ids, mask, 1, args.dtype)).flatten())
+        states = read(model.base_model, ids, mask).last_hidden_state
+        scores.append(head(states[:, -1]).flatten())
     return torch.cat(scores)
 
 
@@ -753,15 +722,13 @@ def entropy(all_logprobs: Tensor) -> Tensor:
 
 class ActorCritic(Module):
     """A policy and a value head, which reads the states of the policy's trunk or of a critic's.
-    Trunk and heads are called one by one: heads compute in fp32 where the trunk computes in bf16,
-    and only the last tokens need logits. check_model compares them with lm(..).logits."""
+    Heads compute in fp32 where the trunk computes in bf16 (see patch_layers)."""
 
-    def __init__(self, lm: Model, num_tokens: int, args: Args, critic: Model | None = None) -> None:
+    def __init__(self, lm: Model, num_tokens: int, critic: Model | None = None) -> None:
         super().__init__()
         self.lm = lm
         self.tie_weights = lm.tie_weights  # accelerate calls it where it loads weights anew
         self.num_tokens = num_tokens
-        self.dtype = args.dtype
         self.critic = None if critic is None else critic.base_model
         self.value_head = nn.Linear(lm.get_output_embeddings().weight.shape[1], 1)
         for p in self.value_head.parameters():
@@ -772,57 +739,34 @@ class ActorCritic(Module):
     def forward(
         self, ids: Tensor, mask: Tensor, last: int = 1, cache: DynamicCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits (b, last, V) and values (b, last), in fp32, at the last tokens of ids (b, T): see
-        hidden_states. With a cache, which is for sampling, there are no values."""
-        states = hidden_states(self.lm, ids, mask, last, self.dtype, cache)
-        logits = lm_logits(self.lm, states, self.num_tokens)
+        """Logits (b, last, V) and values (b, last), in fp32, at the last tokens of ids (b, T). V is
+        the tokenizer's size; some models have more embeddings. With a cache, which is for sampling,
+        there are no values."""
+        options = {"logits_to_keep": last, "output_hidden_states": cache is None}
+        output = read(self.lm, ids, mask, cache, **options)
+        logits = output.logits[..., : self.num_tokens]
         if cache is not None:
             return logits, None
+        states = output.hidden_states[-1]
         if self.critic is not None:
-            states = hidden_states(self.critic, ids, mask, last, self.dtype)
-        return logits, self.value_head(states).squeeze(-1)
+            states = read(self.critic, ids, mask).last_hidden_state
+        return logits, self.value_head(states[:, -last:].float()).squeeze(-1)
 
 
-def hidden_states(
-    model: Model,
-    ids: Tensor,
-    mask: Tensor,
-    last: int,
-    dtype: str,
-    cache: DynamicCache | None = None,
-) -> Tensor:
-    """States (B, last, d), in fp32, of the `last` newest tokens of ids (B, T). With a cache, ids
-    follow the tokens in it, and mask covers both. Positions count real tokens, as the original's
-    do. dtype is --dtype: bf16 is for the trunk alone, because it would round a logit of about 100
-    by up to 0.25."""
+def read(
+    model: Model, ids: Tensor, mask: Tensor, cache: DynamicCache | None = None, **options: bool
+) -> ModelOutput:
+    """What a model, or its trunk, gives for ids (B, T). With a cache, ids follow the tokens in it,
+    and mask covers both. Positions count real tokens, as the original's do."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding has position 0, but is masked
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype == "bf16"):
-        output = model.base_model(
-            ids,
-            attention_mask=mask,
-            position_ids=positions[:, -ids.shape[1] :],
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
-    return output.last_hidden_state[:, -last:].float()
-
-
-def lm_logits(lm: Model, states: Tensor, num_tokens: int) -> Tensor:
-    """Logits (..., V) of states (..., d), for the V = num_tokens tokens of the tokenizer: models
-    may have more embeddings. Some models scale logits, here by scaling the states, as their heads
-    have no bias; or cap them."""
-    config = lm.config.get_text_config()
-    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    # The product is a contiguous copy of states. If they are not contiguous and the head is frozen,
-    # torch copies the head's weights for each row of states, and takes 2 to 50 times as long.
-    logits = lm.get_output_embeddings()(states * factor)
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    if cap:
-        logits = cap * (logits / cap).tanh()
-    if logits.shape[-1] > num_tokens:
-        logits = logits[..., :num_tokens]
-    return logits
+    return model(
+        ids,
+        attention_mask=mask,
+        position_ids=positions[:, -ids.shape[1] :],
+        past_key_values=cache,
+        use_cache=cache is not None,
+        **options,
+    )
 
 
 @torch.no_grad()
@@ -851,19 +795,6 @@ def micro_batches(rows: Tensor, token_rows: TokenRows, size: int) -> tuple[Tenso
 
 
 # --- models ---------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def explained(what: str, kind: type = Exception) -> Iterator[None]:
-    """An error of this kind in the block becomes a UserError: `what`, and the cause. Around calls
-    of libraries any kind, around functions of this file UserError: its faults keep their traceback.
-    """
-    try:
-        yield
-    except kind as error:
-        # The cause of a library's error often says more than the error; some have no text.
-        cause = None if kind is UserError else error.__cause__
-        raise UserError(f"{what}: {cause or str(error) or repr(error)}") from error
-
-
 def load_tokenizer(flag: str, args: Args) -> Tokenizer:
     """The tokenizer of the model that the flag names."""
     name = local_path(getattr(args, flag))
@@ -880,9 +811,9 @@ def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longes
             return partial(score_by_function, resolve_name(args.reward_fn), tokenizer)
 
     if getattr(args, flag) is None:
-        found = Path.cwd().glob(f"runs/train_reward-{preset}-*/samples.jsonl")  # in finished runs
-        found = sorted(found, key=lambda path: path.parent.name[-15:])  # by the time in the name
-        (newest,) = broadcast_object_list(found[-1:] or [None])  # what the first process sees
+        finished = Path.cwd().glob(f"runs/train_reward-{preset}-*/samples.jsonl")
+        newest = max(finished, key=lambda path: path.parent.name[-15:], default=None)  # by time
+        (newest,) = broadcast_object_list([newest])  # what the first process sees
         if not newest:
             raise UserError(f"--{flag} None: `python train_reward.py {preset}` makes one")
         setattr(args, flag, str(newest.with_name("reward_model")))
@@ -901,8 +832,7 @@ def load_policy_and_reference(
     """Two models from --base_model: the policy, and the reference, which is frozen. They share the
     weights that are not trained."""
     lm = load_model("base_model", args, AutoModelForCausalLM, tokenizer, longest)
-    with explained("--lora_rank"):
-        add_adapters(lm, args)
+    add_adapters(lm, args)
     shared = {id(p): p for p in lm.parameters() if not p.requires_grad}
     # `shared` is deepcopy's memo: what is in it is not copied. LoRA adapters are trained, so they
     # are copied too. The copies stay at their initial value, which adds nothing.
@@ -939,28 +869,26 @@ def load_model(
             attn_implementation="eager" if PartialState().device.type == "cpu" else None,
             use_safetensors=True,
             trust_remote_code=False,  # None would ask
-            ignore_mismatched_sizes=True,  # they are refused below
             output_loading_info=True,
             **({"num_labels": 1} if head == "score" else {}),
         )
 
-    # transformers only warns if weights of the model are not in the files, or have another size; or
-    # if the files have more: that is right for another head, but not for layers (`h.3.`).
+    # transformers only warns if weights of the model are not in the files; or if the files have
+    # more: that is right for another head, but not for layers (`h.3.`).
     wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
     wrong |= info["missing_keys"] - ({"score.weight"} if flag == "base_model" else set())
-    wrong |= {str(key) for key in info["mismatched_keys"]}
     if wrong:
         raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
-    patch_layers(model, args)
     with explained(what):
         check_model(model, tokenizer, longest)
+    patch_layers(model, args)
     return model
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """UserError for too few embeddings, or too short a window; and for a model whose output for a
-    padded text, read through a cache, is not what transformers gives for the text alone. This is a
-    first test, on tokens of no meaning; check_update of PPO and RLOO tests the run's own texts."""
+    """UserError for too few embeddings, or too short a window; and for a model whose trunk gives
+    other states for a padded text, read through a cache, than for the text alone. This is a first
+    test, on tokens of no meaning; check_update of PPO and RLOO tests the run's own texts."""
     size = model.get_input_embeddings().num_embeddings
     top = max(tokenizer.get_vocab().values())
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
@@ -968,16 +896,14 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
         raise UserError(f"{size} embeddings for token {top}, a window of {window} for {longest}")
     # Ours: the first token as padding, the others but the last into a cache, and the last one
     # through it. Plain: all but the first token, at once.
-    ids = torch.arange(min(longest, 64))[None] % top
-    mask = ids.cumsum(1) > 0  # False at the first token alone, which has id 0
+    numbers = torch.arange(min(longest, 64))[None]
+    ids = numbers % top
+    mask = numbers > 0
     cache = DynamicCache(config=model.config)
-    hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
+    read(model.base_model, ids[:, :-1], mask[:, :-1], cache)
     cache.batch_repeat_interleave(1)  # changes nothing, but raises for recurrent models
-    ours = hidden_states(model, ids[:, -1:], mask, 1, "fp32", cache)
+    ours = read(model.base_model, ids[:, -1:], mask, cache).last_hidden_state
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
-    if not hasattr(model, "score"):
-        ours = lm_logits(model, ours, size)
-        plain = model(ids[:, 1:]).logits[:, -1:]
     if not (ours - plain).abs().max() < 1e-3 * plain.std():
         raise UserError("gives other results with padding and a cache: not supported")
 
@@ -990,25 +916,23 @@ def local_path(name: str) -> str:
 
 
 # --- data -----------------------------------------------------------------------------------------
-FORMATS = {".json", ".jsonl", ".csv", ".parquet", ".txt"}
+KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
 def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
-    """The splits of a file, a folder or a data set on the hub. Behind these may stand :config and
-    :split; such a split is `train`, and the only one."""
+    """The splits of a file, a folder or a data set on the hub. Behind the last two may stand
+    :config and :split; such a split is `train`, and the only one."""
     name = getattr(args, flag)
-    parts = [name] if os.path.exists(name) else name.split(":")
-    path, config, split = [*parts, "", ""][:3]
+    kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
+    path, config, split = [*name.split(":"), "", ""][:3]
     path = local_path(path)
-    formats = {file.suffix for file in Path(path).rglob("*.*")} & FORMATS
+    kinds = {KINDS.get(file.suffix) for file in Path(path).rglob("*.*")} - {None}
     with explained(f"--{flag} {name}"):
-        if name.startswith("hf://"):
-            return datasets.load_dataset("json", data_files=name)
-        if os.path.isfile(path):  # from its folder: datasets then takes the format from its name
-            return datasets.load_dataset(os.path.dirname(path), data_files=escape(path))
+        if kind:
+            return datasets.load_dataset(kind, data_files=escape(local_path(name)))
         splits = datasets.load_dataset(path, config or None)
-    if len(formats) > 1 or (split or "train") not in splits:
-        raise UserError(f"--{flag} {name} has {[*formats, *splits]}: name one, as in data::test")
+    if len(kinds) > 1 or (split or "train") not in splits:
+        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name one, as in data::test")
     return {"train": splits[split]} if split else splits
 
 
@@ -1016,8 +940,8 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
     """Up to `num_queries` queries (at least one) of the flag's table, in an order drawn from
     --seed."""
     begin = bos(tokenizer)
-    prefix = encode(args.query_prefix or "", tokenizer)
-    suffix = encode(args.query_suffix or "", tokenizer)
+    prefix = encode(args.query_prefix, tokenizer)
+    suffix = encode(args.query_suffix, tokenizer)
     start = token_id("start_text", tokenizer, args)
     end = token_id("end_text", tokenizer, args)
     long = args.long_queries or ("drop" if end is None else "keep_start")
@@ -1131,10 +1055,10 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
 
 
 def bos(tokenizer: Tokenizer) -> list[int]:
-    """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
-    first = tokenizer("a").input_ids[:1]  # of "" it could be an EOS that is appended
-    plain = tokenizer("a", add_special_tokens=False).input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] != plain else []
+    """What the tokenizer puts before every text: Llama's and Gemma's one token, others nothing."""
+    first = tokenizer("a", add_special_tokens=False).input_ids[0]
+    tokens = tokenizer("a").input_ids  # not of "": then an EOS at the end would look like it
+    return tokens[: tokens.index(first)]
 
 
 PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
@@ -1199,8 +1123,9 @@ class Run:
     accelerator: Accelerator
     args: Args
     num_updates: int
-    # What the loop carries from update to update, at the start: equal on all processes, and made of
-    # what JSON has (keys are texts, no tensors). A resumed run has the newest checkpoint's.
+    # What the loop carries from update to update: equal on all processes, and of JSON's types (keys
+    # are texts, no tensors). A resumed run goes on with the newest checkpoint's, and stops if "data",
+    # a number made of the data, is another one.
     state: dict
     stopped_at: float = 0.0  # when the first signal came
 
@@ -1219,9 +1144,11 @@ class Run:
         choose_folder("", self.args)  # again, with the lock: a run may have used it
 
         for newest in self.checkpoints()[-1:]:  # the newest checkpoint, if there is one
-            self.state = json.loads((newest / "state.json").read_text())
-            if self.state["processes"] != accelerator.num_processes:  # shuffles are per process
-                raise UserError(f"--resume needs {self.state['processes']} processes")
+            saved = json.loads((newest / "state.json").read_text())
+            for name in ("data", "processes"):  # shuffles are per process
+                if saved[name] != self.state[name]:
+                    raise UserError(f"--resume: other {name} than before, see {newest}/state.json")
+            self.state = saved
             accelerator.load_state(str(newest))
 
         if self.args.track:
@@ -1264,7 +1191,6 @@ class Run:
         metrics["seconds"] = now - self.last_log
         self.last_log = now
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        metrics["reserved_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
         if self.accelerator.is_main_process:
             with open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(f"{json.dumps(metrics)}\n")
@@ -1276,27 +1202,33 @@ class Run:
 
     def end_update(self) -> None:
         """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
-        any process. Only the newest two checkpoints are kept. No random state is needed: uniforms
-        and shuffles follow from seed, update and row."""
+        any process. No random state is needed: uniforms and shuffles follow from seed, update and
+        row."""
         self.state["update"] += 1
         made = self.state["update"]
+        self.state = json.loads(json.dumps(self.state))  # as a resumed run will read it
         every = self.args.checkpoint_every or self.num_updates
-        stopped = torch.tensor(self.stopped_at, device=self.accelerator.device)
-        is_stopping = sum_over_ranks(stopped) > 0  # a signal may reach one process only
+        is_stopping = any(gather_object([self.stopped_at]))  # a signal may reach one process only
         if is_stopping or made % every == 0 or made == self.num_updates:
-            path = self.folder / f"checkpoints/{made:07d}"
-            self.accelerator.save_state(str(path))
-            self.accelerator.wait_for_everyone()
-            if self.accelerator.is_main_process:
-                write(path / "state.json", json.dumps(self.state))  # last: now it is complete
-                for old in self.checkpoints()[:-2]:
-                    (old / "state.json").unlink()  # first: now it is none
-                    shutil.rmtree(old)
-            self.accelerator.wait_for_everyone()  # nobody leaves before it is written
+            self.save_checkpoint(self.folder / f"checkpoints/{made:07d}")
         if is_stopping:
             words = f"{shlex.join(sys.argv)} --resume --output_dir {shlex.quote(str(self.folder))}"
             self.accelerator.print(f"stopped by a signal; to go on:\n{words}")
             raise SystemExit(130)
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes a checkpoint, and removes all but the newest two."""
+        states = gather_object([json.dumps(self.state)])
+        if len(set(states)) > 1:
+            raise UserError(f"run.state differs between processes, gather it first: {states}")
+        self.accelerator.save_state(str(path))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            write(path / "state.json", states[0])  # last: now it is complete
+            for old in self.checkpoints()[:-2]:
+                (old / "state.json").unlink()  # first: now it is none
+                shutil.rmtree(old)
+        self.accelerator.wait_for_everyone()  # nobody leaves before it is written
 
 
 def write(path: Path, text: str) -> None:
@@ -1376,6 +1308,4 @@ if __name__ == "__main__":
     except (UserError, OSError) as error:
         if os.environ.get("RLHF_DEBUG"):
             raise
-        hint = " (RLHF_DEBUG=1 shows more)" if error.__cause__ else ""
-        sys.stderr.write(f"{FILE.name}: {' '.join(str(error).split())}{hint}\n")
-        sys.exit(2)
+        sys.exit(f"{FILE.name}: {' '.join(str(error).split())}")

@@ -1,6 +1,7 @@
 """Adam as TensorFlow 1.x computes it, the optimizer behind OpenAI's lm-human-preferences, and what
-else has nothing to do with RLHF: the processes and settings of torch, which weights are trained and
-how the others are held, parameter groups, learning rates, averages over processes, clipping.
+else has nothing to do with RLHF: errors, the processes and settings of torch, which weights are
+trained and how the others are held, parameter groups, learning rates, clipping, and sums and means
+over processes.
 
 PyTorch implements Algorithm 1 of Kingma & Ba (2015, arXiv:1412.6980), TensorFlow the reordering in
 the paragraph before its section 2.1. With m, v the moving averages and t the step, counted from 1:
@@ -19,7 +20,8 @@ import contextlib
 import ctypes
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,13 +29,35 @@ from typing import Any
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.logging import get_logger
+from accelerate.utils import reduce
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionMaskInterface, Conv1D, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import ModelOutput
 
 logger = get_logger(__name__)
+
+
+class UserError(Exception):
+    """An error that the user can fix. A script prints its text, like that of an OSError, as one
+    line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
+
+
+@contextlib.contextmanager
+def explained(what: str, kind: type = Exception) -> Iterator[None]:
+    """An error of this kind in the block becomes a UserError: `what`, and the cause. Around calls
+    of libraries any kind, around functions of the scripts UserError: their faults keep their
+    traceback."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
+    except kind as error:
+        # The cause of a library's error often says more than the error; some have no text.
+        cause = error.__cause__ or str(error) or repr(error)
+        raise UserError(f"{what}: {cause} (RLHF_DEBUG=1 shows more)") from error
 
 
 class AdamTF(torch.optim.Adam):
@@ -123,17 +147,19 @@ def full_sdpa_mask(**named: Any) -> Tensor:
 
 
 def make_accelerator(dtype: str) -> Accelerator:
-    """The processes and their devices: GPUs, or else CPUs. Prints what they are. Raises ValueError
-    as check_launch does."""
+    """The processes and their devices: GPUs, or else CPUs. Prints what they are. UserError for a
+    launch that cannot work, as by check_launch."""
     set_up_torch(dtype)
-    accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available() or torch.backends.mps.is_available(),  # no fp64
-        log_with="wandb",
-        mixed_precision="no",
-        dynamo_backend="no",
-        # The others wait while one process writes a checkpoint, or for a slow --reward_fn.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
-    )
+    with explained("launch"):
+        accelerator = Accelerator(
+            # a Mac's GPU has no fp64
+            cpu=not torch.accelerator.is_available() or torch.backends.mps.is_available(),
+            log_with="wandb",
+            mixed_precision="no",
+            dynamo_backend="no",
+            # The others wait while one process writes a checkpoint, or for a slow --reward_fn.
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
+        )
     # The scripts micro-batch by hand; ignore the launcher's setting.
     accelerator.gradient_accumulation_steps = 1
     check_launch(accelerator)
@@ -142,18 +168,21 @@ def make_accelerator(dtype: str) -> Accelerator:
 
 
 def check_launch(accelerator: Accelerator) -> None:
-    """ValueError for a way to distribute that trains wrongly: DeepSpeed, for one, makes a step of
+    """UserError for a way to distribute that trains wrongly: DeepSpeed, for one, makes a step of
     each micro-batch."""
     kind = accelerator.distributed_type.value
     if kind.split("_")[0] not in ("NO", "MULTI", "FSDP"):
-        raise ValueError(f"{kind} is not supported: use DDP or FSDP2, see benchmark/accelerate/")
+        raise UserError(
+            f"launch: {kind} is not supported: use DDP or FSDP2, see benchmark/accelerate/"
+        )
 
 
 def patch_layers(model: PreTrainedModel, args: Any) -> None:
-    """Changes what layers do in training: padding is an embedding like any other, GELU is faster,
-    and with args.gradient_checkpointing activations are computed again in the backward pass.
+    """Changes how the model computes: padding is an embedding like any other, and GELU is faster.
+    With args.dtype "bf16" the trunk computes in bf16, but the heads do not. With
+    args.gradient_checkpointing activations are computed again in the backward pass.
 
-    Raises ValueError if the model's layers are not made for checkpointing.
+    UserError if the model's layers are not made for checkpointing.
     """
     layers = list(model.modules())
     for layer in layers:
@@ -165,17 +194,38 @@ def patch_layers(model: PreTrainedModel, args: Any) -> None:
         # transformers' own checkpointing needs train mode, in which dropout acts.
         blocks = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
         if not blocks:
-            raise ValueError("--gradient_checkpointing: the model does not support it")
+            raise UserError("--gradient_checkpointing: the model does not support it")
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if args.dtype == "bf16":
+        trunk = model.base_model
+        trunk.forward = partial(run_in_bf16, trunk.forward)
+    if model.get_output_embeddings() is not None:
+        model.get_output_embeddings().register_forward_pre_hook(make_contiguous)
+
+
+def run_in_bf16(forward: Callable, ids: Tensor, **named: Any) -> ModelOutput:
+    """A trunk's output by autocast, but its states in fp32: bf16 would round a logit of about 100
+    by up to 0.25."""
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        output = forward(ids, **named)
+    output.last_hidden_state = output.last_hidden_state.float()
+    return output
+
+
+def make_contiguous(head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """The states for a frozen head. If they were not contiguous, torch would copy its weights
+    for each row of them, and take 2 to 50 times as long."""
+    return (inputs[0].contiguous(),)
 
 
 def add_adapters(model: PreTrainedModel, args: Any) -> None:
     """With args.lora_rank the weights are frozen, and LoRA adapters (Hu et al. 2021,
-    arXiv:2106.09685) on all linear layers but the head are trained. ImportError without peft."""
+    arXiv:2106.09685) on all linear layers but the head are trained. UserError without peft."""
     if not args.lora_rank:
         return
-    from peft import LoraConfig
+    with explained("--lora_rank"):
+        from peft import LoraConfig
 
     config = LoraConfig(
         r=args.lora_rank,
@@ -220,16 +270,17 @@ def make_optimizer(
     if num_weights > 1e8 and args.lr > 1e-4:
         logger.warning(f"--lr {args.lr} suits small models: for {num_weights:.1e} weights try 1e-5")
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
-    return optimizer(groups, lr=args.lr, betas=tuple(args.adam_betas), eps=args.adam_eps)
+    with explained("optimizer"):
+        return optimizer(groups, lr=args.lr, betas=tuple(args.adam_betas), eps=args.adam_eps)
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError if a weight is to be trained, but no optimizer has it: it would never
-    change, while its gradients counted in the clipping norm."""
+    """UserError if a weight is to be trained, but no optimizer has it: it would never change, while
+    its gradients counted in the clipping norm."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in known:
-            raise ValueError(f"{name} has no optimizer: give its module to make_optimizer")
+            raise UserError(f"{name} has no optimizer: give its module to make_optimizer")
 
 
 def set_learning_rates(
@@ -276,3 +327,29 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     if hasattr(norm, "full_tensor"):  # of weights in shards
         norm = norm.full_tensor()
     return norm
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """The sum of all elements of x on all processes."""
+    return reduce(x.sum(), "sum")
+
+
+def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A record: for each term a tensor (2,), its sum over mask and the count of mask. reduce_means
+    adds up all records, and divides. So with a mask (b, R) a metric is a mean over tokens, and with
+    a mask of one element over calls and processes. In fp64, so that adding many loses little."""
+    count = mask.sum()
+    return {
+        name: torch.stack([(term.detach() * mask).sum(), count]).double()
+        for name, term in terms.items()
+    }
+
+
+def reduce_means(records: list[dict]) -> dict:
+    """Sum / count of every metric over all records and processes, in one collective. All processes
+    need the same metrics, in the same order."""
+    totals = Counter()
+    for record in records:
+        totals.update(record)  # a Counter adds what has the same name, here tensors
+    reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
+    return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}

@@ -31,7 +31,6 @@ kind, R tokens in a response, T in a row, V in the vocabulary, d hidden units.
 # ]
 # ///
 
-import contextlib
 import json
 import math
 import os
@@ -42,11 +41,11 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
 from typing import Literal
+from zlib import crc32
 
 import datasets
 import numpy as np
@@ -55,7 +54,7 @@ import pydantic
 import torch
 import tyro
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, reduce, set_seed
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from filelock import FileLock
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
 from torch import Tensor, nn
@@ -65,24 +64,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import ModelOutput
 
 from tf_adam import (
+    UserError,
     averaging,
     clip_gradients,
+    explained,
     hold_in_bf16,
     make_accelerator,
     make_optimizer,
     patch_layers,
+    reduce_means,
     set_learning_rates,
+    sums_over,
 )
 
 FILE = Path(__file__).resolve()
 TokenRows = list[list[int]]
-
-
-class UserError(Exception):
-    """An error that the user can fix. The script prints its text, like that of an OSError, as one
-    line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
 
 
 @dataclass
@@ -120,8 +119,8 @@ class Args:
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop), and to
     # longer prompts of chosen and rejected (None: drop). Labels with sample0, ... are not cut
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
-    query_prefix: str | None = None  # Text before every query, not for the reward model
-    query_suffix: str | None = None  # Text after every query, not for the reward model
+    query_prefix: str = ""  # Text before every query, not for the reward model
+    query_suffix: str = ""  # Text after every query, not for the reward model
     # One token: a query begins after its first occurrence; texts without it are dropped (None: off)
     start_text: str | None = "."
     end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: off)
@@ -208,8 +207,7 @@ class Comparison:
 
 def main(preset: str, args: Args) -> None:
     """Sets up and normalizes; trains and logs in a loop; normalizes again, evaluates and saves."""
-    with explained("launch"):
-        accelerator = make_accelerator(args.dtype)
+    accelerator = make_accelerator(args.dtype)
     world = accelerator.num_processes
     rank = accelerator.process_index
     if args.batch_size % world or args.normalization_samples % world:
@@ -231,7 +229,7 @@ def main(preset: str, args: Args) -> None:
     ref_lm = load_model("base_model", args, AutoModelForCausalLM, tokenizer, longest)
     hold_in_bf16(ref_lm.requires_grad_(False), args)
     num_tokens = max(tokenizer.get_vocab().values()) + 1
-    ref = Reference(ref_lm.to(accelerator.device), num_tokens, args.dtype)
+    ref = Reference(ref_lm.to(accelerator.device), num_tokens)
     model = load_model("base_model", args, AutoClassifier, tokenizer, longest)
     set_seed(args.seed)
     if "SequenceClassification" not in str(model.config.architectures):
@@ -244,15 +242,14 @@ def main(preset: str, args: Args) -> None:
     if args.normalization_samples > 0:
         rewards = reference_rewards(accelerator, reward, ref, queries, 0, args)
         normalize(reward, rewards)
-    with explained("optimizer"):
-        optimizer = make_optimizer([reward], [], args)
+    optimizer = make_optimizer([reward], [], args)
     # `wrapped` is what is trained: it averages gradients over processes. `reward` is inside.
     wrapped, optimizer = accelerator.prepare(reward, optimizer)
     reward = accelerator.unwrap_model(wrapped)
     # Where weights are in shards, no bf16 copies of whole weights are kept.
     torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
 
-    run = Run(accelerator, args, num_updates, {})
+    run = Run(accelerator, args, num_updates, {"data": crc32(str(labels).encode())})
     run.start()
     order = np.random.RandomState(args.seed).permutation(len(labels))
     for update in range(run.state["update"], num_updates):
@@ -394,33 +391,6 @@ def evaluate_labels(reward: Module, labels: list[Comparison], tokenizer: Tokeniz
     return pd.DataFrame(rows)
 
 
-# --- metrics and checks ---------------------------------------------------------------------------
-def sum_over_ranks(x: Tensor) -> Tensor:
-    """The sum of all elements of x on all processes."""
-    return reduce(x.sum(), "sum")
-
-
-def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A record: for each term a tensor (2,), its sum over mask and the count of mask. reduce_means
-    adds up all records, and divides. So with a mask (b, R) a metric is a mean over tokens, and with
-    a mask of one element over calls and processes. In fp64, so that adding many loses little."""
-    count = mask.sum()
-    return {
-        name: torch.stack([(term.detach() * mask).sum(), count]).double()
-        for name, term in terms.items()
-    }
-
-
-def reduce_means(records: list[dict]) -> dict:
-    """Sum / count of every metric over all records and processes, in one collective. All processes
-    need the same metrics, in the same order."""
-    totals = Counter()
-    for record in records:
-        totals.update(record)  # a Counter adds what has the same name, here tensors
-    reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
-    return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
-
-
 # --- rollout and scoring --------------------------------------------------------------------------
 SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4  # streams of random numbers: default_rng([seed, ..])
 
@@ -470,12 +440,11 @@ class Reference:
 
     lm: Model
     num_tokens: int
-    dtype: str
 
     def __call__(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> tuple[Tensor, None]:
         """Logits (B, 1, V) after ids, in fp32; and no values."""
-        states = hidden_states(self.lm, ids, mask, 1, self.dtype, cache)
-        return lm_logits(self.lm, states, self.num_tokens), None
+        logits = read(self.lm, ids, mask, cache, logits_to_keep=1).logits
+        return logits[..., : self.num_tokens], None
 
 
 class RewardModel(Module):
@@ -485,7 +454,6 @@ class RewardModel(Module):
     def __init__(self, lm: Model, args: Args) -> None:
         super().__init__()
         self.lm = lm
-        self.dtype = args.dtype
         self.reads_once = not args.gradient_checkpointing  # checkpointing goes without caches
         self.gain = nn.Parameter(torch.ones(1))
         self.bias = nn.Parameter(torch.zeros(1))
@@ -493,78 +461,47 @@ class RewardModel(Module):
     def forward(self, ids: Tensor, mask: Tensor, responses: Tensor, is_real: Tensor) -> Tensor:
         """Rewards (b N,), in fp32, read at the last token of each response. Queries (b, T) are
         padded on the left, responses (b N, R) on the right."""
-        repeats = len(responses) // len(ids)  # N
-        whole_mask = torch.cat([mask.repeat_interleave(repeats, 0), is_real], 1)
+        n = len(responses) // len(ids)
+        cache = None
         if self.reads_once:
-            states = states_after(self.lm, ids, responses, whole_mask, self.dtype)
+            cache = read_queries(self.lm, ids, mask, n)
         else:
-            whole = torch.cat([ids.repeat_interleave(repeats, 0), responses], 1)
-            states = hidden_states(self.lm, whole, whole_mask, responses.shape[1], self.dtype)
+            responses = torch.cat([ids.repeat_interleave(n, 0), responses], 1)
+        mask = torch.cat([mask.repeat_interleave(n, 0), is_real], 1)
+        states = read(self.lm.base_model, responses, mask, cache).last_hidden_state
         rows = torch.arange(len(responses), device=ids.device)
-        last = states[rows, is_real.sum(1) - 1]
-        return self.gain * self.lm.score(last).squeeze(1) + self.bias
+        last = is_real.sum(1) - is_real.shape[1] - 1  # from the end, where the padding is
+        return self.gain * self.lm.score(states[rows, last]).squeeze(1) + self.bias
 
 
-def states_after(
-    model: Model,
-    queries: Tensor,
-    rest: Tensor,
-    mask: Tensor,
-    dtype: str,
-    cache: DynamicCache | None = None,
-) -> Tensor:
-    """States (b k, L, d) of the tokens `rest` (b k, L), k rows after each of the queries (b, T),
-    which are read once, into a cache that gradients pass. mask (b k, T + L) covers both."""
+def read_queries(
+    model: Model, queries: Tensor, mask: Tensor, k: int, cache: DynamicCache | None = None
+) -> DynamicCache:
+    """A cache of the queries (b, T) for passes over k texts that follow each of them: a query is
+    read once, and then it is there k times. Gradients pass through it."""
     if cache is None:
         cache = DynamicCache(config=model.config)
-    k = len(rest) // len(queries)
-    query_mask = mask[::k, : queries.shape[1]]
-    unused = hidden_states(model, queries, query_mask, 1, dtype, cache).sum()
+    unused = read(model.base_model, queries, mask, cache).last_hidden_state
+    # With sharded weights every output must get a gradient: these states get zeros.
+    cache.layers[0].keys = cache.layers[0].keys + 0 * unused.sum()
     cache.batch_repeat_interleave(k)
-    # With sharded weights every output must get a gradient: the query's last state gets zeros.
-    return hidden_states(model, rest, mask, rest.shape[1], dtype, cache) + 0 * unused
+    return cache
 
 
-def hidden_states(
-    model: Model,
-    ids: Tensor,
-    mask: Tensor,
-    last: int,
-    dtype: str,
-    cache: DynamicCache | None = None,
-) -> Tensor:
-    """States (B, last, d), in fp32, of the `last` newest tokens of ids (B, T). With a cache, ids
-    follow the tokens in it, and mask covers both. Positions count real tokens, as the original's
-    do. dtype is --dtype: bf16 is for the trunk alone, because it would round a logit of about 100
-    by up to 0.25."""
+def read(
+    model: Model, ids: Tensor, mask: Tensor, cache: DynamicCache | None = None, **options: bool
+) -> ModelOutput:
+    """What a model, or its trunk, gives for ids (B, T). With a cache, ids follow the tokens in it,
+    and mask covers both. Positions count real tokens, as the original's do."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding has position 0, but is masked
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype == "bf16"):
-        output = model.base_model(
-            ids,
-            attention_mask=mask,
-            position_ids=positions[:, -ids.shape[1] :],
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
-    return output.last_hidden_state[:, -last:].float()
-
-
-def lm_logits(lm: Model, states: Tensor, num_tokens: int) -> Tensor:
-    """Logits (..., V) of states (..., d), for the V = num_tokens tokens of the tokenizer: models
-    may have more embeddings. Some models scale logits, here by scaling the states, as their heads
-    have no bias; or cap them."""
-    config = lm.config.get_text_config()
-    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    # The product is a contiguous copy of states. If they are not contiguous and the head is frozen,
-    # torch copies the head's weights for each row of states, and takes 2 to 50 times as long.
-    logits = lm.get_output_embeddings()(states * factor)
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    if cap:
-        logits = cap * (logits / cap).tanh()
-    if logits.shape[-1] > num_tokens:
-        logits = logits[..., :num_tokens]
-    return logits
+    return model(
+        ids,
+        attention_mask=mask,
+        position_ids=positions[:, -ids.shape[1] :],
+        past_key_values=cache,
+        use_cache=cache is not None,
+        **options,
+    )
 
 
 def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
@@ -576,19 +513,6 @@ def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
 
 
 # --- models ---------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def explained(what: str, kind: type = Exception) -> Iterator[None]:
-    """An error of this kind in the block becomes a UserError: `what`, and the cause. Around calls
-    of libraries any kind, around functions of this file UserError: its faults keep their traceback.
-    """
-    try:
-        yield
-    except kind as error:
-        # The cause of a library's error often says more than the error; some have no text.
-        cause = None if kind is UserError else error.__cause__
-        raise UserError(f"{what}: {cause or str(error) or repr(error)}") from error
-
-
 def load_tokenizer(flag: str, args: Args) -> Tokenizer:
     """The tokenizer of the model that the flag names."""
     name = local_path(getattr(args, flag))
@@ -615,28 +539,26 @@ def load_model(
             attn_implementation="eager" if PartialState().device.type == "cpu" else None,
             use_safetensors=True,
             trust_remote_code=False,  # None would ask
-            ignore_mismatched_sizes=True,  # they are refused below
             output_loading_info=True,
             **({"num_labels": 1} if head == "score" else {}),
         )
 
-    # transformers only warns if weights of the model are not in the files, or have another size; or
-    # if the files have more: that is right for another head, but not for layers (`h.3.`).
+    # transformers only warns if weights of the model are not in the files; or if the files have
+    # more: that is right for another head, but not for layers (`h.3.`).
     wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
     wrong |= info["missing_keys"] - ({"score.weight"} if flag == "base_model" else set())
-    wrong |= {str(key) for key in info["mismatched_keys"]}
     if wrong:
         raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
-    patch_layers(model, args)
     with explained(what):
         check_model(model, tokenizer, longest)
+    patch_layers(model, args)
     return model
 
 
 def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """UserError for too few embeddings, or too short a window; and for a model whose output for a
-    padded text, read through a cache, is not what transformers gives for the text alone. This is a
-    first test, on tokens of no meaning; check_update of PPO and RLOO tests the run's own texts."""
+    """UserError for too few embeddings, or too short a window; and for a model whose trunk gives
+    other states for a padded text, read through a cache, than for the text alone. This is a first
+    test, on tokens of no meaning; check_update of PPO and RLOO tests the run's own texts."""
     size = model.get_input_embeddings().num_embeddings
     top = max(tokenizer.get_vocab().values())
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
@@ -644,16 +566,14 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
         raise UserError(f"{size} embeddings for token {top}, a window of {window} for {longest}")
     # Ours: the first token as padding, the others but the last into a cache, and the last one
     # through it. Plain: all but the first token, at once.
-    ids = torch.arange(min(longest, 64))[None] % top
-    mask = ids.cumsum(1) > 0  # False at the first token alone, which has id 0
+    numbers = torch.arange(min(longest, 64))[None]
+    ids = numbers % top
+    mask = numbers > 0
     cache = DynamicCache(config=model.config)
-    hidden_states(model, ids[:, :-1], mask[:, :-1], 1, "fp32", cache)
+    read(model.base_model, ids[:, :-1], mask[:, :-1], cache)
     cache.batch_repeat_interleave(1)  # changes nothing, but raises for recurrent models
-    ours = hidden_states(model, ids[:, -1:], mask, 1, "fp32", cache)
+    ours = read(model.base_model, ids[:, -1:], mask, cache).last_hidden_state
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
-    if not hasattr(model, "score"):
-        ours = lm_logits(model, ours, size)
-        plain = model(ids[:, 1:]).logits[:, -1:]
     if not (ours - plain).abs().max() < 1e-3 * plain.std():
         raise UserError("gives other results with padding and a cache: not supported")
 
@@ -666,25 +586,23 @@ def local_path(name: str) -> str:
 
 
 # --- data -----------------------------------------------------------------------------------------
-FORMATS = {".json", ".jsonl", ".csv", ".parquet", ".txt"}
+KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
 def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
-    """The splits of a file, a folder or a data set on the hub. Behind these may stand :config and
-    :split; such a split is `train`, and the only one."""
+    """The splits of a file, a folder or a data set on the hub. Behind the last two may stand
+    :config and :split; such a split is `train`, and the only one."""
     name = getattr(args, flag)
-    parts = [name] if os.path.exists(name) else name.split(":")
-    path, config, split = [*parts, "", ""][:3]
+    kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
+    path, config, split = [*name.split(":"), "", ""][:3]
     path = local_path(path)
-    formats = {file.suffix for file in Path(path).rglob("*.*")} & FORMATS
+    kinds = {KINDS.get(file.suffix) for file in Path(path).rglob("*.*")} - {None}
     with explained(f"--{flag} {name}"):
-        if name.startswith("hf://"):
-            return datasets.load_dataset("json", data_files=name)
-        if os.path.isfile(path):  # from its folder: datasets then takes the format from its name
-            return datasets.load_dataset(os.path.dirname(path), data_files=escape(path))
+        if kind:
+            return datasets.load_dataset(kind, data_files=escape(local_path(name)))
         splits = datasets.load_dataset(path, config or None)
-    if len(formats) > 1 or (split or "train") not in splits:
-        raise UserError(f"--{flag} {name} has {[*formats, *splits]}: name one, as in data::test")
+    if len(kinds) > 1 or (split or "train") not in splits:
+        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name one, as in data::test")
     return {"train": splits[split]} if split else splits
 
 
@@ -692,8 +610,8 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
     """Up to `num_queries` queries (at least one) of the flag's table, in an order drawn from
     --seed."""
     begin = bos(tokenizer)
-    prefix = encode(args.query_prefix or "", tokenizer)
-    suffix = encode(args.query_suffix or "", tokenizer)
+    prefix = encode(args.query_prefix, tokenizer)
+    suffix = encode(args.query_suffix, tokenizer)
     start = token_id("start_text", tokenizer, args)
     end = token_id("end_text", tokenizer, args)
     long = args.long_queries or ("drop" if end is None else "keep_start")
@@ -902,10 +820,10 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
 
 
 def bos(tokenizer: Tokenizer) -> list[int]:
-    """The token that every text begins with, as Llama's and Gemma's tokenizers have it, or []."""
-    first = tokenizer("a").input_ids[:1]  # of "" it could be an EOS that is appended
-    plain = tokenizer("a", add_special_tokens=False).input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] != plain else []
+    """What the tokenizer puts before every text: Llama's and Gemma's one token, others nothing."""
+    first = tokenizer("a", add_special_tokens=False).input_ids[0]
+    tokens = tokenizer("a").input_ids  # not of "": then an EOS at the end would look like it
+    return tokens[: tokens.index(first)]
 
 
 PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
@@ -970,8 +888,9 @@ class Run:
     accelerator: Accelerator
     args: Args
     num_updates: int
-    # What the loop carries from update to update, at the start: equal on all processes, and made of
-    # what JSON has (keys are texts, no tensors). A resumed run has the newest checkpoint's.
+    # What the loop carries from update to update: equal on all processes, and of JSON's types (keys
+    # are texts, no tensors). A resumed run goes on with the newest checkpoint's, and stops if "data",
+    # a number made of the data, is another one.
     state: dict
     stopped_at: float = 0.0  # when the first signal came
 
@@ -990,9 +909,11 @@ class Run:
         choose_folder("", self.args)  # again, with the lock: a run may have used it
 
         for newest in self.checkpoints()[-1:]:  # the newest checkpoint, if there is one
-            self.state = json.loads((newest / "state.json").read_text())
-            if self.state["processes"] != accelerator.num_processes:  # shuffles are per process
-                raise UserError(f"--resume needs {self.state['processes']} processes")
+            saved = json.loads((newest / "state.json").read_text())
+            for name in ("data", "processes"):  # shuffles are per process
+                if saved[name] != self.state[name]:
+                    raise UserError(f"--resume: other {name} than before, see {newest}/state.json")
+            self.state = saved
             accelerator.load_state(str(newest))
 
         if self.args.track:
@@ -1035,7 +956,6 @@ class Run:
         metrics["seconds"] = now - self.last_log
         self.last_log = now
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        metrics["reserved_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
         if self.accelerator.is_main_process:
             with open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(f"{json.dumps(metrics)}\n")
@@ -1047,27 +967,33 @@ class Run:
 
     def end_update(self) -> None:
         """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
-        any process. Only the newest two checkpoints are kept. No random state is needed: uniforms
-        and shuffles follow from seed, update and row."""
+        any process. No random state is needed: uniforms and shuffles follow from seed, update and
+        row."""
         self.state["update"] += 1
         made = self.state["update"]
+        self.state = json.loads(json.dumps(self.state))  # as a resumed run will read it
         every = self.args.checkpoint_every or self.num_updates
-        stopped = torch.tensor(self.stopped_at, device=self.accelerator.device)
-        is_stopping = sum_over_ranks(stopped) > 0  # a signal may reach one process only
+        is_stopping = any(gather_object([self.stopped_at]))  # a signal may reach one process only
         if is_stopping or made % every == 0 or made == self.num_updates:
-            path = self.folder / f"checkpoints/{made:07d}"
-            self.accelerator.save_state(str(path))
-            self.accelerator.wait_for_everyone()
-            if self.accelerator.is_main_process:
-                write(path / "state.json", json.dumps(self.state))  # last: now it is complete
-                for old in self.checkpoints()[:-2]:
-                    (old / "state.json").unlink()  # first: now it is none
-                    shutil.rmtree(old)
-            self.accelerator.wait_for_everyone()  # nobody leaves before it is written
+            self.save_checkpoint(self.folder / f"checkpoints/{made:07d}")
         if is_stopping:
             words = f"{shlex.join(sys.argv)} --resume --output_dir {shlex.quote(str(self.folder))}"
             self.accelerator.print(f"stopped by a signal; to go on:\n{words}")
             raise SystemExit(130)
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes a checkpoint, and removes all but the newest two."""
+        states = gather_object([json.dumps(self.state)])
+        if len(set(states)) > 1:
+            raise UserError(f"run.state differs between processes, gather it first: {states}")
+        self.accelerator.save_state(str(path))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            write(path / "state.json", states[0])  # last: now it is complete
+            for old in self.checkpoints()[:-2]:
+                (old / "state.json").unlink()  # first: now it is none
+                shutil.rmtree(old)
+        self.accelerator.wait_for_everyone()  # nobody leaves before it is written
 
 
 def write(path: Path, text: str) -> None:
@@ -1122,6 +1048,4 @@ if __name__ == "__main__":
     except (UserError, OSError) as error:
         if os.environ.get("RLHF_DEBUG"):
             raise
-        hint = " (RLHF_DEBUG=1 shows more)" if error.__cause__ else ""
-        sys.stderr.write(f"{FILE.name}: {' '.join(str(error).split())}{hint}\n")
-        sys.exit(2)
+        sys.exit(f"{FILE.name}: {' '.join(str(error).split())}")
