@@ -1,4 +1,4 @@
-"""RLOO from human preferences for language models. Its optimizer is in tf_adam.py.
+"""RLOO from human preferences for language models.
 
 A policy continues queries, and a reward model (train_reward.py) scores the continuations. The
 policy moves towards higher scores, while a penalty on the KL divergence keeps it near the
@@ -15,7 +15,8 @@ A run needs a reward model, which train_reward.py makes, or a --reward_fn. This 
 generation engines, several reward models, and what only one published system does (patches for
 that are in benchmark/systems/). Read main first: its numbered steps call the functions below it.
 
-A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
+tf_adam.py has what is not about RLHF: the optimizer, the processes, the run's folder. All else is
+here. A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
 train_reward.py is identical in all of them, so some branches are unused here.
 
 Shapes: B responses in a process's share of a batch, b in a minibatch or micro-batch, R tokens per
@@ -33,15 +34,10 @@ response, T tokens of query and response together, V tokens in the vocabulary, d
 # ///
 
 import copy
-import json
 import math
 import os
 import re
-import shlex
-import shutil
-import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,8 +54,7 @@ import pydantic
 import torch
 import tyro
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather, gather_object, set_seed
-from filelock import FileLock
+from accelerate.utils import broadcast_object_list, gather, set_seed
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -72,10 +67,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import ModelOutput
 
 from tf_adam import (
+    Run,
     UserError,
     add_adapters,
     averaging,
-    check_optimizer,
+    choose_folder,
     clip_gradients,
     explained,
     hold_in_bf16,
@@ -86,6 +82,7 @@ from tf_adam import (
     set_learning_rates,
     sum_over_ranks,
     sums_over,
+    write,
 )
 
 FILE = Path(__file__).resolve()
@@ -249,7 +246,7 @@ def main(preset: str, args: Args) -> None:
     check_settings(args, num_updates, accelerator.num_processes * args.num_minibatches * k)
     if args.micro_batch_size % k:
         raise UserError(f"--micro_batch_size must be a multiple of --rloo_k {k}")
-    choose_folder(preset, args)  # sets args.output_dir
+    choose_folder(FILE, preset, args)  # sets args.output_dir
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
     my_rows = slice(rank * share, (rank + 1) * share)
 
@@ -268,8 +265,7 @@ def main(preset: str, args: Args) -> None:
     num_tokens = max(tokenizer.get_vocab().values()) + 1
     policy = Actor(lm, num_tokens, args)
     ref = Actor(ref_lm, num_tokens, args).to(accelerator.device)
-    optimizer = make_optimizer([policy.lm], [], args)
-    check_optimizer(policy, optimizer)
+    optimizer = make_optimizer(policy, args)
     # `wrapped` is what is trained: it averages gradients over processes. `policy` is inside.
     wrapped, optimizer = accelerator.prepare(policy, optimizer)
     policy = accelerator.unwrap_model(wrapped)
@@ -277,7 +273,7 @@ def main(preset: str, args: Args) -> None:
     torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
     evaluation = partial(evaluate, ref, held_out, score_fn, tokenizer, truncate_id, args)
     before = evaluation(ref)  # the reference is the untrained policy, also when a run is resumed
-    run = Run(accelerator, args, num_updates, {"kl_coef": args.kl_coef, "data": data})
+    run = Run(accelerator, FILE, args, num_updates, {"kl_coef": args.kl_coef, "data": data})
     run.start()
     for update in range(run.state["update"], num_updates):
         kl_coef = run.state["kl_coef"]
@@ -557,6 +553,17 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     index = rows.to(batch.responses.device)
     chosen = {name: x[index] for name, x in vars(batch).items() if isinstance(x, Tensor)}
     return replace(batch, contexts=[batch.contexts[i] for i in rows], **chosen)
+
+
+def concatenate(batches: list[Batch]) -> Batch:
+    """One batch of the rows of several. It is for copies that sample again, or replay."""
+    tensors = {
+        name: torch.cat([getattr(batch, name) for batch in batches])
+        for name, x in vars(batches[0]).items()
+        if isinstance(x, Tensor)
+    }
+    contexts = [context for batch in batches for context in batch.contexts]
+    return replace(batches[0], contexts=contexts, **tensors)
 
 
 @torch.no_grad()
@@ -912,8 +919,10 @@ def prompt_of(row: dict) -> str | list:
     without the answer. If `chosen` is a chat, all before its last message is the prompt, unless the
     prompt column has more."""
     column = next((name for name in PROMPTS if name in row), "chosen")
-    if column not in row or row.get("system") or row.get("tools"):
-        raise UserError(f"a prompt is read from {PROMPTS}, not from `system` or `tools`: {row}")
+    if column not in row:
+        raise UserError(f"a row needs one of the columns {PROMPTS}, or a chat in `chosen`: {row}")
+    if row.get("system") or row.get("tools"):
+        raise UserError(f"`system` and `tools` are not read, put them into messages: {row}")
     prompt = row[column] or ""
     if column == "instruction" and row.get("input"):
         prompt = f"{prompt}\n{row['input']}"
@@ -922,6 +931,8 @@ def prompt_of(row: dict) -> str | list:
         return prompt
     if isinstance(prompt, str):
         prompt = prompt and [{"role": "user", "content": prompt}]
+    elif not is_chat(prompt):
+        raise UserError(f"{column} must be a text or a chat, like `chosen`: {row}")
     elif prompt[-1].get("role") == "assistant":
         prompt = prompt[:-1]
     before = chosen[:-1] if is_chat(chosen) else []
@@ -937,12 +948,17 @@ def is_chat(value: object) -> bool:
 
 
 def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
-    """The text of a chat, by the tokenizer's template."""
+    """The text of a chat, by the tokenizer's template. A content in parts is joined."""
+    messages = []
     for message in chat:
-        if not isinstance(message.get("content"), str) or message.get("tool_calls"):
+        content = message.get("content")
+        if isinstance(content, list) and all(part.get("text") for part in content):
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str) or message.get("tool_calls"):
             raise UserError(f"a message must be a role and a text, and no more: {message}")
+        messages.append(message | {"content": content})
     with explained("chat template"):
-        return tokenizer.apply_chat_template(chat, tokenize=False, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 def cut_query(
@@ -1008,163 +1024,7 @@ def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
     return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
 
 
-# --- the run's folder -----------------------------------------------------------------------------
-# What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
-# learning rates. Anything else would turn one run into two experiments.
-CHANGEABLE = """resume output_dir track checkpoint_every total_episodes lr
-critic_lr max_kl micro_batch_size gradient_checkpointing""".split()
-
-
-def choose_folder(preset: str, args: Args) -> None:
-    """Sets args.output_dir. UserError if it has other files than those of a run to be resumed, or
-    if that run had other settings."""
-    default = f"runs/{FILE.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # All processes take the first one's: their clocks differ.
-    name = broadcast_object_list([args.output_dir or default])[0]
-    folder = Path(name).expanduser().absolute()
-    args.output_dir = str(folder)
-    files = {path.name for path in folder.glob("*")}
-    can_go_on = "samples.jsonl" not in files or "checkpoints" in files  # else it would start anew
-    if files - {"lock"} and not (args.resume and "lock" in files and can_go_on):
-        raise UserError(
-            f"--output_dir {folder} is not empty: choose another, or --resume if it has checkpoints"
-        )
-    if "args.json" in files:
-        before = vars(Args()) | json.loads((folder / "args.json").read_text())["args"]
-        for name, value in json.loads(json.dumps(vars(args))).items():
-            is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
-            if value != before[name] and not is_open:  # load_reward chooses the newest later
-                raise UserError(f"--{name} {value}: {folder} was started with {before[name]}")
-
-
-@dataclass
-class Run:
-    """The folder of a run: args.json, a record of the script and of tf_adam.py, metrics.jsonl,
-    checkpoints/, and at the end samples.jsonl.
-
-    SIGINT and SIGTERM are noted: the run stops at the end of the update, with a checkpoint. After
-    the last update a signal changes nothing. Press Ctrl-C twice to stop at once."""
-
-    accelerator: Accelerator
-    args: Args
-    num_updates: int
-    # What the loop carries from update to update: equal on all processes, and of JSON's types (keys
-    # are texts, no tensors). A resumed run goes on with the newest checkpoint's, and stops if "data",
-    # a number made of the data, is another one.
-    state: dict
-    stopped_at: float = 0.0  # when the first signal came
-
-    def start(self) -> None:
-        """Starts the run, or continues it at its newest checkpoint. The order matters: the folder
-        is looked at with the lock held (until this process ends); no process writes before all have
-        read; and signals end the process, as usual, until all is ready."""
-        accelerator = self.accelerator
-        self.folder = Path(self.args.output_dir)
-        self.lock = FileLock(self.folder / "lock", is_singleton=True)
-        self.state |= {"update": 0, "processes": accelerator.num_processes}
-
-        # the folder; until wait_for_everyone all processes only read what is in it
-        if accelerator.is_main_process:
-            self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
-        choose_folder("", self.args)  # again, with the lock: a run may have used it
-
-        for newest in self.checkpoints()[-1:]:  # the newest checkpoint, if there is one
-            saved = json.loads((newest / "state.json").read_text())
-            for name in ("data", "processes"):  # shuffles are per process
-                if saved[name] != self.state[name]:
-                    raise UserError(f"--resume: other {name} than before, see {newest}/state.json")
-            self.state = saved
-            accelerator.load_state(str(newest))
-
-        if self.args.track:
-            wandb = {"id": self.folder.name, "resume": "allow"}
-            accelerator.init_trackers("rlhf", vars(self.args), {"wandb": wandb})
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            self.write_records()
-        # from here on signals stop the run between updates
-        signal.signal(signal.SIGINT, self.note_signal)
-        signal.signal(signal.SIGTERM, self.note_signal)
-        self.last_log = time.monotonic()
-
-    def write_records(self) -> None:
-        """args.json and the scripts, as they were when the run began; metrics.jsonl without the
-        updates after the checkpoint."""
-        log = self.folder / "metrics.jsonl"
-        if not log.exists():
-            about = {"script": FILE.stem, "torch": torch.__version__, "args": vars(self.args)}
-            write(self.folder / "args.json", json.dumps(about, indent=2))
-            for name in (FILE.name, "tf_adam.py"):
-                shutil.copy(FILE.parent / name, self.folder)
-            log.touch()
-        (self.folder / "samples.jsonl").unlink(missing_ok=True)
-        lines = log.read_text().splitlines(keepends=True)
-        write(log, "".join(lines[: self.state["update"]]))
-
-    def note_signal(self, number: int, frame: object) -> None:
-        """Notes a signal. Launchers may send a process the same one twice, so only a Ctrl-C that
-        comes a second later ends it at once."""
-        now = time.monotonic()
-        self.stopped_at = self.stopped_at or now
-        if number == signal.SIGINT and now > self.stopped_at + 1:
-            raise KeyboardInterrupt
-
-    def log(self, metrics: dict) -> None:
-        """Adds the seconds since the last call (with evaluations and checkpoints) and the peak
-        memory of the GPU. Writes a line of metrics.jsonl, and logs where --track asks for it."""
-        now = time.monotonic()
-        metrics["seconds"] = now - self.last_log
-        self.last_log = now
-        metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        if self.accelerator.is_main_process:
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(f"{json.dumps(metrics)}\n")
-        self.accelerator.log(metrics, step=self.state["update"] + 1)
-
-    def checkpoints(self) -> list[Path]:
-        """The folders of complete checkpoints, checkpoints/<updates made>, the newest last."""
-        return sorted(path.parent for path in self.folder.glob("checkpoints/???????/state.json"))
-
-    def end_update(self) -> None:
-        """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
-        any process. No random state is needed: uniforms and shuffles follow from seed, update and
-        row."""
-        self.state["update"] += 1
-        made = self.state["update"]
-        self.state = json.loads(json.dumps(self.state))  # as a resumed run will read it
-        every = self.args.checkpoint_every or self.num_updates
-        is_stopping = any(gather_object([self.stopped_at]))  # a signal may reach one process only
-        if is_stopping or made % every == 0 or made == self.num_updates:
-            self.save_checkpoint(self.folder / f"checkpoints/{made:07d}")
-        if is_stopping:
-            words = f"{shlex.join(sys.argv)} --resume --output_dir {shlex.quote(str(self.folder))}"
-            self.accelerator.print(f"stopped by a signal; to go on:\n{words}")
-            raise SystemExit(130)
-
-    def save_checkpoint(self, path: Path) -> None:
-        """Writes a checkpoint, and removes all but the newest two."""
-        states = gather_object([json.dumps(self.state)])
-        if len(set(states)) > 1:
-            raise UserError(f"run.state differs between processes, gather it first: {states}")
-        self.accelerator.save_state(str(path))
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            write(path / "state.json", states[0])  # last: now it is complete
-            for old in self.checkpoints()[:-2]:
-                (old / "state.json").unlink()  # first: now it is none
-                shutil.rmtree(old)
-        self.accelerator.wait_for_everyone()  # nobody leaves before it is written
-
-
-def write(path: Path, text: str) -> None:
-    """Writes the file so that it is there as a whole or not at all."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.unlink(missing_ok=True)
-    with open(unfinished, "x") as file:  # a new file: no link is followed
-        file.write(text)
-    unfinished.rename(path)
-
-
+# --- results --------------------------------------------------------------------------------------
 def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str) -> None:
     """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders. The value
     head is a file beside the model whose states it reads."""

@@ -18,18 +18,28 @@ against 2.4e-3 with PyTorch's on the same rollouts.
 
 import contextlib
 import ctypes
+import json
 import math
 import os
+import shlex
+import shutil
+import signal
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.logging import get_logger
-from accelerate.utils import reduce
+from accelerate.utils import broadcast_object_list, gather_object, reduce
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionMaskInterface, Conv1D, PreTrainedModel
@@ -247,20 +257,20 @@ def hold_in_bf16(model: PreTrainedModel, args: Any) -> None:
             module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
 
 
-def make_optimizer(
-    policy: list[nn.Module], critic: list[nn.Module | None], args: Any
-) -> torch.optim.Optimizer:
-    """AdamTF or AdamW (args.adam) over the weights of these modules that are trained.
+CRITIC_PARTS = ("value_head.", "critic.")
 
-    Up to four parameter groups: the policy's matrices and its other weights, then the same of value
-    head and critic (`is_critic`). Only matrices have args.weight_decay. set_learning_rates sets the
-    learning rate of each group. In train_reward.py `policy` is the reward model, and nothing is
-    `critic`.
+
+def make_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
+    """AdamTF or AdamW (args.adam) over all weights of the model that are trained.
+
+    Up to four parameter groups: matrices and other weights, then the same of `value_head` and
+    `critic` (`is_critic`), if the model has parts of these names. Only matrices have
+    args.weight_decay. set_learning_rates sets the learning rate of each group.
     """
     groups = []
-    for is_critic, modules in ((False, policy), (True, critic)):
-        weights = [p for module in modules if module is not None for p in module.parameters()]
-        weights = [p for p in weights if p.requires_grad]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for is_critic in (False, True):
+        weights = [p for name, p in named if is_critic == name.startswith(CRITIC_PARTS)]
         matrices = [p for p in weights if p.dim() > 1]
         others = [p for p in weights if p.dim() <= 1]
         for params, decay in ((matrices, args.weight_decay), (others, 0.0)):
@@ -272,15 +282,6 @@ def make_optimizer(
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
     with explained("optimizer"):
         return optimizer(groups, lr=args.lr, betas=tuple(args.adam_betas), eps=args.adam_eps)
-
-
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """UserError if a weight is to be trained, but no optimizer has it: it would never change, while
-    its gradients counted in the clipping norm."""
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, p in model.named_parameters():
-        if p.requires_grad and id(p) not in known:
-            raise UserError(f"{name} has no optimizer: give its module to make_optimizer")
 
 
 def set_learning_rates(
@@ -353,3 +354,176 @@ def reduce_means(records: list[dict]) -> dict:
         totals.update(record)  # a Counter adds what has the same name, here tensors
     reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
     return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
+
+
+# --- the run's folder -----------------------------------------------------------------------------
+# What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
+# learning rates. Anything else would turn one run into two experiments.
+CHANGEABLE = """resume output_dir track checkpoint_every total_episodes lr
+critic_lr max_kl micro_batch_size gradient_checkpointing""".split()
+
+
+def choose_folder(script: Path, preset: str, args: Any) -> None:
+    """Sets args.output_dir. UserError if it has other files than those of a run to be resumed, or
+    if that run had other settings."""
+    default = f"runs/{script.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # All processes take the first one's: their clocks differ.
+    name = broadcast_object_list([args.output_dir or default])[0]
+    folder = Path(name).expanduser().absolute()
+    args.output_dir = str(folder)
+    files = {path.name for path in folder.glob("*")}
+    can_go_on = "samples.jsonl" not in files or "checkpoints" in files  # else it would start anew
+    if files - {"lock"} and not (args.resume and "lock" in files and can_go_on):
+        raise UserError(
+            f"--output_dir {folder} is not empty: choose another, or --resume if it has checkpoints"
+        )
+    if "args.json" in files:
+        before = vars(type(args)()) | json.loads((folder / "args.json").read_text())["args"]
+        for name, value in json.loads(json.dumps(vars(args))).items():
+            is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
+            if value != before[name] and not is_open:  # load_reward chooses the newest later
+                raise UserError(f"--{name} {value}: {folder} was started with {before[name]}")
+
+
+@dataclass
+class Run:
+    """The folder of a run: args.json, a record of the script and of tf_adam.py, metrics.jsonl,
+    checkpoints/, and at the end samples.jsonl.
+
+    SIGINT and SIGTERM are noted: the run stops at the end of the update, with a checkpoint. After
+    the last update a signal changes nothing. Press Ctrl-C twice to stop at once."""
+
+    accelerator: Accelerator
+    script: Path
+    args: Any
+    num_updates: int
+    # What the loop carries from update to update: equal on all processes, and of JSON's types (keys
+    # are texts, no tensors). A resumed run goes on with the newest checkpoint's. It is refused if
+    # "data", a number made of the data, is another one.
+    state: dict
+    # The same for tensors, on the CPU, which may differ between processes: a copy may keep a replay
+    # buffer here.
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    stopped_at: float = 0.0  # when the first signal came
+
+    def start(self) -> None:
+        """Starts the run, or continues it at its newest checkpoint. The order matters: the folder
+        is looked at with the lock held (until this process ends); no process writes before all have
+        read; and signals end the process, as usual, until all is ready."""
+        accelerator = self.accelerator
+        self.folder = Path(self.args.output_dir)
+        self.lock = FileLock(self.folder / "lock", is_singleton=True)
+        self.state |= {"update": 0, "processes": accelerator.num_processes}
+
+        # the folder; until wait_for_everyone all processes only read what is in it
+        if accelerator.is_main_process:
+            self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
+        choose_folder(self.script, "", self.args)  # again, with the lock: a run may have used it
+
+        for newest in self.checkpoints()[-1:]:  # the newest checkpoint, if there is one
+            saved = json.loads((newest / "state.json").read_text())
+            for name in ("data", "processes"):  # shuffles are per process
+                if saved[name] != self.state[name]:
+                    raise UserError(f"--resume: other {name} than before, see {newest}/state.json")
+            self.state = saved
+            accelerator.load_state(str(newest))
+            for file in newest.glob(self.tensors_file()):
+                self.tensors = load_file(file)
+
+        if self.args.track:
+            wandb = {"id": self.folder.name, "resume": "allow"}
+            accelerator.init_trackers("rlhf", vars(self.args), {"wandb": wandb})
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            self.write_records()
+        # from here on signals stop the run between updates
+        signal.signal(signal.SIGINT, self.note_signal)
+        signal.signal(signal.SIGTERM, self.note_signal)
+        self.last_log = time.monotonic()
+
+    def write_records(self) -> None:
+        """args.json and the scripts, as they were when the run began; metrics.jsonl without the
+        updates after the checkpoint."""
+        log = self.folder / "metrics.jsonl"
+        if not log.exists():
+            about = {
+                "script": self.script.stem,
+                "torch": torch.__version__,
+                "args": vars(self.args),
+            }
+            write(self.folder / "args.json", json.dumps(about, indent=2))
+            for path in (self.script, Path(__file__)):
+                shutil.copy(path, self.folder)
+            log.touch()
+        (self.folder / "samples.jsonl").unlink(missing_ok=True)
+        lines = log.read_text().splitlines(keepends=True)
+        write(log, "".join(lines[: self.state["update"]]))
+
+    def note_signal(self, number: int, frame: object) -> None:
+        """Notes a signal. Launchers may send a process the same one twice, so only a Ctrl-C that
+        comes a second later ends it at once."""
+        now = time.monotonic()
+        self.stopped_at = self.stopped_at or now
+        if number == signal.SIGINT and now > self.stopped_at + 1:
+            raise KeyboardInterrupt
+
+    def log(self, metrics: dict) -> None:
+        """Adds the seconds since the last call (with evaluations and checkpoints) and the peak
+        memory of the GPU. Writes a line of metrics.jsonl, and logs where --track asks for it."""
+        now = time.monotonic()
+        metrics["seconds"] = now - self.last_log
+        self.last_log = now
+        metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        if self.accelerator.is_main_process:
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(f"{json.dumps(metrics)}\n")
+        self.accelerator.log(metrics, step=self.state["update"] + 1)
+
+    def checkpoints(self) -> list[Path]:
+        """The folders of complete checkpoints, checkpoints/<updates made>, the newest last."""
+        return sorted(path.parent for path in self.folder.glob("checkpoints/???????/state.json"))
+
+    def tensors_file(self) -> str:
+        """The name of this process's file of tensors in a checkpoint."""
+        return f"tensors_{self.accelerator.process_index}.safetensors"
+
+    def end_update(self) -> None:
+        """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
+        any process. No random state is needed: uniforms and shuffles follow from seed, update and
+        row."""
+        self.state["update"] += 1
+        made = self.state["update"]
+        self.state = json.loads(json.dumps(self.state))  # as a resumed run will read it
+        every = self.args.checkpoint_every or self.num_updates
+        is_stopping = any(gather_object([self.stopped_at]))  # a signal may reach one process only
+        if is_stopping or made % every == 0 or made == self.num_updates:
+            self.save_checkpoint(self.folder / f"checkpoints/{made:07d}")
+        if is_stopping:
+            words = f"{shlex.join(sys.argv)} --resume --output_dir {shlex.quote(str(self.folder))}"
+            self.accelerator.print(f"stopped by a signal; to go on:\n{words}")
+            raise SystemExit(130)
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes a checkpoint, and removes all but the newest two."""
+        states = gather_object([json.dumps(self.state)])
+        if len(set(states)) > 1:
+            raise UserError(f"run.state differs between processes, gather it first: {states}")
+        self.accelerator.save_state(str(path))
+        if self.tensors:
+            save_file(self.tensors, path / self.tensors_file())
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            write(path / "state.json", states[0])  # last: now it is complete
+            for old in self.checkpoints()[:-2]:
+                (old / "state.json").unlink()  # first: now it is none
+                shutil.rmtree(old)
+        self.accelerator.wait_for_everyone()  # nobody leaves before it is written
+
+
+def write(path: Path, text: str) -> None:
+    """Writes the file so that it is there as a whole or not at all."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.unlink(missing_ok=True)
+    with open(unfinished, "x") as file:  # a new file: no link is followed
+        file.write(text)
+    unfinished.rename(path)
