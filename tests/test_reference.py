@@ -232,7 +232,7 @@ REFERENCES = {
     REWARD: reference_reward.train_reward,
 }
 # What is measured of a run, and not computed.
-MEASURED = ("seconds", "peak_memory_gb", "reserved_memory_gb")
+MEASURED = ("seconds", "peak_memory_gb")
 ROUNDING = 1e-4  # of log-probabilities in fp32, of a whole pass and token by token
 
 

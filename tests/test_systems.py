@@ -600,7 +600,7 @@ def test_top_p_draws_from_the_fewest_tokens_that_hold_so_much() -> None:
     contexts = random_rows((5, 3, 7, 4), seed=1)
     temperature = 0.7
     lm = make_lm("gpt2")
-    policy = qwen.ActorCritic(lm, VOCABULARY, qwen.Args())
+    policy = qwen.ActorCritic(lm, VOCABULARY)
     u = qwen.uniforms(3, 1, 4, 6)
     responses, logprobs = qwen.sample(policy, contexts, u, temperature, 0.6)
     rows = [context + row for context, row in zip(contexts, responses.tolist(), strict=True)]
@@ -649,8 +649,8 @@ def test_full_kl_and_k3_have_the_enumerated_kl_as_mean() -> None:
     script = patched.module("trl_0.9")
     Accelerator(cpu=True)
     args = script.Args(kl_estimator="full", truncate_token=None)
-    policy = script.ActorCritic(make_lm("gpt2", vocab_size=7), 7, args)
-    ref = script.ActorCritic(make_lm("gpt2", vocab_size=7, num_hidden_layers=1), 7, args)
+    policy = script.ActorCritic(make_lm("gpt2", vocab_size=7), 7)
+    ref = script.ActorCritic(make_lm("gpt2", vocab_size=7, num_hidden_layers=1), 7)
     responses = torch.cartesian_prod(torch.arange(7), torch.arange(7))
     queries = [script.Query([3, 1], [3, 1], {"prompt": ""})] * 49
     with pytest.MonkeyPatch.context() as patch:
@@ -717,7 +717,7 @@ def test_the_loss_of_texts_is_what_transformers_computes() -> None:
     Accelerator(cpu=True)
     lm = make_lm("gpt2")
     texts = random_rows((7, 1, 4), seed=2)
-    policy = script.ActorCritic(lm, VOCABULARY, script.Args())
+    policy = script.ActorCritic(lm, VOCABULARY)
     loss, count = script.text_loss(policy, texts)
     expected = 0.0
     for text in (texts[0], texts[2]):
@@ -733,7 +733,7 @@ def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size: i
     script = patched.module("instructgpt")
     accelerator = Accelerator(cpu=True)
     lm = make_lm("gpt2")
-    policy = script.ActorCritic(lm, VOCABULARY, script.Args())
+    policy = script.ActorCritic(lm, VOCABULARY)
     texts = random_rows((7, 2, 4, 5), seed=2)
     zeros = torch.zeros(4, 3)
     batch = script.Batch(
