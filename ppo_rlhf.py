@@ -250,7 +250,7 @@ def main(preset: str, args: Args) -> None:
     accelerator = make_accelerator(args.dtype)
     rank = accelerator.process_index
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    check_settings(args, num_updates, accelerator.num_processes * args.num_minibatches)
+    check_settings(args, num_updates, accelerator.num_processes)
     choose_folder(FILE, preset, args)  # sets args.output_dir
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
     my_rows = slice(rank * share, (rank + 1) * share)
@@ -522,12 +522,14 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
 SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4  # streams of random numbers: default_rng([seed, ..])
 
 
-def shuffle(args: Args, rank: int, update: int, size: int) -> Tensor:
-    """The row numbers (RLOO: query numbers) of an update's minibatches, (num_epochs,
-    num_minibatches, b). Each epoch is a permutation of range(size)."""
+def shuffle(args: Args, rank: int, update: int, num_rows: int) -> Tensor:
+    """The row numbers of an update's minibatches, (num_epochs, num_minibatches, b). Each epoch is a
+    permutation of all rows. In RLOO the k rows of a query stay side by side."""
     generator = np.random.default_rng([args.seed, ROWS, rank, update])
-    epochs = [generator.permutation(size) for _ in range(args.num_epochs)]
-    return torch.tensor(np.array(epochs)).view(args.num_epochs, args.num_minibatches, -1)
+    k = getattr(args, "rloo_k", 1)
+    epochs = [generator.permutation(num_rows // k) for _ in range(args.num_epochs)]
+    rows = torch.tensor(np.array(epochs)).unsqueeze(2) * k + torch.arange(k)
+    return rows.view(args.num_epochs, args.num_minibatches, -1)
 
 
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
@@ -729,7 +731,7 @@ def entropy(all_logprobs: Tensor) -> Tensor:
 
 class ActorCritic(Module):
     """A policy and a value head, which reads the states of the policy's trunk or of a critic's.
-    Heads compute in fp32 where the trunk computes in bf16 (see patch_layers)."""
+    Heads compute in fp32 where trunks compute in bf16: see patch_layers in tf_adam.py."""
 
     def __init__(self, lm: Model, num_tokens: int, critic: Model | None = None) -> None:
         super().__init__()
@@ -746,12 +748,12 @@ class ActorCritic(Module):
     def forward(
         self, ids: Tensor, mask: Tensor, last: int = 1, cache: DynamicCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits (b, last, V) and values (b, last), in fp32, at the last tokens of ids (b, T). V is
-        the tokenizer's size; some models have more embeddings. With a cache, which is for sampling,
-        there are no values."""
+        """Logits (b, last, V), in fp32, at the last tokens of ids (b, T). V is the tokenizer's
+        size; some models have more embeddings. And values (b, last), or None with a cache, which is
+        for sampling."""
         options = {"logits_to_keep": last, "output_hidden_states": cache is None}
         output = read(self.lm, ids, mask, cache, **options)
-        logits = output.logits[..., : self.num_tokens]
+        logits = output.logits[:, -last:, : self.num_tokens]
         if cache is not None:
             return logits, None
         states = output.hidden_states[-1]
@@ -1129,13 +1131,17 @@ def write_samples(samples: pd.DataFrame, folder: str) -> None:
 
 
 # --- entry point ----------------------------------------------------------------------------------
-def check_settings(args: Args, num_updates: int, divisor: int) -> None:
+def check_settings(args: Args, num_updates: int, num_processes: int) -> None:
     """UserError for settings that do not go together."""
+    k = getattr(args, "rloo_k", 1)
+    divisor = num_processes * args.num_minibatches * k
     if args.batch_size % divisor:
         raise UserError(
             f"--batch_size {args.batch_size} must be a multiple of {divisor} "
             "(processes x minibatches x RLOO's responses per query)"
         )
+    if args.micro_batch_size % k:
+        raise UserError(f"--micro_batch_size must be a multiple of --rloo_k {k}")
     if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(f"--truncate_after {args.truncate_after} must be below --response_length")
     if args.adaptive_kl_target and args.batch_size >= 5 * args.kl_horizon:

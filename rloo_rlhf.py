@@ -242,10 +242,7 @@ def main(preset: str, args: Args) -> None:
     accelerator = make_accelerator(args.dtype)
     rank = accelerator.process_index
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    k = args.rloo_k
-    check_settings(args, num_updates, accelerator.num_processes * args.num_minibatches * k)
-    if args.micro_batch_size % k:
-        raise UserError(f"--micro_batch_size must be a multiple of --rloo_k {k}")
+    check_settings(args, num_updates, accelerator.num_processes)
     choose_folder(FILE, preset, args)  # sets args.output_dir
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
     my_rows = slice(rank * share, (rank + 1) * share)
@@ -259,6 +256,7 @@ def main(preset: str, args: Args) -> None:
     data = crc32(np.concatenate([query.context for query in queries]))
     longest = max(len(query.context) for query in queries) + args.response_length
     held_out, queries = hold_out(queries, args.eval_queries)
+    k = args.rloo_k
     held_out = [query for query in held_out for _ in range(k)]  # k rows each
     score_fn = load_reward("reward_model", args, preset, tokenizer, longest)
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
@@ -285,8 +283,7 @@ def main(preset: str, args: Args) -> None:
         batch = rollout(policy, my_queries, u, truncate_id, args)
         # These passes use the first epoch's micro-batches, so in the first optimizer step
         # padding and rounding match: every ratio is 1, on a CPU exactly.
-        epochs = shuffle(args, rank, update, share // k)  # of queries; next, of their k rows
-        epochs = (epochs.unsqueeze(3) * k + torch.arange(k)).flatten(2)
+        epochs = shuffle(args, rank, update, share)  # (num_epochs, num_minibatches, b)
         set_logprobs(batch, policy, ref, epochs[0], args)
 
         # 2. score: that of the truncated response, or a penalty where it never ends
@@ -450,12 +447,14 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
 SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4  # streams of random numbers: default_rng([seed, ..])
 
 
-def shuffle(args: Args, rank: int, update: int, size: int) -> Tensor:
-    """The row numbers (RLOO: query numbers) of an update's minibatches, (num_epochs,
-    num_minibatches, b). Each epoch is a permutation of range(size)."""
+def shuffle(args: Args, rank: int, update: int, num_rows: int) -> Tensor:
+    """The row numbers of an update's minibatches, (num_epochs, num_minibatches, b). Each epoch is a
+    permutation of all rows. In RLOO the k rows of a query stay side by side."""
     generator = np.random.default_rng([args.seed, ROWS, rank, update])
-    epochs = [generator.permutation(size) for _ in range(args.num_epochs)]
-    return torch.tensor(np.array(epochs)).view(args.num_epochs, args.num_minibatches, -1)
+    k = getattr(args, "rloo_k", 1)
+    epochs = [generator.permutation(num_rows // k) for _ in range(args.num_epochs)]
+    rows = torch.tensor(np.array(epochs)).unsqueeze(2) * k + torch.arange(k)
+    return rows.view(args.num_epochs, args.num_minibatches, -1)
 
 
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
@@ -657,7 +656,7 @@ def entropy(all_logprobs: Tensor) -> Tensor:
 
 class Actor(Module):
     """A policy. The k responses to a query are always adjacent rows, so the query is read once.
-    The head computes in fp32 where the trunk computes in bf16 (see patch_layers)."""
+    Heads compute in fp32 where trunks compute in bf16: see patch_layers in tf_adam.py."""
 
     def __init__(self, lm: Model, num_tokens: int, args: Args) -> None:
         super().__init__()
@@ -677,7 +676,7 @@ class Actor(Module):
             cache = read_queries(self.lm, ids[:: self.k, :n], mask[:: self.k, :n], self.k, cache)
             ids = ids[:, n:]
         output = read(self.lm, ids, mask, cache, logits_to_keep=last)
-        return output.logits[..., : self.num_tokens], 0.0
+        return output.logits[:, -last:, : self.num_tokens], 0.0
 
 
 def read_queries(
@@ -1054,13 +1053,17 @@ def write_samples(samples: pd.DataFrame, folder: str) -> None:
 
 
 # --- entry point ----------------------------------------------------------------------------------
-def check_settings(args: Args, num_updates: int, divisor: int) -> None:
+def check_settings(args: Args, num_updates: int, num_processes: int) -> None:
     """UserError for settings that do not go together."""
+    k = getattr(args, "rloo_k", 1)
+    divisor = num_processes * args.num_minibatches * k
     if args.batch_size % divisor:
         raise UserError(
             f"--batch_size {args.batch_size} must be a multiple of {divisor} "
             "(processes x minibatches x RLOO's responses per query)"
         )
+    if args.micro_batch_size % k:
+        raise UserError(f"--micro_batch_size must be a multiple of --rloo_k {k}")
     if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(f"--truncate_after {args.truncate_after} must be below --response_length")
     if args.adaptive_kl_target and args.batch_size >= 5 * args.kl_horizon:

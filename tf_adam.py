@@ -414,6 +414,7 @@ class Run:
         self.folder = Path(self.args.output_dir)
         self.lock = FileLock(self.folder / "lock", is_singleton=True)
         self.state |= {"update": 0, "processes": accelerator.num_processes}
+        self.state_as_json()  # fails now, if it would fail after the first update
 
         # the folder; until wait_for_everyone all processes only read what is in it
         if accelerator.is_main_process:
@@ -493,27 +494,34 @@ class Run:
         row."""
         self.state["update"] += 1
         made = self.state["update"]
-        self.state = json.loads(json.dumps(self.state))  # as a resumed run will read it
+        text = self.state_as_json()
         every = self.args.checkpoint_every or self.num_updates
         is_stopping = any(gather_object([self.stopped_at]))  # a signal may reach one process only
         if is_stopping or made % every == 0 or made == self.num_updates:
-            self.save_checkpoint(self.folder / f"checkpoints/{made:07d}")
+            self.save_checkpoint(self.folder / f"checkpoints/{made:07d}", text)
         if is_stopping:
             words = f"{shlex.join(sys.argv)} --resume --output_dir {shlex.quote(str(self.folder))}"
             self.accelerator.print(f"stopped by a signal; to go on:\n{words}")
             raise SystemExit(130)
 
-    def save_checkpoint(self, path: Path) -> None:
+    def state_as_json(self) -> str:
+        """The state in JSON. UserError if a resumed run would not read the same from it."""
+        with explained("run.state must be of JSON's types"):
+            text = json.dumps(self.state)
+        if json.loads(text) != self.state:
+            raise UserError("run.state needs texts as keys, and lists in place of tuples")
+        return text
+
+    def save_checkpoint(self, path: Path, state: str) -> None:
         """Writes a checkpoint, and removes all but the newest two."""
-        states = gather_object([json.dumps(self.state)])
-        if len(set(states)) > 1:
-            raise UserError(f"run.state differs between processes, gather it first: {states}")
+        if len(set(gather_object([state]))) > 1:
+            raise UserError(f"run.state differs between processes, gather it first: {state}")
         self.accelerator.save_state(str(path))
         if self.tensors:
             save_file(self.tensors, path / self.tensors_file())
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            write(path / "state.json", states[0])  # last: now it is complete
+            write(path / "state.json", state)  # last: now it is complete
             for old in self.checkpoints()[:-2]:
                 (old / "state.json").unlink()  # first: now it is none
                 shutil.rmtree(old)

@@ -443,7 +443,7 @@ class Reference:
     def __call__(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> tuple[Tensor, None]:
         """Logits (B, 1, V) after ids, in fp32; and no values."""
         logits = read(self.lm, ids, mask, cache, logits_to_keep=1).logits
-        return logits[..., : self.num_tokens], None
+        return logits[:, -1:, : self.num_tokens], None
 
 
 class RewardModel(Module):

@@ -93,11 +93,8 @@ def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any
 
 
 def shuffle(args: Any, update: int) -> Tensor:
-    """Rows of the minibatches of an update, (epochs, minibatches, n): those of a query stay
-    together."""
-    k = responses_per_query(args)
-    queries = ppo_rlhf.shuffle(args, 0, update, args.batch_size // k)
-    return (queries.unsqueeze(3) * k + torch.arange(k)).flatten(2)
+    """The rows of an update's minibatches, as on a single process."""
+    return ppo_rlhf.shuffle(args, 0, update, args.batch_size)
 
 
 def rollout(

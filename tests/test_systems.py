@@ -707,7 +707,7 @@ def test_a_value_after_the_end_needs_the_mask(tmp_path: Path) -> None:
     words = [*WORDS[PPO], "--value_after_end"]
     script = str(patched.script("trl_1.12"))
     status, _, errors = fork_tools.run(script, words, copy(kit(), tmp_path))
-    assert status == 2
+    assert status == 1
     assert errors.endswith("trl_1.12.py: --value_after_end needs --mask_truncated\n")
 
 
@@ -779,7 +779,7 @@ def test_coefficient_and_texts_need_each_other(tmp_path: Path) -> None:
         folder = copy(kit(), tmp_path / flags[2:10])
         words = [*WORDS[PPO], *flags.split()]
         status, _, errors = fork_tools.run(script, words, folder)
-        assert status == 2
+        assert status == 1
         assert errors.endswith("instructgpt.py: --ptx_coef and --ptx_dataset need each other\n")
 
 
@@ -867,7 +867,7 @@ def test_more_layers_than_there_are_is_an_error(tmp_path: Path) -> None:
     words = [*WORDS[PPO], "--unfrozen_layers", "3"]
     script = str(patched.script("trlx"))
     status, _, errors = fork_tools.run(script, words, copy(kit(), tmp_path))
-    assert status == 2
+    assert status == 1
     assert errors.endswith("trlx.py: --unfrozen_layers 3: there are 2 layers\n")
 
 
