@@ -1,7 +1,6 @@
-"""Adam as TensorFlow 1.x computes it, the optimizer behind OpenAI's lm-human-preferences, and what
-else has nothing to do with RLHF: errors, the processes and settings of torch, which weights are
-trained and how the others are held, parameter groups, learning rates, clipping, and sums and means
-over processes.
+"""Adam as TensorFlow 1.x computes it, the optimizer behind OpenAI's lm-human-preferences. Below it
+stands what else the scripts share because it is not about RLHF: errors, processes and settings of
+torch, layers and adapters, learning rates, sums over processes, and the run's folder.
 
 PyTorch implements Algorithm 1 of Kingma & Ba (2015, arXiv:1412.6980), TensorFlow the reordering in
 the paragraph before its section 2.1. With m, v the moving averages and t the step, counted from 1:
@@ -50,26 +49,7 @@ from transformers.utils import ModelOutput
 logger = get_logger(__name__)
 
 
-class UserError(Exception):
-    """An error that the user can fix. A script prints its text, like that of an OSError, as one
-    line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
-
-
-@contextlib.contextmanager
-def explained(what: str, kind: type = Exception) -> Iterator[None]:
-    """An error of this kind in the block becomes a UserError: `what`, and the cause. Around calls
-    of libraries any kind, around functions of the scripts UserError: their faults keep their
-    traceback."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{what}: {error}") from error
-    except kind as error:
-        # The cause of a library's error often says more than the error; some have no text.
-        cause = error.__cause__ or str(error) or repr(error)
-        raise UserError(f"{what}: {cause} (RLHF_DEBUG=1 shows more)") from error
-
-
+# --- Adam -----------------------------------------------------------------------------------------
 class AdamTF(torch.optim.Adam):
     """TensorFlow-style Adam with the kernels, state and options of `torch.optim.Adam`.
 
@@ -134,6 +114,28 @@ def can_be_fused(p: Tensor) -> bool:
     return p.is_floating_point() and p.device.type in ("cpu", "cuda")
 
 
+# --- errors ---------------------------------------------------------------------------------------
+class UserError(Exception):
+    """An error that the user can fix. A script prints its text, like that of an OSError, as one
+    line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
+
+
+@contextlib.contextmanager
+def explained(what: str, kind: type = Exception) -> Iterator[None]:
+    """An error of this kind in the block becomes a UserError: `what`, and the cause. Around calls
+    of libraries any kind, around functions of the scripts UserError: their faults keep their
+    traceback."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
+    except kind as error:
+        # The cause of a library's error often says more than the error; some have no text.
+        cause = error.__cause__ or str(error) or repr(error)
+        raise UserError(f"{what}: {cause} (RLHF_DEBUG=1 shows more)") from error
+
+
+# --- processes and settings of torch --------------------------------------------------------------
 def set_up_torch(dtype: str) -> None:
     """Settings for speed and memory, made before the first tensor: --dtype is "fp32", "tf32" or
     "bf16". They change results by rounding only."""
@@ -187,6 +189,7 @@ def check_launch(accelerator: Accelerator) -> None:
         )
 
 
+# --- models ---------------------------------------------------------------------------------------
 def patch_layers(model: PreTrainedModel, args: Any) -> None:
     """Changes how the model computes: padding is an embedding like any other, and GELU is faster.
     With args.dtype "bf16" the trunk computes in bf16, but the heads do not. With
@@ -257,6 +260,7 @@ def hold_in_bf16(model: PreTrainedModel, args: Any) -> None:
             module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
 
 
+# --- optimizer and learning rates -----------------------------------------------------------------
 CRITIC_PARTS = ("value_head.", "critic.")
 
 
@@ -308,6 +312,7 @@ def set_learning_rates(
             group["lr"] = 0.0
 
 
+# --- sums and means over processes ----------------------------------------------------------------
 def averaging(
     accelerator: Accelerator, model: nn.Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
@@ -424,7 +429,7 @@ class Run:
         for newest in self.checkpoints()[-1:]:  # the newest checkpoint, if there is one
             saved = json.loads((newest / "state.json").read_text())
             for name in ("data", "processes"):  # shuffles are per process
-                if saved[name] != self.state[name]:
+                if saved.get(name, self.state[name]) != self.state[name]:
                     raise UserError(f"--resume: other {name} than before, see {newest}/state.json")
             self.state = saved
             accelerator.load_state(str(newest))
@@ -444,18 +449,19 @@ class Run:
 
     def write_records(self) -> None:
         """args.json and the scripts, as they were when the run began; metrics.jsonl without the
-        updates after the checkpoint."""
+        updates after the checkpoint. A resumed run says if a script has changed since."""
         log = self.folder / "metrics.jsonl"
         if not log.exists():
-            about = {
-                "script": self.script.stem,
-                "torch": torch.__version__,
-                "args": vars(self.args),
-            }
+            versions = {"script": self.script.stem, "torch": torch.__version__}
+            about = versions | {"args": vars(self.args)}
             write(self.folder / "args.json", json.dumps(about, indent=2))
             for path in (self.script, Path(__file__)):
                 shutil.copy(path, self.folder)
             log.touch()
+        for path in (self.script, Path(__file__)):
+            record = self.folder / path.name
+            if record.exists() and record.read_bytes() != path.read_bytes():
+                print(f"{path.name} is no longer as it was when the run began, see {record}")
         (self.folder / "samples.jsonl").unlink(missing_ok=True)
         lines = log.read_text().splitlines(keepends=True)
         write(log, "".join(lines[: self.state["update"]]))
