@@ -235,7 +235,14 @@ def responses(example: Example) -> str:
         words = f"{example.raw_scores[i]:.0f}"
         score = f"{batch.scores[i]:.0f}"
         rows.append([NAMES[i], f"`{kept}`", f"`{rest}`" if rest else "", found, words, score])
-    heads = ["", "response", "tokens after its end", "has an end", "happy words", "score"]
+    heads = [
+        "",
+        "response",
+        "tokens after its end",
+        "has an end",
+        "happy words",
+        "score",
+    ]
     return table(heads, rows)
 
 
@@ -286,7 +293,14 @@ def ppo_parts(example: Example) -> dict[str, str]:
     parts["whiten"] = moments_of(batch.rewards, "the 20 rewards", mask)
     parts["gae by hand"] = gae_by_hand(batch, whitened, raw, args)
     heads = ["whitened reward", "V", "delta", "A", "return", "whitened A"]
-    columns = [whitened, batch.values, delta, raw, batch.returns, batch.advantages]
+    columns = [
+        whitened,
+        batch.values,
+        delta,
+        raw,
+        batch.returns,
+        batch.advantages,
+    ]
     parts["advantages A"] = by_token(example, 0, heads, columns)
     parts["advantages B"] = by_token(example, 1, ["reward", *heads], [batch.rewards, *columns])
     parts["whiten advantages"] = moments_of(raw, "the 20 advantages", mask)
