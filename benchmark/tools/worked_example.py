@@ -62,8 +62,9 @@ class Example:
 def make_policy(script: Any, args: Any) -> Any:
     """The model of tiny/ as the script's policy."""
     lm = AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation="eager").eval()
-    policy_class = ppo_rlhf.ActorCritic if script is ppo_rlhf else rloo_rlhf.Actor
-    return policy_class(lm, lm.config.vocab_size, args)
+    if script is ppo_rlhf:
+        return ppo_rlhf.ActorCritic(lm, lm.config.vocab_size)
+    return rloo_rlhf.Actor(lm, lm.config.vocab_size, args)
 
 
 def read_queries(tokenizer: Any) -> list[Any]:
@@ -113,7 +114,7 @@ def work_out() -> tuple[Example, Example]:
     args = ppo_rlhf.Args(**SETTINGS)
     policy = make_policy(ppo_rlhf, args)
     ref = make_policy(ppo_rlhf, args)
-    optimizer = make_optimizer([policy.lm], [policy.value_head, policy.critic], args)
+    optimizer = make_optimizer(policy, args)
     wrapped, optimizer = accelerator.prepare(policy, optimizer)
 
     # a few updates on other queries
@@ -172,7 +173,7 @@ def update_by_ppo(
 
 def update_by_rloo(accelerator: Accelerator, actor: Any, example: Example, args: Any) -> None:
     """The same for RLOO, with a new optimizer."""
-    optimizer = make_optimizer([actor.lm], [], args)
+    optimizer = make_optimizer(actor, args)
     wrapped, optimizer = accelerator.prepare(actor, optimizer)
     set_learning_rates(optimizer, 0, 0.0, args)
     rows = all_rows(example)

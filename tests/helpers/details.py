@@ -524,7 +524,7 @@ TOUR = [
     ),
     (
         "# --- models",
-        "Plumbing that you can skip: loading models and data, the run's folder, flags",
+        "Plumbing that you can skip: loading models and data, results, flags. More is in `tf_adam.py`",
     ),
 ]
 
