@@ -36,6 +36,7 @@ BASES = {
     "length_penalty": PPO,
     "llama2": PPO,
     "qwen": PPO,
+    "reinforce_pp": RLOO,
     "trl_0.9": PPO,
     "trl_1.12": PPO,
     "trl_rloo": RLOO,
