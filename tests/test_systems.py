@@ -29,6 +29,7 @@ from trl_tools import COMMON, PPO09, PPO112
 import rloo_rlhf
 
 BASES = {
+    "dapo": RLOO,
     "deepspeed_chat": PPO,
     "dr_grpo": RLOO,
     "grpo": RLOO,
