@@ -33,6 +33,7 @@ BASES = {
     "deepspeed_chat": PPO,
     "dr_grpo": RLOO,
     "grpo": RLOO,
+    "gspo": RLOO,
     "instructgpt": PPO,
     "length_penalty": PPO,
     "llama2": PPO,
