@@ -43,6 +43,7 @@ BASES = {
     "trl_1.12": PPO,
     "trl_rloo": RLOO,
     "trlx": PPO,
+    "vapo": PPO,
 }
 NOT_SAID = "not said"
 UNTIL_EOS = {  # a response ends with the EOS, and costs nothing where it does not
@@ -282,6 +283,7 @@ OWN_SIZES = {
     "deepspeed_chat": "--lr_warmup 1",  # of two updates
     "instructgpt": "--lr_warmup 1 --ptx_dataset queries.jsonl",
     "qwen": "--critic_warmup 1",
+    "vapo": "--critic_warmup 1",
     "trlx": "--unfrozen_layers 1",  # of two
 }
 
