@@ -39,6 +39,7 @@ BASES = {
     "llama2": PPO,
     "qwen": PPO,
     "reinforce_pp": RLOO,
+    "tis": PPO,
     "trl_0.9": PPO,
     "trl_1.12": PPO,
     "trl_rloo": RLOO,
