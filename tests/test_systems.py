@@ -39,6 +39,7 @@ BASES = {
     "llama2": PPO,
     "qwen": PPO,
     "reinforce_pp": RLOO,
+    "rm_ensemble": PPO,
     "tis": PPO,
     "trl_0.9": PPO,
     "trl_1.12": PPO,
@@ -284,6 +285,7 @@ OWN_SIZES = {
     "deepspeed_chat": "--lr_warmup 1",  # of two updates
     "instructgpt": "--lr_warmup 1 --ptx_dataset queries.jsonl",
     "qwen": "--critic_warmup 1",
+    "rm_ensemble": "--more_reward_models judge",
     "vapo": "--critic_warmup 1",
     "trlx": "--unfrozen_layers 1",  # of two
 }
@@ -450,7 +452,7 @@ def without_times(row: dict[str, float]) -> dict[str, float]:
     return {name: x for name, x in row.items() if not name.endswith(times)}
 
 
-FLAGLESS = "instructgpt trlx trl_0.9 trl_1.12 qwen llama2".split()
+FLAGLESS = "instructgpt trlx trl_0.9 trl_1.12 qwen llama2 rm_ensemble".split()
 
 
 @pytest.mark.parametrize("name", FLAGLESS)
