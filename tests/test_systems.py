@@ -37,6 +37,7 @@ BASES = {
     "instructgpt": PPO,
     "length_penalty": PPO,
     "llama2": PPO,
+    "margin": REWARD,
     "qwen": PPO,
     "reinforce_pp": RLOO,
     "rm_ensemble": PPO,
