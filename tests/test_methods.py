@@ -2,12 +2,11 @@
 implementation (helpers/reference.py), into which each method is put here as its paper has it, one
 response at a time. Metrics, samples and weights are compared.
 
-Each copy runs in one process on the simulated device, for one update of two minibatches; and in two
-processes, for two updates of one minibatch. A minibatch consists of several micro-batches. No patch
-has a state of its own, but one run of each script is stopped in between and resumed.
+Each copy runs for one update of two minibatches in one process on the simulated device; and for two
+epochs of one minibatch in two processes. A minibatch consists of several micro-batches. No patch
+has a state of its own, but runs of two updates are stopped in between and resumed.
 """
 
-import functools
 import json
 import math
 import statistics
@@ -16,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +34,8 @@ from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO
 from reference import CLIP_EDGE, OFF, Numbers, note, read
 from reference_rloo import NAMES
-from run_tools import read_lines, to_lines
-from test_reference import MEASURED, RL, compare, compare_weights, words
+from run_tools import read_lines, read_metrics, to_lines
+from test_reference import RL, compare, compare_weights, words
 from tiny_models import save_classifier
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -60,7 +60,8 @@ SETTINGS = RL | {
     "cliprange": 0.05,
     "seed": 7,
 }
-TWO_PROCESSES = {"total_episodes": 24, "num_minibatches": 1, "num_epochs": 2}
+TWO_PROCESSES = {"num_minibatches": 1, "num_epochs": 2}
+TWO_UPDATES = {"total_episodes": 24}
 K_RESPONSES = {"rloo_k": 3}
 CRITIC = {
     "cliprange_value": 0.05,
@@ -76,23 +77,15 @@ SAMPLED = "= sample(policy, contexts, u, args.temperature)"
 
 # --- the methods, one response at a time ----------------------------------------------------------
 def clipped_loss(
-    high: float,
-    limit: float,
-    log_ratio: Tensor,
-    advantages: Any,
-    low: float,
-    means: Any,
-    names: Any,
+    high: float, log_ratio: Tensor, advantages: Any, low: float, means: Numbers, names: Any
 ) -> Tensor:
-    """As that of reference.py, but ratios are clipped to 1 - low and 1 + high, and losses to a
-    limit."""
+    """As that of reference.py, but ratios are clipped to 1 - low and 1 + high."""
     ratio = log_ratio.exp()
     gain = advantages * ratio
     for edge in (1 - low, 1 + high):
         assert (ratio - edge).abs().min() > CLIP_EDGE, "clipped or not: take another seed"
-    assert (gain + limit).abs().min() > CLIP_EDGE, "clipped or not: take another seed"
     near_gain = advantages * ratio.clamp(1 - low, 1 + high)
-    loss = -torch.minimum(gain, near_gain).clamp(min=-limit)
+    loss = -torch.minimum(gain, near_gain)
     note(means, names["loss"], loss)
     note(means, names["ratio"], ratio)
     note(means, names["approxkl"], log_ratio**2 / 2)
@@ -115,7 +108,7 @@ def as_rloo(set_advantages: Callable, loss_of: Callable, s: Any) -> dict:
     """What takes the place of RLOO in the second implementation."""
     return {
         (reference_rl, "set_leave_one_out"): set_advantages,
-        (reference_rl, "rloo_step"): functools.partial(step, loss_of),
+        (reference_rl, "rloo_step"): partial(step, loss_of),
     }
 
 
@@ -172,15 +165,12 @@ def in_kept_groups(rows: list[Any], k: int, kl_coef: float) -> None:
 
 
 def loss_of_dapo(row: Any, log_ratio: Tensor, every: list, s: Any, means: Any) -> Tensor | None:
-    """Yu et al. 2025, equation 8; Ye et al. 2020, equation 5."""
+    """Yu et al. 2025, equation 8."""
     note(means, "objective/kept", row.kept)
     if not row.counts:
         return None
-    limit = math.inf
-    if row.advantages < 0 and s.dual_clip is not None:
-        limit = -s.dual_clip * row.advantages
     high = s.cliprange_high
-    loss = clipped_loss(high, limit, log_ratio, row.advantages, s.cliprange, means, NAMES)
+    loss = clipped_loss(high, log_ratio, row.advantages, s.cliprange, means, NAMES)
     return loss.sum() / sum(other.count for other in every if other.counts)
 
 
@@ -188,7 +178,7 @@ def loss_of_gspo(row: Any, log_ratio: Tensor, every: list, s: Any, means: Number
     """Zheng et al. 2025, equations 5 and 7."""
     ratio = log_ratio.sum() / row.count
     high = s.cliprange_high
-    loss = clipped_loss(high, math.inf, ratio, row.advantages, s.cliprange, means, NAMES)
+    loss = clipped_loss(high, ratio, row.advantages, s.cliprange, means, NAMES)
     return loss / len(every)
 
 
@@ -207,9 +197,7 @@ def as_vapo(s: Any) -> dict:
     """What takes the place of PPO's parts."""
     return {
         (reference_ppo, "set_advantages"): decoupled,
-        (reference_ppo, "clipped_loss"): functools.partial(
-            clipped_loss, s.cliprange_high, math.inf
-        ),
+        (reference_ppo, "clipped_loss"): partial(clipped_loss, s.cliprange_high),
     }
 
 
@@ -281,21 +269,23 @@ class Method:
     other: dict[str, Any] = field(default_factory=dict)
 
 
-GRPO = functools.partial(as_rloo, functools.partial(in_groups, 1e-4), loss_of_grpo)
-GSPO = functools.partial(as_rloo, functools.partial(in_groups, 1e-4), loss_of_gspo)
-DAPO = functools.partial(as_rloo, in_kept_groups, loss_of_dapo)
-REINFORCE_PP = functools.partial(as_rloo, over_the_batch, loss_of_tokens)
+GRPO = partial(as_rloo, partial(in_groups, 1e-4), loss_of_grpo)
+GSPO = partial(as_rloo, partial(in_groups, 1e-4), loss_of_gspo)
+DAPO = partial(as_rloo, in_kept_groups, loss_of_dapo)
+REINFORCE_PP = partial(as_rloo, over_the_batch, loss_of_tokens)
 OF_DAPO = {"kl_coef": 0.0, "reward_model": None, "reward_fn": "reference_tools:coarse"}
-OF_DAPO |= {"penalty_reward_value": 0.0, "cliprange_high": 0.08, "dual_clip": 1.07}
+OF_DAPO |= {"penalty_reward_value": 0.0, "cliprange_high": 0.08}
 OF_GSPO = {"kl_coef": 0.0, "cliprange": 3e-3, "cliprange_high": 4e-3}
 OF_VAPO = {"cliprange_high": 0.08, "lam_critic": 1.0, "lam_alpha": None}
 LATER = {"lam_critic": 0.9, "lam_alpha": 0.4, "critic": "reward", "critic_warmup": 1}
+LATER |= TWO_UPDATES
+THREE_EACH = {"rloo_k": 3} | TWO_UPDATES
 JUDGES = {"more_reward_models": ("judge2", "judge3"), "ensemble": "minimum"}
 MEAN = {"ensemble": "mean"}
 METHODS = {
     "grpo": Method("grpo", RLOO, GRPO, {"unbiased_kl": True}, {"unbiased_kl": False}),
-    "reinforce_pp": Method("reinforce_pp", RLOO, REINFORCE_PP, {"rloo_k": 1}, {"rloo_k": 3}),
-    "dapo": Method("dapo", RLOO, DAPO, OF_DAPO, {"dual_clip": None}),
+    "reinforce_pp": Method("reinforce_pp", RLOO, REINFORCE_PP, {"rloo_k": 1}, THREE_EACH),
+    "dapo": Method("dapo", RLOO, DAPO, OF_DAPO, TWO_UPDATES),
     "dapo, no ends": Method("dapo", RLOO, DAPO, OF_DAPO, {"truncate_token": "w2"}),
     "gspo": Method("gspo", RLOO, GSPO, OF_GSPO, {"lr": 1e-4}),
     "vapo": Method("vapo", PPO, as_vapo, OF_VAPO, LATER),
@@ -305,8 +295,6 @@ METHODS = {
     "rm_ensemble of RLOO": Method("rm_ensemble", RLOO, as_ensemble, JUDGES),
 }
 MARGIN = Method("margin", REWARD, dict, {})
-RESUMED = (METHODS["dapo"], METHODS["vapo"])
-NOT_COMPUTED = (*MEASURED, "first_ratio_error", "sampling_error")
 NOT_ON_DEVICE = ("dapo, no ends", "tis of RLOO", "rm_ensemble of RLOO")  # in other runs it was
 RUNS = [(name, False) for name in METHODS]
 RUNS += [(name, True) for name in METHODS if name not in NOT_ON_DEVICE]
@@ -349,14 +337,13 @@ def launch(method: Method, flags: list[str], is_on_device: bool, kit: Path, fold
     if is_on_device:
         flags = ["--report", str(folder / "report.json"), script, *flags]
         status, _, errors = fork_tools.run(RUNNER, flags, kit)
-        assert status == 0, errors
-        return
-    if method in RESUMED:
-        stop = (reference_tools.stop_in_update, 1)
-        status, _, errors = fork_tools.run_on(2, script, flags, kit, stop)
-        assert status == 130, errors
-        flags = [*flags, "--resume"]
-    status, _, errors = fork_tools.run_on(2, script, flags, kit)
+    else:
+        if "total_episodes" in method.other:
+            stop = (reference_tools.stop_in_update, 1)
+            status, _, errors = fork_tools.run_on(2, script, flags, kit, stop)
+            assert status == 130, errors
+            flags = [*flags, "--resume"]
+        status, _, errors = fork_tools.run_on(2, script, flags, kit)
     assert status == 0, errors
 
 
@@ -379,9 +366,9 @@ def test_a_method_is_what_its_paper_says(
         launch(method, flags, is_on_device, kit, tmp_path)
         expected = future.result()
 
-    made = read_lines(out / "metrics.jsonl")
+    made = read_metrics(out)
     for row in made:
-        for metric in NOT_COMPUTED:
+        for metric in ("first_ratio_error", "sampling_error"):
             assert math.isfinite(row.pop(metric))
     if name == "grpo":
         for row in expected.metrics:  # the KL is no part of the reward
@@ -393,8 +380,8 @@ def test_a_method_is_what_its_paper_says(
 
 
 # --- rewards of labels ----------------------------------------------------------------------------
-SHARED = "query_dataset query_length start_text end_text lr adam adam_eps seed"
-LABELS = {name: SETTINGS[name] for name in SHARED.split()} | {
+LABELS = "query_dataset query_length start_text end_text lr adam adam_eps seed"
+LABELS = {name: SETTINGS[name] for name in LABELS.split()} | {
     "base_model": "judge1",
     "num_labels": 8,
     "normalization_samples": 0,
@@ -434,9 +421,9 @@ def train_with_margins(rows: list[dict[str, Any]], s: Any, kit: Path) -> SimpleN
         note(means, "train/gradient_norm", adam.step(s.lr, 0.0))
         metrics.append({name: reference.mean_of(numbers) for name, numbers in means.items()})
         metrics[-1]["train/lr"] = s.lr
-    results = {"gain": gain.item(), "bias": bias.item()}
-    weights = reference.weights_of(files)
-    return SimpleNamespace(metrics=metrics, results=results, start=start, weights=weights)
+    found = SimpleNamespace(metrics=metrics, start=start, weights=reference.weights_of(files))
+    found.results = {"gain": gain.item(), "bias": bias.item()}
+    return found
 
 
 @pytest.mark.parametrize("is_on_device", [True, False], ids=["device", "two processes"])
@@ -449,11 +436,7 @@ def test_margins_and_centering_are_what_the_papers_say(
     launch(MARGIN, flags, is_on_device, kit, tmp_path)
     rows = read_lines(kit / table)
     expected = train_with_margins(rows, SimpleNamespace(**OFF | LABELS), kit)
-    made = read_lines(tmp_path / "out/metrics.jsonl")
-    for row in made:
-        for metric in MEASURED:
-            del row[metric]
-    odd = compare(made, expected.metrics, "metrics")
+    odd = compare(read_metrics(tmp_path / "out"), expected.metrics, "metrics")
     results = json.loads((tmp_path / "out/results.json").read_text())
     odd += compare(results, expected.results, "results")
     assert not odd + compare_weights(tmp_path / "out", expected)
@@ -462,11 +445,8 @@ def test_margins_and_centering_are_what_the_papers_say(
 # --- what whole runs do not show ------------------------------------------------------------------
 PUBLISHED = {
     "dapo": {"cliprange": 0.2, "cliprange_high": 0.28, "dual_clip": None},
-    "grpo": {"unbiased_kl": False},
     "gspo": {"cliprange": 3e-4, "cliprange_high": 4e-4},
-    "margin": {"center_rewards": 0.0},
     "reinforce_pp": {"rloo_k": 1},
-    "rm_ensemble": {"more_reward_models": (), "ensemble": "mean"},
     "tis": {"tis_cap": 2.0},
     "vapo": {"lam": 0.95, "lam_critic": 1.0, "lam_alpha": None, "cliprange_high": 0.28},
 }
@@ -478,6 +458,17 @@ def test_flags_are_as_published(name: str) -> None:
     assert {flag: args[flag] for flag in PUBLISHED[name]} == PUBLISHED[name]
 
 
+def test_a_dual_clip_limits_the_loss_where_the_advantage_is_negative() -> None:
+    """Ye et al. 2020, equation 5, with ratios on both sides of all three limits."""
+    dapo = patched.module("dapo")
+    logprobs = torch.tensor([4.0, 1.1, 0.5]).log().expand(3, 3)
+    about = dict.fromkeys("contexts responses lengths found_end sampled_logprobs loss_mask".split())
+    parts = {"logprobs": torch.zeros(3, 3), "advantages": torch.tensor([1.0, -2.0, 0.0])}
+    losses, _ = dapo.rloo_loss(logprobs, dapo.Batch(**about, **parts), dapo.Args(dual_clip=3.0))
+    expected = torch.tensor([[-1.28, -1.1, -0.5], [6.0, 2.2, 1.6], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(losses, expected)
+
+
 @pytest.mark.parametrize("unbiased", [True, False])
 def test_which_kl_has_the_gradient_of_k3(unbiased: bool) -> None:
     """Of all seven responses of one token, weighted with their probabilities in the rollout."""
@@ -486,9 +477,7 @@ def test_which_kl_has_the_gradient_of_k3(unbiased: bool) -> None:
     if not unbiased:  # without the ratio, samples have to be the policy's own
         old_logits = logits.clone()
     logits.requires_grad_()
-    logprobs = logits.log_softmax(0)
-    old = old_logits.log_softmax(0)
-    ref = ref_logits.log_softmax(0)
+    logprobs, old, ref = (x.log_softmax(0) for x in (logits, old_logits, ref_logits))
     about = dict.fromkeys("contexts responses lengths found_end sampled_logprobs".split())
     parts = {"logprobs": old.view(7, 1), "ref_logprobs": ref.view(7, 1)}
     mask = torch.ones(7, 1, dtype=torch.bool)
@@ -496,9 +485,7 @@ def test_which_kl_has_the_gradient_of_k3(unbiased: bool) -> None:
     losses, _ = grpo.rloo_loss(logprobs.view(7, 1), batch, 1.0, grpo.Args(unbiased_kl=unbiased))
     (gradient,) = torch.autograd.grad(old.exp().dot(losses), logits, retain_graph=True)
 
-    of_policy = logprobs.exp().dot(logprobs - ref)
-    of_ref = ref.exp().dot(ref - logprobs)
-    kl = of_policy if unbiased else of_ref
+    kl = logprobs.exp().dot(logprobs - ref) if unbiased else ref.exp().dot(ref - logprobs)
     (expected,) = torch.autograd.grad(kl, logits)
     torch.testing.assert_close(gradient, expected)
 
