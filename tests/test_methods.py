@@ -380,9 +380,11 @@ def test_a_method_is_what_its_paper_says(
 
 
 # --- rewards of labels ----------------------------------------------------------------------------
-LABELS = "query_dataset query_length start_text end_text lr adam adam_eps seed"
-LABELS = {name: SETTINGS[name] for name in LABELS.split()} | {
+LABELS = {
     "base_model": "judge1",
+    "query_dataset": "queries.jsonl",
+    "start_text": None,
+    "end_text": None,
     "num_labels": 8,
     "normalization_samples": 0,
     "truncate_token": None,
@@ -390,6 +392,10 @@ LABELS = {name: SETTINGS[name] for name in LABELS.split()} | {
     "micro_batch_size": 1,
     "center_rewards": 0.3,
     "lr_schedule": "constant",
+    "lr": 1e-3,
+    "adam": "tf",
+    "adam_eps": 1e-4,
+    "seed": 7,
 }
 
 
@@ -477,7 +483,9 @@ def test_which_kl_has_the_gradient_of_k3(unbiased: bool) -> None:
     if not unbiased:  # without the ratio, samples have to be the policy's own
         old_logits = logits.clone()
     logits.requires_grad_()
-    logprobs, old, ref = (x.log_softmax(0) for x in (logits, old_logits, ref_logits))
+    logprobs = logits.log_softmax(0)
+    old = old_logits.log_softmax(0)
+    ref = ref_logits.log_softmax(0)
     about = dict.fromkeys("contexts responses lengths found_end sampled_logprobs".split())
     parts = {"logprobs": old.view(7, 1), "ref_logprobs": ref.view(7, 1)}
     mask = torch.ones(7, 1, dtype=torch.bool)
@@ -485,7 +493,9 @@ def test_which_kl_has_the_gradient_of_k3(unbiased: bool) -> None:
     losses, _ = grpo.rloo_loss(logprobs.view(7, 1), batch, 1.0, grpo.Args(unbiased_kl=unbiased))
     (gradient,) = torch.autograd.grad(old.exp().dot(losses), logits, retain_graph=True)
 
-    kl = logprobs.exp().dot(logprobs - ref) if unbiased else ref.exp().dot(ref - logprobs)
+    kl = ref.exp().dot(ref - logprobs)
+    if unbiased:
+        kl = logprobs.exp().dot(logprobs - ref)
     (expected,) = torch.autograd.grad(kl, logits)
     torch.testing.assert_close(gradient, expected)
 
