@@ -18,7 +18,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import PPO, RLOO, UPDATES, WORDS, copy, kit, plain
+from fork_tools import PPO, REWARD, RLOO, UPDATES, WORDS, copy, kit, plain
 from run_tools import call, read_lines
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, full_logits, make_lm, random_rows
@@ -29,17 +29,24 @@ from trl_tools import COMMON, PPO09, PPO112
 import rloo_rlhf
 
 BASES = {
+    "dapo": RLOO,
     "deepspeed_chat": PPO,
     "dr_grpo": RLOO,
     "grpo": RLOO,
+    "gspo": RLOO,
     "instructgpt": PPO,
     "length_penalty": PPO,
     "llama2": PPO,
+    "margin": REWARD,
     "qwen": PPO,
+    "reinforce_pp": RLOO,
+    "rm_ensemble": PPO,
+    "tis": PPO,
     "trl_0.9": PPO,
     "trl_1.12": PPO,
     "trl_rloo": RLOO,
     "trlx": PPO,
+    "vapo": PPO,
 }
 NOT_SAID = "not said"
 UNTIL_EOS = {  # a response ends with the EOS, and costs nothing where it does not
@@ -274,10 +281,13 @@ SOURCES = {
 TINY = f"{fork_tools.COMMON} --reward_model judge --eval_queries 2"
 TINY += " --batch_size 16 --total_episodes 32 --micro_batch_size 16"
 TINY += " --truncate_after 0"
+TINY_LABELS = f"{fork_tools.LABELS} --num_labels 8"
 OWN_SIZES = {
     "deepspeed_chat": "--lr_warmup 1",  # of two updates
     "instructgpt": "--lr_warmup 1 --ptx_dataset queries.jsonl",
     "qwen": "--critic_warmup 1",
+    "rm_ensemble": "--more_reward_models judge",
+    "vapo": "--critic_warmup 1",
     "trlx": "--unfrozen_layers 1",  # of two
 }
 
@@ -402,7 +412,8 @@ def test_the_command_of_the_head_runs(name: str) -> None:
     words = patched.flags(name) if name in SOURCES else []
     words += shlex.split(flags.replace(from_file, ""))
     folder = kit().with_name(f"system-{name}")
-    sizes = [*TINY.split(), "--output_dir", str(folder), *OWN_SIZES.get(name, "").split()]
+    tiny = TINY_LABELS if BASES[name] == REWARD else TINY
+    sizes = [*tiny.split(), "--output_dir", str(folder), *OWN_SIZES.get(name, "").split()]
     status, _, errors = fork_tools.run(str(patched.script(name)), [*words, *sizes], kit())
     assert status == 0, errors
     metrics = read_lines(folder / "metrics.jsonl")
@@ -442,7 +453,10 @@ def without_times(row: dict[str, float]) -> dict[str, float]:
     return {name: x for name, x in row.items() if not name.endswith(times)}
 
 
-@pytest.mark.parametrize("name", ["instructgpt", "trlx", "trl_0.9", "trl_1.12", "qwen", "llama2"])
+FLAGLESS = "instructgpt trlx trl_0.9 trl_1.12 qwen llama2 rm_ensemble".split()
+
+
+@pytest.mark.parametrize("name", FLAGLESS)
 def test_a_copy_without_its_flags_is_the_script(name: str, tmp_path: Path) -> None:
     theirs = read_lines(plain(PPO, 1) / "out" / "metrics.jsonl")
     found = metrics_of(name, "", copy(kit(), tmp_path))
