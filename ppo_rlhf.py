@@ -261,7 +261,8 @@ def main(preset: str, args: Args) -> None:
     truncate_id = token_id("truncate_token", tokenizer, args)
     num_queries = args.eval_queries + num_updates * args.batch_size
     queries = load_queries("query_dataset", args, tokenizer, num_queries)
-    data = crc32(np.concatenate([query.context for query in queries]))
+    first = queries[: args.eval_queries + args.batch_size]  # --total_episodes may change the rest
+    data = crc32(np.concatenate([query.context for query in first]))
     longest = max(len(query.context) for query in queries) + args.response_length
     held_out, queries = hold_out(queries, args.eval_queries)
     score_fn = load_reward("reward_model", args, preset, tokenizer, longest)
