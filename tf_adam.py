@@ -122,9 +122,9 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def explained(what: str, kind: type = Exception) -> Iterator[None]:
-    """An error of this kind in the block becomes a UserError: `what`, and the cause. Around calls
-    of libraries any kind, around functions of the scripts UserError: their faults keep their
-    traceback."""
+    """An error of this kind in the block becomes a UserError: `what`, and the cause. Around a
+    library's calls leave `kind` as it is. Around the scripts' own functions pass UserError, so that
+    their bugs keep their traceback."""
     try:
         yield
     except UserError as error:
@@ -317,8 +317,8 @@ def averaging(
     accelerator: Accelerator, model: nn.Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
     """A context for the backward pass of a micro-batch. Processes average their gradients at the
-    last micro-batch of a step. Where weights are in shards they do it at each: until then every
-    process would hold whole gradients."""
+    last micro-batch of a step. With FSDP (whose modules have `reshard`) they do it at each: until
+    then every process would hold whole gradients."""
     if is_last or hasattr(model, "reshard"):
         return contextlib.nullcontext()
     return accelerator.no_sync(model)
@@ -377,16 +377,18 @@ def choose_folder(script: Path, preset: str, args: Any) -> None:
     folder = Path(name).expanduser().absolute()
     args.output_dir = str(folder)
     files = {path.name for path in folder.glob("*")}
+    is_run = "args.json" in files or files <= {"lock", "args.tmp"}  # it may have been killed early
     can_go_on = "samples.jsonl" not in files or "checkpoints" in files  # else it would start anew
-    if files - {"lock"} and not (args.resume and "lock" in files and can_go_on):
+    if files - {"lock"} and not (args.resume and is_run and can_go_on):
         raise UserError(
             f"--output_dir {folder} is not empty: choose another, or --resume if it has checkpoints"
         )
     if "args.json" in files:
         before = vars(type(args)()) | json.loads((folder / "args.json").read_text())["args"]
-        for name, value in json.loads(json.dumps(vars(args))).items():
+        for name, value in vars(args).items():
+            # --reward_model None: load_reward chooses the newest later, and Run.start compares it.
             is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
-            if value != before[name] and not is_open:  # load_reward chooses the newest later
+            if json.dumps(value) != json.dumps(before[name]) and not is_open:
                 raise UserError(f"--{name} {value}: {folder} was started with {before[name]}")
 
 
@@ -404,7 +406,7 @@ class Run:
     num_updates: int
     # What the loop carries from update to update: equal on all processes, and of JSON's types (keys
     # are texts, no tensors). A resumed run goes on with the newest checkpoint's. It is refused if
-    # "data", a number made of the data, is another one.
+    # "data", a checksum of the queries or labels, is another one.
     state: dict
     # The same for tensors, on the CPU, which may differ between processes: a copy may keep a replay
     # buffer here.
