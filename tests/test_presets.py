@@ -30,8 +30,8 @@ TASK = {
     "query_length": (64, 500, 500),
     "response_length": (24, 75, 75),
     "temperature": (0.7, 0.5, 0.7),
-    "query_prefix": (None, ARTICLE, None),
-    "query_suffix": (None, SUMMARY, SUMMARY),
+    "query_prefix": ("", ARTICLE, ""),
+    "query_suffix": ("", SUMMARY, SUMMARY),
     "truncate_token": (".", "\n", "\n"),
     "long_queries": (None, "keep_start", "keep_start"),
 }

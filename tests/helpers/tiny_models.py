@@ -162,13 +162,15 @@ def load(
     flag: str = "base_model",
     attention: str = "eager",
     classifier: bool = False,
+    **settings: Any,
 ) -> Any:
     """A model as the scripts load it, for rows of up to LONGEST tokens of any of its embeddings;
-    with the attention that they take on a CPU (eager), or what transformers chooses on a GPU."""
+    with the attention that they take on a CPU (eager), or what transformers chooses on a GPU; and
+    with more settings."""
     auto_class = AutoModelForCausalLM
     if flag == "reward_model" or classifier:
         auto_class = AutoModelForSequenceClassification
-    args = ppo_rlhf.Args(**{flag: str(folder)})
+    args = ppo_rlhf.Args(**{flag: str(folder)}, **settings)
     device = contextlib.nullcontext() if attention == "eager" else as_on_a_gpu()
     with device:
         return ppo_rlhf.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST)
@@ -193,7 +195,7 @@ def make_lm(name: str, attention: str = "eager", **changes: Any) -> Any:
 def make_actor(name: str, attention: str = "eager", **changes: Any) -> ppo_rlhf.ActorCritic:
     """A policy on such a model."""
     lm = make_lm(name, attention, **changes)
-    return ppo_rlhf.ActorCritic(lm, VOCABULARY, ppo_rlhf.Args())
+    return ppo_rlhf.ActorCritic(lm, VOCABULARY)
 
 
 def with_attention(names: Iterable[str]) -> list[tuple[str, str]]:
