@@ -1,4 +1,5 @@
-"""AdamTF against arrays recorded from TensorFlow; parameter groups, learning rates, clipping."""
+"""AdamTF against arrays recorded from TensorFlow; settings of torch, parameter groups, learning
+rates, clipping, and sums over processes."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,25 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from golden_tools import load_golden
+from tiny_models import make_lm
 from torch import Tensor, nn
+from transformers import AttentionMaskInterface
 
 from tf_adam import (
     AdamTF,
     UserError,
     averaging,
+    can_be_fused,
     check_launch,
     clip_gradients,
+    explained,
+    full_sdpa_mask,
     make_optimizer,
+    patch_layers,
+    reduce_means,
     set_learning_rates,
+    set_up_torch,
+    sums_over,
 )
 
 SETTINGS = {
@@ -246,3 +256,86 @@ def test_gradients_are_averaged_at_the_last_micro_batch_or_where_weights_are_in_
             with averaging(accelerator, model, is_last):
                 skipped.append(not torch.is_grad_enabled())
     assert skipped == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("fp32", "highest"), ("tf32", "high"), ("bf16", "high")]
+)
+def test_settings_of_torch_for_each_dtype(dtype: str, precision: str) -> None:
+    """TF32 for the heads of bf16 runs, too. cuDNN's attention is off."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    set_up_torch(dtype)
+    assert torch.get_float32_matmul_precision() == precision
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert AttentionMaskInterface()["sdpa"] is full_sdpa_mask
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_float", "expected"),
+    [
+        ("cpu", True, True),
+        ("cuda", True, True),
+        ("cuda", False, False),
+        ("meta", True, False),
+    ],
+)
+def test_adam_is_fused_for_floats_on_cpus_and_gpus(
+    kind: str, is_float: bool, expected: bool
+) -> None:
+    p: Any = SimpleNamespace(device=torch.device(kind), is_floating_point=lambda: is_float)
+    assert can_be_fused(p) == expected
+
+
+def test_layers_are_patched() -> None:
+    """Padding is an embedding like any other, GELU is one kernel, and a model without layers for
+    checkpointing is refused."""
+    lm = make_lm("gpt2")
+    lm.transformer.wte.padding_idx = 3
+    patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=False))
+    assert [type(block.mlp.act) for block in lm.transformer.h] == [nn.GELU] * 2
+    assert {block.mlp.act.approximate for block in lm.transformer.h} == {"tanh"}
+    assert lm.transformer.wte.padding_idx is None
+    lm.transformer.h = nn.ModuleList()
+    with pytest.raises(UserError, match="^--gradient_checkpointing: the model does not support"):
+        patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=True))
+
+
+def test_a_metric_is_the_sum_over_the_count_of_all_records() -> None:
+    """No mean of means, and nothing that the mask leaves out. A record of one number beside one of
+    2 ** 24 still counts: sums are fp64."""
+    first = torch.tensor([[True, True, False], [True, False, False]])
+    records = [
+        sums_over(first, {"a": torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]])}),
+        sums_over(first[:1, 1:], {"a": torch.tensor([[2.0, 9.0]]), "c": first[:1, :2]}),
+        sums_over(torch.ones(()), {"b": torch.tensor(2.5)}),
+    ]
+    assert reduce_means(records) == {"a": 2.0, "b": 2.5, "c": 1.0}
+    many = torch.tensor([2.0**24])
+    one = torch.ones(1)
+    sums = [sums_over(one, {"x": many}), sums_over(one, {"x": one})]
+    assert reduce_means(sums)["x"] == pytest.approx((2**24 + 1) / 2, rel=1e-9)
+    counts = [sums_over(many, {"x": 0 * one}), sums_over(one, {"x": one})]
+    assert reduce_means(counts)["x"] == pytest.approx(1 / (2**24 + 1), rel=1e-9)
+    third = {"a": torch.tensor([1 / 3, 1.0], dtype=torch.float64)}
+    metrics = reduce_means([sums_over(one, {"a": many}), *[third] * 999])
+    assert metrics["a"] == pytest.approx((2.0**24 + 333) / 1000, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ValueError("no such file"), "--flag: no such file (RLHF_DEBUG=1 shows more)"),
+        (KeyError(), "--flag: KeyError() (RLHF_DEBUG=1 shows more)"),
+        (UserError("row 3"), "--flag: row 3"),
+    ],
+)
+def test_errors_are_explained_by_what_was_asked_and_why_it_failed(
+    error: Exception, says: str
+) -> None:
+    with pytest.raises(UserError) as caught, explained("--flag"):
+        raise error
+    assert str(caught.value) == says
+    with pytest.raises(UserError, match="^--flag: the cause"), explained("--flag"):
+        raise ValueError("the error") from OSError("the cause")
+    with pytest.raises(ZeroDivisionError), explained("--flag", UserError):
+        raise ZeroDivisionError
