@@ -269,7 +269,7 @@ BAD_QUERIES = [
     ({"query": [5, 50]}, NO_IDS),
     ({"query": [5, -1]}, NO_IDS),
     ({"query": [5, None]}, NO_IDS),
-    ({"words": "w5"}, "a prompt is read from ['query', "),
+    ({"words": "w5"}, "a row needs one of the columns ['query', "),
     ({"text": None}, NONE_LEFT),
     ({"text": ""}, NONE_LEFT),
     ({"text": words(*[5] * 9)}, NONE_LEFT),
@@ -287,7 +287,7 @@ def test_a_folder_needs_a_split_to_train_on() -> None:
     Path("set").mkdir()
     Path("set/test.jsonl").write_text(to_lines({"text": "w5"}))
     tokenizer, args = start(ppo_rlhf, query_dataset="set")
-    says = r"^--query_dataset set has \['.jsonl', 'test'\]: name one, as in data::test$"
+    says = r"^--query_dataset set has \['json', 'test'\]: name one, as in data::test$"
     with pytest.raises(ppo_rlhf.UserError, match=says):
         ppo_rlhf.load_queries("query_dataset", args, tokenizer, 1)
 
@@ -717,14 +717,14 @@ def test_a_special_token_in_a_text_is_that_token() -> None:
 CALLS = [{"type": "function", "function": {"name": "height", "arguments": {"tower": "A"}}}]
 CALL = FAR + [turn("")[0] | {"tool_calls": CALLS}] + turn("3 m", "tool")
 TOOLS = [{"type": "function", "function": {"name": "height", "parameters": {"type": "object"}}}]
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "How tall is it?"}]}]
+IMAGE = [{"role": "user", "content": [{"type": "image", "url": "tower.png"}]}]
 NO_MORE = "a message must be a role and a text, and no more: {"
-NOT_FROM = "a prompt is read from ['query', "
+NOT_READ = "`system` and `tools` are not read, put them into messages: {"
 REFUSED = [
     ({"prompt": CALL}, NO_MORE, "'height'"),
-    ({"prompt": FAR, "tools": TOOLS}, NOT_FROM, "not from `system` or `tools`: {", "'height'"),
-    ({"prompt": FAR, "system": "Be brief."}, NOT_FROM, "not from `system` or `tools`: {", "brief"),
-    ({"prompt": PARTS}, NO_MORE, "How tall"),
+    ({"prompt": FAR, "tools": TOOLS}, NOT_READ, "'height'"),
+    ({"prompt": FAR, "system": "Be brief."}, NOT_READ, "brief"),
+    ({"prompt": IMAGE}, NO_MORE, "'image'"),
     ({"conversations": [{"from": "human", "value": "How tall?"}]}, NO_MORE, "How tall?"),
 ]
 
@@ -733,11 +733,36 @@ REFUSED = [
 def test_what_would_change_a_chat_in_silence_is_refused_with_its_row(row: Any, says: Any) -> None:
     refuse(read_labels, [row | ANSWERS] * 2, "row 0: ", *says, chat=CHATML, **BYTES)
     refuse(read_queries, [row], "row 0: ", *says, chat=CHATML, **BYTES)
-    if "prompt" in row and row["prompt"] != PARTS:  # a column has one type
+    if "prompt" in row and row["prompt"] != IMAGE:  # a column has one type
         rows = [{"prompt": FAR}, row]
         refuse(read_queries, rows, "row 1: ", *says, chat=CHATML, **BYTES)
         rows = [label | ANSWERS for label in rows]
         refuse(read_labels, rows, "row 1: ", *says, chat=CHATML, **BYTES)
+
+
+def parts(chat: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """The chat with every content in two parts, as models of images have them."""
+    found = []
+    for message in chat:
+        texts = (message["content"][:3], message["content"][3:])
+        content = [{"type": "text", "text": text} for text in texts]
+        found.append({"role": message["role"], "content": content})
+    return found
+
+
+def test_contents_in_parts_are_joined() -> None:
+    row = {"prompt": parts(FAR), "chosen": parts(TALL), "rejected": parts(DUNNO)}
+    whole = ANSWERS | {"prompt": FAR}
+    assert read_labels([row] * 2, CHATML, **BYTES) == read_labels([whole] * 2, CHATML, **BYTES)
+    assert read_queries([row], CHATML, **BYTES) == read_queries([whole], CHATML, **BYTES)
+
+
+def test_token_ids_beside_a_chat_are_refused() -> None:
+    """They could be of another tokenizer, and would be one message too few."""
+    row = {"prompt": [5, 6], "chosen": FAR + TALL, "rejected": FAR + DUNNO}
+    says = "row 0: prompt must be a text or a chat, like `chosen`: {"
+    refuse(read_labels, [row] * 2, says, chat=CHATML, **BYTES)
+    refuse(read_queries, [row], says, chat=CHATML, **BYTES)
 
 
 def test_an_answer_without_a_text_is_left_out_and_counted(capsys: pytest.CaptureFixture) -> None:
@@ -907,11 +932,8 @@ def test_none_is_none_with_and_without_an_equals_sign(monkeypatch: pytest.Monkey
             "none",
             "--truncate_token=None",
             f"--{own}=none",
-            "--query_prefix",
-            "none",
-            "--query_suffix=none",
         ]
         monkeypatch.setattr(sys, "argv", [script.__name__, "tiny", *given])
         args = script.parse_args()[1]
-        names = "start_text end_text truncate_token query_prefix query_suffix".split()
-        assert [getattr(args, name) for name in (own, *names)] == [None] * 6
+        names = "start_text end_text truncate_token".split()
+        assert [getattr(args, name) for name in (own, *names)] == [None] * 4

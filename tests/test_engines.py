@@ -181,7 +181,9 @@ def test_weights_in_shards_have_no_whole_gradients_and_no_copies(
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "TP"])
 def test_launches_that_train_wrongly_are_refused_in_a_line(kind: str) -> None:
     accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
-    with pytest.raises(ValueError, match=f"^{kind} is not supported: use DDP or FSDP2, see "):
+    with pytest.raises(
+        tf_adam.UserError, match=f"^launch: {kind} is not supported: use DDP or FSDP2, see "
+    ):
         tf_adam.check_launch(accelerator)
 
 
