@@ -17,9 +17,8 @@ SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
 TESTS_OF_COPIES = (
     "test_consistency.py::test_every_argument_is_read",
     "test_end_to_end.py",
-    "test_resume.py",
-    "test_bad_input.py",
-    "test_safety.py",
+    "test_run_folder.py",
+    "test_hostile_input.py",
     "test_sampler.py",
     "test_models.py",
     "test_data.py",
