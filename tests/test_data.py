@@ -21,27 +21,22 @@ import rloo_rlhf
 import train_reward
 
 SCRIPTS = (ppo_rlhf, rloo_rlhf, train_reward)
+Row = dict[str, Any]
+Rows = list[Row]
+Chat = list[dict[str, str]]
 EOS = 0
 BOS = 1
 PAD = 50_259
-CHAT = """{% for m in messages %}{{ ('w40 ' if m.role == 'user' else 'w41 ') + m.content +
-' <|endoftext|> w42 ' }}{% endfor %}{% if add_generation_prompt %}w41 {% endif %}"""
-
 
 MARKS = ["<|endoftext|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
 MARKS += ["<|eot_id|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"]
 
 
-def turn(word: str, role: str = "assistant") -> list[dict[str, str]]:
+def turn(word: str, role: str = "assistant") -> Chat:
     """A chat of one message."""
     return [{"role": role, "content": word}]
 
 
-ASKED = turn("w5", "user")
-AGAIN = turn("w8", "user")
-YES = turn("w6")
-NO = turn("w7")
-BEGUN = [BOS, 40, 5, EOS, 42, 41]  # ASKED, up to the answer
 HUMAN = "\n\nHuman: Is it far?\n\nAssistant:"
 PAIR = {
     "prompt": "w5",
@@ -54,6 +49,7 @@ LABEL = {
     "sample1": [7],
     "best": 1,
 }
+READ = ([5], [6], [7])  # PAIR, by read_labels
 
 
 @pytest.fixture(scope="module")
@@ -123,28 +119,34 @@ def start(script: Any, chat: str | None = None, **changes: Any) -> tuple[Any, An
 
 
 def read_queries(
-    rows: list[dict[str, Any]], *chat: str, part: str = "input_ids", **changes: Any
+    rows: Rows, chat: str | None = None, part: str = "input_ids", **changes: Any
 ) -> list[list[int]]:
     """What all three scripts make of these rows, in the order of its tokens."""
     found = []
     for script in SCRIPTS:
-        tokenizer, args = start(script, *chat, query_dataset=rows, **changes)
+        tokenizer, args = start(script, chat, query_dataset=rows, **changes)
         queries = script.load_queries("query_dataset", args, tokenizer, 1_000)
         found.append([vars(query) for query in queries])
     assert found[0] == found[1] == found[2]
     return sorted(query[part] for query in found[0])
 
 
-def load_labels(*chat: str, **changes: Any) -> Any:
+def read_query(row: Row, chat: str | None = None, **changes: Any) -> list[int]:
+    """The same of one row."""
+    (query,) = read_queries([row], chat, **changes)
+    return query
+
+
+def load_labels(chat: str | None = None, **changes: Any) -> Any:
     """Labels to train on, and held-out ones."""
-    tokenizer, args = start(train_reward, *chat, **changes)
+    tokenizer, args = start(train_reward, chat, **changes)
     return train_reward.load_labels("label_dataset", args, tokenizer)
 
 
-def read_labels(rows: list[dict[str, Any]], *chat: str, **changes: Any) -> Any:
+def read_labels(rows: Rows, chat: str | None = None, **changes: Any) -> Any:
     """Query, best response and the others of every label. A last row is held out, and read too."""
     given = {"num_labels": len(rows), "label_dataset": [*rows, rows[0]]} | changes
-    labels, _ = load_labels(*chat, **given)
+    labels, _ = load_labels(chat, **given)
     found = []
     for label in labels:
         responses = list(label.responses)
@@ -152,14 +154,21 @@ def read_labels(rows: list[dict[str, Any]], *chat: str, **changes: Any) -> Any:
     return found
 
 
-def refuse(
-    read: Any, rows: list[dict[str, Any]], *says: str, chat: Any = None, **changes: Any
-) -> None:
-    """The rows are refused, with the flag, in words that make one line."""
-    with pytest.raises((ppo_rlhf.UserError, train_reward.UserError)) as caught:
+def read_label(row: Row, chat: str | None = None, **changes: Any) -> Any:
+    """The same of one row, in a batch of two."""
+    label, same = read_labels([row, row], chat, **changes)
+    assert label == same
+    return label
+
+
+def refuse(read: Any, rows: Row | Rows, *says: str, chat: Any = None, **changes: Any) -> None:
+    """The rows, or labels like this one, are refused, with the flag, in a line of these words."""
+    flag = "--query_dataset" if read is read_queries else "--label_dataset"
+    if isinstance(rows, dict):
+        rows = [rows] if read is read_queries else [rows, rows]
+    with pytest.raises(ppo_rlhf.UserError) as caught:
         read(rows, chat, **changes)
     text = " ".join(str(caught.value).split())
-    flag = "--query_dataset" if read is read_queries else "--label_dataset"
     assert text.startswith(flag), text
     assert all(x in text for x in says), text
 
@@ -183,71 +192,45 @@ def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay() -> None:
     ]
     found = read_queries(rows, **llama)
     assert found == [[BOS, EOS, 5], [BOS, 6, EOS, 8], [BOS, 7]]
-    assert read_labels([LABEL | {"sample1": [EOS, PAD]}] * 2) == [([5], [EOS], [6])] * 2
+    assert read_label(LABEL | {"sample1": [EOS, PAD]}) == ([5], [EOS], [6])
 
 
-class Sized:
-    """A tokenizer that says that it has another size."""
-
-    def __init__(self, tokenizer: Any, size: int) -> None:
-        self.tokenizer = tokenizer
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.tokenizer(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-
-def test_the_padding_of_gpt2s_ids_is_a_token_of_larger_models() -> None:
-    tokenizer = AutoTokenizer.from_pretrained("gpt2")
-    cases = {
-        50_257: [5],
-        50_259: [5],
-        50_260: [5, PAD],
-        60_000: [5, PAD],
-    }
-    for size, expected in cases.items():
-        for script in SCRIPTS:
-            assert script.encode([5, PAD], Sized(tokenizer, size)) == expected
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (50_257, [5]),
+        (50_259, [5]),
+        (50_260, [5, PAD]),
+        (60_000, [5, PAD]),
+    ],
+)
+def test_the_padding_of_gpt2s_ids_is_a_token_of_larger_models(
+    size: int, expected: list[int]
+) -> None:
+    words = {"a": 0} | {f"w{i}": i for i in range(1, size)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    for script in SCRIPTS:
+        assert script.encode([5, PAD], tokenizer) == expected
 
 
-@pytest.mark.parametrize("column", ["prompt", "messages"])
-def test_chats_go_through_the_template(column: str) -> None:
-    """Whoever spoke last: the assistant answers."""
-    rows = [
-        {column: ASKED},
-        {column: ASKED + NO + AGAIN},
-    ]
-    second = [40, 8, EOS, 42, 41]
-    for template in (CHAT, "{{ 'w1 ' }}" + CHAT):  # one that writes BOS itself: it stays one
-        found = read_queries(rows, template, base_model="llama", query_length=20)
-        assert found == [BEGUN, [*BEGUN, 7, EOS, 42, *second]]
-    refuse(read_queries, rows, "chat template: ", "chat_template is not set")
-    refuse(read_queries, rows, "roles alternate", chat="{{ raise_exception('roles alternate') }}")
-    strangers = [{column: [{"from": "user", "value": "w5"}]}]
-    says = "row 0: a message must be a role and a text, and no more: {"
-    refuse(read_queries, strangers, says, chat=CHAT)
-
-
-@pytest.mark.parametrize("column", ["prompt", "messages"])
-def test_a_chat_that_ends_with_an_answer_is_read_without_it(column: str) -> None:
-    for chat, expected in ((ASKED + YES, BEGUN), (ASKED + NO + AGAIN + YES, None)):
-        expected = expected or [*BEGUN, 7, EOS, 42, 40, 8, EOS, 42, 41]
-        assert read_queries([{column: chat}], CHAT, base_model="llama", query_length=20) == [
-            expected
-        ]
+def test_a_template_that_lacks_or_refuses_is_an_error_of_its_row() -> None:
+    rows = [{"prompt": FAR}]
+    says = "row 0: chat template: "
+    refuse(read_queries, rows, says, "chat_template is not set")
+    refuse(read_labels, CHATS, says, "chat_template is not set")
+    refuse(read_queries, rows, says, "no roles", chat="{{ raise_exception('no roles') }}", **BYTES)
 
 
 def test_the_first_query_and_label_are_shown_as_they_are_read(
     capsys: pytest.CaptureFixture,
 ) -> None:
     """A template that is cut, or a column that is ignored, can be seen."""
-    given = {"query_dataset": [{"text": "w5 w6"}], "query_suffix": "w9", "base_model": "llama"}
+    given = {
+        "query_dataset": [{"text": "w5 w6"}],
+        "query_suffix": "w9",
+        "base_model": "llama",
+    }
     tokenizer, args = start(ppo_rlhf, **given)
     ppo_rlhf.load_queries("query_dataset", args, tokenizer, 1)
     assert "--query_dataset: 1 of 1 rows, first 'w1 w5 w6 w9'\n" in capsys.readouterr().out
@@ -269,7 +252,7 @@ BAD_QUERIES = [
     ({"query": [5, 50]}, NO_IDS),
     ({"query": [5, -1]}, NO_IDS),
     ({"query": [5, None]}, NO_IDS),
-    ({"words": "w5"}, "a prompt is read from ['query', "),
+    ({"words": "w5"}, "a row needs one of the columns ['query', "),
     ({"text": None}, NONE_LEFT),
     ({"text": ""}, NONE_LEFT),
     ({"text": words(*[5] * 9)}, NONE_LEFT),
@@ -280,19 +263,57 @@ BAD_QUERIES = [
 def test_queries_that_are_none_are_refused_in_a_line(row: Any, says: str) -> None:
     refuse(read_queries, [row] * 3, says)
     if says != NONE_LEFT:
-        refuse(read_queries, [row], f"--query_dataset query_dataset.jsonl, row 0: {says}")
+        refuse(read_queries, row, f"--query_dataset query_dataset.jsonl, row 0: {says}")
 
 
-def test_a_folder_needs_a_split_to_train_on() -> None:
-    Path("set").mkdir()
-    Path("set/test.jsonl").write_text(to_lines({"text": "w5"}))
-    tokenizer, args = start(ppo_rlhf, query_dataset="set")
-    says = r"^--query_dataset set has \['.jsonl', 'test'\]: name one, as in data::test$"
-    with pytest.raises(ppo_rlhf.UserError, match=says):
-        ppo_rlhf.load_queries("query_dataset", args, tokenizer, 1)
+def test_a_table_is_a_split_that_is_named_or_train() -> None:
+    """A folder has files of one kind."""
+    for folder, names in (("set", ["test.jsonl", "validation.jsonl"]), ("mixed", ["a.csv"])):
+        Path(folder).mkdir()
+        for i, name in enumerate([*names, "train.jsonl"]):
+            Path(folder, name).write_text(to_lines({"text": f"w{i + 5}"}))
+    for name, word in (("set", "w7"), ("set::test", "w5"), ("set::validation", "w6")):
+        splits = ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
+        assert splits["train"]["text"][:] == [word]
+        assert ("test" in splits) == (name == "set"), "a split that is named is the only one"
+    Path("set/train.jsonl").unlink()
+    for name, has in (("set", "'json', .*'test'"), ("set::no", "'json', "), ("mixed", "'csv'.*")):
+        says = rf"^--query_dataset {name} has \[.*{has}.*\]: name one, as in data::test$"
+        with pytest.raises(ppo_rlhf.UserError, match=says):
+            ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
 
 
-def test_no_query_is_held_out_and_trained_on_and_the_seed_orders_them() -> None:
+# Start, end, length, what happens to longer ones, and the query, of 1 2 3 4 5
+CUTS = """
+- - 5 drop        1 2 3 4 5
+- - 4 drop
+- - 4 keep_start  1 2 3 4
+- - 4 keep_end    2 3 4 5
+2 - 3 drop        3 4 5
+2 - 2 keep_start  3 4
+5 - 5 drop        1 2 3 4 5
+6 - 5 drop
+- 3 5 drop        1 2 3
+- 3 2 keep_start
+2 4 5 drop        3 4
+2 2 5 drop
+"""
+
+
+@pytest.mark.parametrize("cut", CUTS.strip().splitlines())
+def test_a_query_is_cut_at_start_and_end(cut: str) -> None:
+    """All, where nothing is behind the start; nothing, where there is no start or end."""
+    start, end, length, long, *query = cut.split()
+    known = {"-": None} | {str(i): i for i in range(9)}
+    found = ppo_rlhf.cut_query([1, 2, 3, 4, 5], int(length), known[start], known[end], long)
+    assert found == [int(token) for token in query]
+
+
+def test_starts_are_the_first_and_ends_the_last() -> None:
+    assert ppo_rlhf.cut_query([9, 1, 2, 9, 3, 9, 4], 9, 9, 9, "drop") == [1, 2, 9, 3, 9]
+
+
+def test_the_seed_orders_queries_and_more_are_not_read() -> None:
     rows = [{"text": words(5 + i)} for i in range(40)]
     orders = []
     for seed in (1, 2):
@@ -304,6 +325,20 @@ def test_no_query_is_held_out_and_trained_on_and_the_seed_orders_them() -> None:
         assert orders[-3][:10] == orders[-1]
         assert len(set(orders[-3])) == 40
     assert orders[0] != orders[3] != sorted(orders[3])
+
+
+@pytest.mark.xfail(strict=True, reason="the table is read to its end for --normalization_samples 0")
+def test_without_samples_one_query_is_read() -> None:
+    tokenizer, args = start(train_reward, query_dataset=[{"text": "w5"}, {"text": "w6"}])
+    assert len(train_reward.load_queries("query_dataset", args, tokenizer, 0)) == 1
+
+
+@pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
+def test_no_query_is_held_out_and_trained_on(script: Any) -> None:
+    queries = [script.Query([i], [i], {}) for i in (5, 6, 7, 5, 8, 6)]
+    held_out, others = script.hold_out(queries, 2)
+    assert [query.context for query in held_out] == [[5], [6]]
+    assert [query.context for query in others] == [[7], [8]]
 
 
 # --- labels ---------------------------------------------------------------------------------------
@@ -347,7 +382,7 @@ def test_each_row_says_whether_both_answers_repeat_its_prompt() -> None:
     repeated = PAIR | {"chosen": "w5 w6", "rejected": "w5 w7"}
     chance = PAIR | {"chosen": "w5 w6"}
     found = read_labels([repeated, PAIR, chance, PAIR])
-    assert found == [([5], [6], [7])] * 2 + [([5], [5, 6], [7]), ([5], [6], [7])]
+    assert found == [READ] * 2 + [([5], [5, 6], [7]), READ]
 
 
 def test_useless_pairs_are_left_out_and_too_many_stop_the_run(
@@ -364,7 +399,7 @@ def test_useless_pairs_are_left_out_and_too_many_stop_the_run(
         PAIR | {"prompt": words(*[5] * 9)},
     ]
     found = read_labels([PAIR] * 27 + useless, response_length=3)
-    assert found == [([5], [6], [7])] * 27
+    assert found == [READ] * 27
     printed = capsys.readouterr().out
     gaps = "'left out, for a prompt or an answer that is empty or too long': 2"
     assert "--label_dataset: 27 of 30 rows {" in printed
@@ -372,7 +407,7 @@ def test_useless_pairs_are_left_out_and_too_many_stop_the_run(
     assert "'left out, for equal answers': 1" in printed
     assert "--label_dataset: 27, first " in printed
     null = PAIR | {"chosen": None}  # as pandas writes an empty cell
-    assert read_labels([PAIR] * 27 + [null]) == [([5], [6], [7])] * 27
+    assert read_labels([PAIR] * 27 + [null]) == [READ] * 27
     says = "26 of 30 labels are of use: {'left out, for equal answers': 4}"
     refuse(read_labels, [PAIR] * 26 + [same] * 4, says, response_length=3)
     # there would be no update
@@ -387,7 +422,7 @@ def test_labels_whose_samples_are_all_the_same_teach_nothing() -> None:
     refuse(read_labels, [LABEL] * 5 + [equal], says)
     refuse(read_labels, [PAIR | {"chosen": "w7"}] * 3, "0 of 3 labels are of use")
     four = LABEL | {"sample2": [6], "sample3": [7]}
-    assert read_labels([four] * 2) == [([5], [7], [6], [6], [7])] * 2
+    assert read_label(four) == ([5], [7], [6], [6], [7])
 
 
 def test_a_label_with_an_empty_prompt_is_left_out_like_an_empty_query() -> None:
@@ -396,22 +431,26 @@ def test_a_label_with_an_empty_prompt_is_left_out_like_an_empty_query() -> None:
     whole = {"chosen": "w6 w8", "rejected": "w7 w8"}
     for row in (empty, whole):
         for model in ("gpt2", "llama"):
-            refuse(read_labels, [row] * 2, "0 of 2 labels are of use", base_model=model)
-    assert read_labels([PAIR] * 27 + [empty]) == [([5], [6], [7])] * 27
+            refuse(read_labels, row, "0 of 2 labels are of use", base_model=model)
+    assert read_labels([PAIR] * 27 + [empty]) == [READ] * 27
 
 
 def test_a_prompt_may_be_called_query_and_best_may_be_a_float() -> None:
-    row = {"query": "w5", "chosen": "w6", "rejected": "w7"}
-    assert read_labels([row] * 2) == [([5], [6], [7])] * 2
+    row = {
+        "query": "w5",
+        "chosen": "w6",
+        "rejected": "w7",
+    }
+    assert read_label(row) == READ
     label = LABEL | {"best": 1.0}
-    assert read_labels([label] * 2) == [([5], [7], [6])] * 2
+    assert read_label(label) == ([5], [7], [6])
 
 
 def test_eleven_samples_are_read_in_the_order_of_their_numbers() -> None:
     label = {f"sample{i}": [10 + i] for i in reversed(range(11))}
     label |= {"query": [5], "best": 10}
     others = [[10 + i] for i in range(10)]
-    assert read_labels([label] * 2) == [([5], [20], *others)] * 2
+    assert read_label(label) == ([5], [20], *others)
 
 
 def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with() -> None:
@@ -430,6 +469,16 @@ def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(
             assert script.token_id("truncate_token", tokenizer, args) == token
 
 
+@pytest.mark.parametrize(
+    ("after", "answer"), [(0, [6, 9]), (1, [6, 9]), (2, [6, 9, 8, 9]), (4, [6, 9, 8, 9, 8])]
+)
+def test_an_answer_ends_at_the_first_end_that_counts(after: int, answer: list[int]) -> None:
+    row = PAIR | {"chosen": words(6, 9, 8, 9, 8)}
+    assert read_label(row, truncate_token="w9", truncate_after=after) == ([5], answer, [7])
+    whole = read_label(row, truncate_token="eos", truncate_after=after)
+    assert whole == ([5], [6, 9, 8, 9, 8, EOS], [7, EOS])
+
+
 def test_an_end_that_the_tokenizer_lacks_is_refused() -> None:
     tokenizer, args = start(train_reward, truncate_token="eos", label_dataset=[PAIR] * 3)
     tokenizer.eos_token = None
@@ -445,32 +494,13 @@ def test_a_coin_says_which_of_a_pair_comes_first() -> None:
     assert all(label.responses[label.best] == [6] for label in labels)
 
 
-def test_preferences_as_chats_are_read_as_the_template_writes_them() -> None:
-    llama = {"base_model": "llama"}
-    pair = {
-        "prompt": ASKED,
-        "chosen": YES,
-        "rejected": NO,
+def test_two_chats_with_other_questions_are_refused() -> None:
+    two = {
+        "chosen": FAR + TALL,
+        "rejected": EARLIER[:1] + YARDS,
     }
-    whole = {
-        "chosen": ASKED + YES,
-        "rejected": ASKED + NO,
-    }
-    for row in (whole, pair, whole | {"prompt": ASKED}, pair | {"prompt": "w5"}):
-        found = read_labels([row] * 2, CHAT, **llama)
-        assert found == [(BEGUN, [6, EOS, 42], [7, EOS, 42])] * 2
-        # nothing stands behind it
-        eos = {"truncate_token": "eos", "truncate_after": 0}
-        found = read_labels([row] * 2, CHAT, **llama, **eos)
-        assert found == [(BEGUN, [6, EOS], [7, EOS])] * 2
-    # what both answers begin with is not of the prompt
-    alike = pair | {"chosen": turn("w6 w8"), "rejected": turn("w6 w9")}
-    found = read_labels([alike] * 2, CHAT, **llama)
-    assert found == [(BEGUN, [6, 8, EOS, 42], [6, 9, EOS, 42])] * 2
-    refuse(read_labels, [pair] * 2, "row 0: chat template: ", "chat_template is not set")
-    two = {"chosen": ASKED + YES, "rejected": AGAIN + NO}
-    says = "row 0: an answer's chat is 'w40 w8 ", "and does not continue 'w40 w5 "
-    refuse(read_labels, [two] * 2, *says, chat=CHAT)
+    says = ("row 0: an answer's chat is '<|im_start|>user\\n", " and does not continue ")
+    refuse(read_labels, two, *says, **ASK)
 
 
 def test_answers_that_are_neither_texts_nor_chats_are_refused() -> None:
@@ -479,38 +509,20 @@ def test_answers_that_are_neither_texts_nor_chats_are_refused() -> None:
         PAIR | {"chosen": ["w6"], "rejected": ["w7"]},
         PAIR | {"rejected": [7]},
         PAIR | {"chosen": 6, "rejected": 7},
-        PAIR | {"rejected": NO},  # one of each
-        PAIR | {"chosen": YES},
+        PAIR | {"rejected": YARDS},  # one of each
+        PAIR | {"chosen": TALL},
         {"chosen": ["w6"], "rejected": ["w7"]},
     ]
     for row in rows:
-        refuse(read_labels, [row] * 2, "row 0: ", chat=CHAT)
+        refuse(read_labels, row, "row 0: ", chat=CHATML)
 
 
-def test_several_turns_are_read_once_or_refused() -> None:
-    more = {
-        "response_length": 20,
-        "query_length": 20,
-        "base_model": "llama",
-    }
-    asked = ASKED + YES + AGAIN
-    whole = {
-        "chosen": asked + YES,
-        "rejected": asked + NO,
-    }
-    begun = [*BEGUN, 6, EOS, 42, 40, 8, EOS, 42, 41]
-    for prompt in ({}, {"prompt": asked}, {"prompt": ASKED}, {"prompt": "w5"}, {"prompt": "w8"}):
-        found = read_labels([whole | prompt] * 2, CHAT, **more)
-        assert found == [(begun, [6, EOS, 42], [7, EOS, 42])] * 2
-    # answers of several turns, without the question that `prompt` has
-    for rejected in (YES, NO):
-        row = {
-            "prompt": ASKED,
-            "chosen": YES + AGAIN + NO,
-            "rejected": rejected + AGAIN + YES,
-        }
-        for prompt in (ASKED, "w5"):
-            refuse(read_labels, [row | {"prompt": prompt}] * 2, "row 0: ", chat=CHAT, **more)
+@pytest.mark.parametrize("first", ["0 metres.", "0 yards."])
+def test_answers_of_several_turns_without_their_question_are_refused(first: str) -> None:
+    rest = EARLIER[2:] + TALL
+    row = {"chosen": TALL + rest, "rejected": turn(first) + rest}
+    for prompt in (FAR, FAR[0]["content"]):
+        refuse(read_labels, row | {"prompt": prompt}, "row 0: ", **ASK)
 
 
 GAPS = [
@@ -533,12 +545,7 @@ def test_labels_with_gaps_are_refused_in_a_line() -> None:
     for bad in ([5, 50], [5, -1], [5, None]):
         refuse(read_labels, [LABEL, LABEL | {"sample1": bad}], f"row 1: {NO_IDS}{bad}")
         refuse(read_labels, [LABEL, LABEL | {"query": bad}], f"row 1: {NO_IDS}{bad}")
-        refuse(read_labels, [PAIR | {"chosen": bad}] * 2, "row 0: ")
-
-
-def test_answers_to_a_chat_may_be_texts_which_are_the_assistants_messages() -> None:
-    found = read_labels([PAIR | {"prompt": ASKED}] * 2, CHAT, base_model="llama")
-    assert found == [(BEGUN, [6, EOS, 42], [7, EOS, 42])] * 2
+        refuse(read_labels, PAIR | {"chosen": bad}, "row 0: ")
 
 
 def test_more_labels_than_rows_are_refused_by_their_flag() -> None:
@@ -581,33 +588,39 @@ LLAMA3 += "{{ m.content | trim + '<|eot_id|>' }}" + ENDING
 LLAMA3 += "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 PHI4 = BEGIN + "<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>" + ENDING
 PHI4 += "<|im_start|>assistant<|im_sep|>{% endif %}"
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "phi4": PHI4}
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama3": LLAMA3,
+    "phi4": PHI4,
+}
 THINKING = CHATML.replace("assistant\\n", "assistant\\n<think>\\n")  # no chat continues this
-BYTES = {"base_model": "bytes", "query_length": 300, "response_length": 300}
+BYTES = {
+    "base_model": "bytes",
+    "query_length": 300,
+    "response_length": 300,
+}
+ASK = BYTES | {"chat": CHATML}
 FAR = turn("How tall is tower 0?", "user")
 TALL = turn("0 metres.")
-DUNNO = turn("Dunno.")
+YARDS = turn("0 yards.")  # what both answers begin with is not of the prompt
 TEXTS = {
     "chosen": "0 metres.",
-    "rejected": "Dunno.",
+    "rejected": "0 yards.",
 }
 CHATS = {
     "chosen": FAR + TALL,
-    "rejected": FAR + DUNNO,
+    "rejected": FAR + YARDS,
 }
 ANSWERS = {
     "chosen": TALL,
-    "rejected": DUNNO,
+    "rejected": YARDS,
 }
 BRIEF = turn("Be brief.", "system")
 EARLIER = [*turn("How tall is tower A?", "user"), *turn("3 metres."), *turn("And 0?", "user")]
-WITH_SYSTEM = {
-    "chosen": BRIEF + FAR + TALL,
-    "rejected": BRIEF + FAR + DUNNO,
-}
+WITH_SYSTEM = {"chosen": BRIEF + FAR + TALL, "rejected": BRIEF + FAR + YARDS}
 SEVERAL = {
     "chosen": EARLIER + TALL,
-    "rejected": EARLIER + DUNNO,
+    "rejected": EARLIER + YARDS,
 }
 CHINESE = turn("\u957f\u6c5f\u5927\u6865\u7684\u5386\u53f2\u7f16\u53f70", "user")
 BUILT = turn("\u5efa\u6210\u4e8e\u4e00\u4e5d\u4e94\u4e03\u5e740")
@@ -621,6 +634,8 @@ LAYOUTS = {
     "prompt as a text": (ANSWERS | {"prompt": FAR[0]["content"]}, FAR),
     "answers as texts": (TEXTS | {"prompt": FAR}, FAR),
     "messages": (ANSWERS | {"messages": FAR}, FAR),
+    "messages with an answer": (ANSWERS | {"messages": FAR + TALL}, FAR),
+    "messages of several turns": (ANSWERS | {"messages": EARLIER + TALL}, EARLIER),
     "question": (ANSWERS | {"question": FAR[0]["content"]}, FAR),
     "system": (WITH_SYSTEM | {"prompt": FAR[0]["content"]}, BRIEF + FAR),
     "system in the prompt": (ANSWERS | {"prompt": BRIEF + FAR}, BRIEF + FAR),
@@ -640,13 +655,13 @@ def test_a_label_asks_what_ppo_asks_and_answers_are_what_the_whole_chat_adds(
 ) -> None:
     """To the token, also where PPO reads the same rows as queries."""
     row, asked = LAYOUTS[layout]
-    (query,) = read_queries([{"prompt": asked}], template, **BYTES)
-    assert read_queries([row], template, **BYTES) == [query]
-    (label, _) = read_labels([row] * 2, template, **BYTES)
+    query = read_query({"prompt": asked}, template, **BYTES)
+    assert read_query(row, template, **BYTES) == query
+    label = read_label(row, template, **BYTES)
     assert label[0] == query
     assert query.count(BOS) == 1
     tokenizer, _ = start(train_reward, template, **BYTES)
-    answers = (BUILT, UNKNOWN) if "chinese" in layout else (TALL, DUNNO)
+    answers = (BUILT, UNKNOWN) if "chinese" in layout else (TALL, YARDS)
     for answer, tokens in zip(answers, label[1:], strict=True):
         whole = tokenizer.apply_chat_template(asked + answer, tokenize=False)
         begun = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
@@ -658,8 +673,8 @@ def test_a_label_asks_what_ppo_asks_and_answers_are_what_the_whole_chat_adds(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_template_that_does_not_continue_the_generation_prompt_is_refused(layout: str) -> None:
     says = "--label_dataset label_dataset.jsonl, row 0: an answer's chat is '<|im_start|>"
-    rows = [LAYOUTS[layout][0]] * 2
-    refuse(read_labels, rows, says, "does not continue", "<think>", chat=THINKING, **BYTES)
+    row, _ = LAYOUTS[layout]
+    refuse(read_labels, row, says, "does not continue", "<think>", chat=THINKING, **BYTES)
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
@@ -668,24 +683,30 @@ def test_an_end_of_a_chat_ends_answers(template: str) -> None:
     mark = "<|eot_id|>" if template == LLAMA3 else "<|im_end|>"
     row = CHATS | {"prompt": FAR}
     cut = {"truncate_token": mark, "truncate_after": 0}
-    ((query, *answers), _) = read_labels([row] * 2, template, **BYTES, **cut)
+    query, *answers = read_label(row, template, **BYTES, **cut)
     tokenizer, _ = start(train_reward, **BYTES)
-    assert tokenizer.batch_decode(answers) == [f"0 metres.{mark}", f"Dunno.{mark}"]
-    assert [query] == read_queries([{"prompt": FAR}], template, **BYTES)
+    assert tokenizer.batch_decode(answers) == [f"0 metres.{mark}", f"0 yards.{mark}"]
+    assert query == read_query({"prompt": FAR}, template, **BYTES)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"start_text": "0"}, {"end_text": "0"}, {"end_text": "eos"}, {"start_text": "eos"}]
+    "changes",
+    [
+        {"start_text": "0"},
+        {"end_text": "0"},
+        {"end_text": "eos"},
+        {"start_text": "eos"},
+    ],
 )
 def test_chats_that_would_lose_their_end_are_refused(changes: dict[str, str]) -> None:
     """Token 0 is a token, too."""
     rows = [{"prompt": FAR}]
     says = "row 0: a chat must keep its end: --start_text none --end_text none"
-    refuse(read_queries, rows, says, chat=CHATML, **BYTES, **changes)
-    refuse(read_queries, rows, says, chat=CHATML, **BYTES, long_queries="keep_start")
+    refuse(read_queries, rows, says, **ASK, **changes)
+    refuse(read_queries, rows, says, **ASK, long_queries="keep_start")
     short = BYTES | {"query_length": 12, "long_queries": "keep_end"}
     (query,) = read_queries(rows, CHATML, **short)
-    assert query == [BOS, *read_queries(rows, CHATML, **BYTES)[0][-12:]]
+    assert query == [BOS, *read_queries(rows, **ASK)[0][-12:]]
 
 
 TOWER = {"question": "How tall is tower 0?"}
@@ -702,14 +723,18 @@ def test_questions_and_instructions_are_prompts(asked: dict[str, str], text: str
     odd = {"chosen": " \U0001f389 caf\u00e9 \u0646\u0639\u0645", "rejected": " \u5426"}
     tokenizer, _ = start(train_reward, **BYTES)
     for answers in (TEXTS, odd):
-        (label, _) = read_labels([asked | answers] * 2, **BYTES)
+        label = read_label(asked | answers, **BYTES)
         assert tokenizer.batch_decode(label) == [MARKS[BOS] + text, *answers.values()]
-        assert read_queries([asked | answers], **BYTES) == [label[0]]
+        assert read_query(asked | answers, **BYTES) == label[0]
 
 
 def test_a_special_token_in_a_text_is_that_token() -> None:
-    row = {"prompt": "Say <|eot_id|>", "chosen": "<|eot_id|> ok", "rejected": " no"}
-    (label, _) = read_labels([row] * 2, **BYTES)
+    row = {
+        "prompt": "Say <|eot_id|>",
+        "chosen": "<|eot_id|> ok",
+        "rejected": " no",
+    }
+    label = read_label(row, **BYTES)
     mark = MARKS.index("<|eot_id|>")
     assert (label[0][-1], label[1][0]) == (mark, mark)
 
@@ -717,27 +742,70 @@ def test_a_special_token_in_a_text_is_that_token() -> None:
 CALLS = [{"type": "function", "function": {"name": "height", "arguments": {"tower": "A"}}}]
 CALL = FAR + [turn("")[0] | {"tool_calls": CALLS}] + turn("3 m", "tool")
 TOOLS = [{"type": "function", "function": {"name": "height", "parameters": {"type": "object"}}}]
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "How tall is it?"}]}]
+TEXT = {
+    "type": "text",
+    "text": "How tall is this?",
+}
+IMAGE = [{"role": "user", "content": [TEXT, {"type": "image", "url": "tower.png"}]}]
 NO_MORE = "a message must be a role and a text, and no more: {"
-NOT_FROM = "a prompt is read from ['query', "
+NOT_READ = "`system` and `tools` are not read, put them into messages: {"
 REFUSED = [
     ({"prompt": CALL}, NO_MORE, "'height'"),
-    ({"prompt": FAR, "tools": TOOLS}, NOT_FROM, "not from `system` or `tools`: {", "'height'"),
-    ({"prompt": FAR, "system": "Be brief."}, NOT_FROM, "not from `system` or `tools`: {", "brief"),
-    ({"prompt": PARTS}, NO_MORE, "How tall"),
+    ({"prompt": FAR, "tools": TOOLS}, NOT_READ, "'height'"),
+    ({"prompt": FAR, "system": "Be brief."}, NOT_READ, "brief"),
+    ({"prompt": IMAGE}, NO_MORE, "'image'"),
     ({"conversations": [{"from": "human", "value": "How tall?"}]}, NO_MORE, "How tall?"),
 ]
 
 
 @pytest.mark.parametrize(("row", "says"), [(row, says) for row, *says in REFUSED])
 def test_what_would_change_a_chat_in_silence_is_refused_with_its_row(row: Any, says: Any) -> None:
-    refuse(read_labels, [row | ANSWERS] * 2, "row 0: ", *says, chat=CHATML, **BYTES)
-    refuse(read_queries, [row], "row 0: ", *says, chat=CHATML, **BYTES)
-    if "prompt" in row and row["prompt"] != PARTS:  # a column has one type
+    refuse(read_labels, row | ANSWERS, "row 0: ", *says, **ASK)
+    refuse(read_queries, row, "row 0: ", *says, **ASK)
+    if "prompt" in row and row["prompt"] != IMAGE:  # a column has one type
         rows = [{"prompt": FAR}, row]
-        refuse(read_queries, rows, "row 1: ", *says, chat=CHATML, **BYTES)
+        refuse(read_queries, rows, "row 1: ", *says, **ASK)
         rows = [label | ANSWERS for label in rows]
-        refuse(read_labels, rows, "row 1: ", *says, chat=CHATML, **BYTES)
+        refuse(read_labels, rows, "row 1: ", *says, **ASK)
+
+
+def parts(chat: Chat) -> Rows:
+    """The chat with every content in two parts, as models of images have them."""
+    found = []
+    for message in chat:
+        texts = (message["content"][:3], message["content"][3:])
+        content = [{"type": "text", "text": text} for text in texts]
+        found.append({"role": message["role"], "content": content})
+    return found
+
+
+def test_contents_in_parts_are_joined() -> None:
+    row = {
+        "prompt": parts(FAR),
+        "chosen": parts(TALL),
+        "rejected": parts(YARDS),
+    }
+    whole = ANSWERS | {"prompt": FAR}
+    assert read_label(row, **ASK) == read_label(whole, **ASK)
+    assert read_query(row, **ASK) == read_query(whole, **ASK)
+
+
+def test_the_longer_of_prompt_and_chosen_is_asked() -> None:
+    """A system's message may stand in one of them only."""
+    asked = {"prompt": BRIEF + FAR}
+    assert read_query(asked | {"chosen": FAR + TALL}, **ASK) == read_query(asked, **ASK)
+
+
+def test_token_ids_beside_a_chat_are_refused() -> None:
+    """They could be of another tokenizer, and would be one message too few."""
+    row = {
+        "prompt": [5, 6],
+        "chosen": FAR + TALL,
+        "rejected": FAR + YARDS,
+    }
+    says = "row 0: prompt must be a text or a chat, like `chosen`: {"
+    refuse(read_labels, row, says, **ASK)
+    refuse(read_queries, row, says, **ASK)
 
 
 def test_an_answer_without_a_text_is_left_out_and_counted(capsys: pytest.CaptureFixture) -> None:
@@ -754,7 +822,7 @@ def test_an_answer_without_a_text_is_left_out_and_counted(capsys: pytest.Capture
         says = "--label_dataset: 19 of 20 rows {'left out, for a prompt or an answer that is empty"
         assert f"{says} or too long': 1}}\n" in capsys.readouterr().out
         says = says.replace("19 of 20 rows", "0 of 2 labels are of use:")
-        refuse(read_labels, [whole[0] | gap] * 2, says, chat=chat, **BYTES)
+        refuse(read_labels, whole[0] | gap, says, chat=chat, **BYTES)
 
 
 # --- reward functions -----------------------------------------------------------------------------
@@ -882,11 +950,13 @@ def test_a_function_gets_chats_where_the_table_has_chats(script: Any) -> None:
         seen.extend((prompts, completions, messages))
         return [1.0]
 
-    rows = [{"messages": ASKED + YES}]
-    tokenizer, args = start(script, CHAT, query_dataset=rows, base_model="llama")
+    rows = [{"messages": FAR + TALL}]
+    tokenizer, args = start(script, CHATML, query_dataset=rows, **BYTES)
     queries = script.load_queries("query_dataset", args, tokenizer, 1)
-    script.score_by_function(keep, tokenizer, queries, make_responses([[7, EOS]]))
-    assert seen == [[ASKED], [NO], [ASKED + YES]]
+    text = tokenizer(YARDS[0]["content"], add_special_tokens=False).input_ids
+    script.score_by_function(keep, tokenizer, queries, make_responses([[*text, EOS]]))
+    assert seen == [[FAR], [YARDS], [FAR + TALL]]
+    tokenizer, _ = start(script, base_model="llama")
     script.score_by_function(
         lambda prompts, **_: seen.append(prompts) or [1.0],
         tokenizer,
@@ -907,11 +977,8 @@ def test_none_is_none_with_and_without_an_equals_sign(monkeypatch: pytest.Monkey
             "none",
             "--truncate_token=None",
             f"--{own}=none",
-            "--query_prefix",
-            "none",
-            "--query_suffix=none",
         ]
         monkeypatch.setattr(sys, "argv", [script.__name__, "tiny", *given])
         args = script.parse_args()[1]
-        names = "start_text end_text truncate_token query_prefix query_suffix".split()
-        assert [getattr(args, name) for name in (own, *names)] == [None] * 6
+        names = "start_text end_text truncate_token".split()
+        assert [getattr(args, name) for name in (own, *names)] == [None] * 4

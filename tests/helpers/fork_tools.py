@@ -14,7 +14,9 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import runpy
+import shlex
 import shutil
 import signal
 import socket
@@ -32,19 +34,47 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["fork_warm"])
 Change = tuple[Callable[..., None], Any]
 
-# The words of a run of four updates, with a checkpoint after each, on the files of `fill`.
+
+def is_copy(script: str) -> bool:
+    """Whether `pytest --script` has put a copy in the place of this script."""
+    return script == os.environ.get("COPIED_SCRIPT")
+
+
+def with_flags(words: str, script: str) -> list[str]:
+    """The words without flags that a copy of the script no longer has, and with --script_flags."""
+    if not is_copy(script):
+        return words.split()
+    fields = re.findall(r"^    (\w+): ", (ROOT / script).read_text(), re.M)
+    found = []
+    for flag in words.split("--")[1:]:
+        name, *values = flag.split()
+        if name in fields:
+            found += [f"--{name}", *values]
+    return found + shlex.split(os.environ["SCRIPT_FLAGS"])
+
+
+# The words of a run of four updates, with a checkpoint after each, on the files of `fill`. About
+# half of the responses end.
 COMMON = "--query_dataset queries.jsonl --response_length 5 --query_length 6 --start_text none"
 COMMON += " --end_text none --output_dir out --checkpoint_every 1 --base_model model"
 COMMON += " --batch_size 4 --micro_batch_size 2"
 RL = f"{COMMON} --reward_model judge --eval_queries 2 --num_epochs 2 --total_episodes 16"
-RL += " --truncate_token none --lr 1e-2"
+RL += " --truncate_token w49 --truncate_after 1 --lr 1e-2"
 LABELS = f"{COMMON} --label_dataset labels.jsonl --num_labels 16 --normalization_samples 4"
 WORDS = {
-    PPO: f"{RL} --critic reward".split(),  # all that a run can leave
-    RLOO: f"{RL} --rloo_k 2".split(),
-    REWARD: LABELS.split(),
+    PPO: with_flags(f"{RL} --critic reward", PPO),  # all that a run can leave
+    RLOO: with_flags(f"{RL} --rloo_k 2", RLOO),
+    REWARD: with_flags(LABELS, REWARD),
 }
 UPDATES = 4
+
+
+def complete(script: str, words: Sequence[str]) -> list[str]:
+    """The words with --script_flags, which WORDS has already; a preset stays first."""
+    if not is_copy(script) or list(words[: len(WORDS[script])]) == WORDS[script]:
+        return [*words]
+    first = int(bool(words) and not words[0].startswith("-"))
+    return [*words[:first], *shlex.split(os.environ["SCRIPT_FLAGS"]), *words[first:]]
 
 
 def fill(folder: Path) -> Path:
@@ -111,7 +141,8 @@ def begin(
 ) -> Any:
     """Starts `python script words` in `folder` with changes: functions of this module, each with
     its values."""
-    process = FORKS.Process(target=run_here, args=(script, words, folder, name, changes, env))
+    values = (script, complete(script, words), folder, name, changes, env)
+    process = FORKS.Process(target=run_here, args=values)
     # Here the server, which the first process starts, finds fork_warm.
     with contextlib.chdir(Path(__file__).parent):
         process.start()
@@ -187,14 +218,23 @@ def kit() -> Path:
     return fill(folder / "kit")
 
 
+FAILED: dict[tuple[str, int], str] = {}
+
+
 @functools.cache
 def plain(script: str, world: int) -> Path:
     """A folder in which the script has run and nothing stopped it, on one process or two; `log`
-    lists what it wrote."""
+    lists what it wrote, `keys` the keys of run.state that are no texts."""
+    # What follows is not cached after a failure, and must not hide its cause.
+    assert (script, world) not in FAILED, FAILED[script, world]
     folder = copy(kit(), kit().with_name(f"{script}-{world}"))
-    log_all = (strike, "", 0, 0, f"{folder}/log")
-    code, _, errors = run_on(world, script, WORDS[script], folder, log_all)
-    assert code == 0, errors
+    changes = ((strike, "", 0, 0, f"{folder}/log"), (log_keys, f"{folder}/keys"))
+    code, _, errors = run_on(world, script, WORDS[script], folder, *changes)
+    if code != 0:
+        words = shlex.join(WORDS[script])
+        says = f"a run that many tests compare with ends with status {code}: {script} {words}"
+        FAILED[script, world] = f"{says}\n{errors}"
+    assert code == 0, FAILED[script, world]
     return folder
 
 
@@ -300,20 +340,6 @@ def refuse_near_draws(margin: float) -> None:
     torch.searchsorted = checked
 
 
-def change_args(update: int, values: dict[str, Any]) -> None:
-    """From that update on (from 0) the learning rates follow from settings with these values."""
-    import tf_adam
-
-    set_rates = tf_adam.set_learning_rates
-
-    def changed(optimizer: Any, number: int, progress: float, args: Any) -> None:
-        if number == update:
-            vars(args).update(values)
-        set_rates(optimizer, number, progress, args)
-
-    tf_adam.set_learning_rates = changed
-
-
 def log_unpickling(log: str) -> None:
     """Every name that a pickle looks up is written to that file: to be safe there must be none."""
 
@@ -323,6 +349,31 @@ def log_unpickling(log: str) -> None:
                 file.write(f"{values}\n")
 
     sys.addaudithook(watch)
+
+
+def log_keys(log: str) -> None:
+    """Keys in run.state that are no texts are written to that file: JSON makes them texts, so that
+    the next update does not find them."""
+    import tf_adam
+
+    if not hasattr(tf_adam, "Run"):  # that of a copy
+        return
+    end_update = tf_adam.Run.end_update
+
+    def note(value: Any) -> None:
+        if not isinstance(value, dict):
+            return
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                with open(log, "a") as file:
+                    file.write(f"{key!r}\n")
+            note(inner)
+
+    def noted(self: Any) -> None:
+        note(self.state)
+        end_update(self)
+
+    tf_adam.Run.end_update = noted
 
 
 def log_shares(log: str) -> None:

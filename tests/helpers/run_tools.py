@@ -5,11 +5,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
+import fork_tools
 import pytest
 
 # `accelerate launch --cpu` starts one process only, whatever --num_processes says: two on a CPU are
@@ -25,7 +26,7 @@ def call(
     """The script's main, or its parse_args alone, with these words in `folder`, in this process, on
     the CPU."""
     patch.chdir(folder)
-    patch.setattr(sys, "argv", [script, *words])
+    patch.setattr(sys, "argv", [script, *fork_tools.complete(script, words)])
     patch.setattr(sys, "path", sys.path[:])  # to which --reward_fn adds
     patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder.with_name(f"{folder.name}-cache"))
     patch.setenv("ACCELERATE_USE_CPU", "true")
@@ -58,6 +59,23 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     """The metrics of the run in `folder`, but for those of the machine."""
     rows = read_lines(folder / "metrics.jsonl")
     return [{name: row[name] for name in row if not name.endswith(OF_MACHINE)} for row in rows]
+
+
+def assert_same_metrics(
+    out: Path, expected: Path, says: str, but: Iterable[str] = (), **limits: float
+) -> None:
+    """The metrics of two runs are equal, or within pytest.approx's limits, `but` for these names.
+    If they are not, `says` stands before the first that differs."""
+    found = read_metrics(out)
+    both = zip(found, read_metrics(expected), strict=False)
+    for update, (mine, theirs) in enumerate(both, start=1):
+        assert mine.keys() == theirs.keys(), f"{says}: other metrics in update {update}"
+        for name in [name for name in theirs if name not in but]:
+            x = theirs[name]
+            right = pytest.approx(x, **limits) if limits else x
+            differs = f"{name} of update {update} is {mine[name]}, not {x}"
+            assert mine[name] == right, f"{says}: {differs}"
+    assert len(found) == len(read_metrics(expected)), f"{says}: it has {len(found)} updates"
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
