@@ -213,8 +213,6 @@ def main(preset: str, args: Args) -> None:
         raise UserError(
             f"--batch_size and --normalization_samples must be multiples of {world} (processes)"
         )
-    if args.truncate_token and args.truncate_after >= args.response_length:
-        raise UserError(f"--truncate_after {args.truncate_after} must be below --response_length")
     choose_folder(FILE, preset, args)
 
     # data and models; most of what cannot run fails here, before anything is written
@@ -536,7 +534,7 @@ def load_model(
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-    if load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
+    if flag != "base_model" and load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
     head = "score" if auto_class is AutoClassifier else "lm_head"
     with explained(what):
@@ -837,11 +835,11 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
     if text is None:
         return None
     ids = tokenizer.encode(text, add_special_tokens=False)
+    # Llama 2's tokenizer encodes `.` with a space before it, which is another token.
+    named = tokenizer.get_vocab().get(text)
     if text == "eos":
         ids = [tokenizer.eos_token_id]
-    # Llama 2's tokenizer puts a space before `.`, which makes it another token.
-    named = tokenizer.get_vocab().get(text)
-    if named is not None and tokenizer.decode([named]) == text:
+    elif named is not None and tokenizer.decode([named]) == text:
         ids = [named]
     if len(ids) != 1 or ids[0] is None:
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")

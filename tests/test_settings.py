@@ -33,7 +33,7 @@ SCRIPTS = [ppo_rlhf, rloo_rlhf, train_reward]
 BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
 ALL = """seed=1 output_dir=None resume=False checkpoint_every=25 track=False base_model='tiny/model'
 dtype='fp32' gradient_checkpointing=False query_dataset='tiny/queries' query_length=32
-long_queries=None query_prefix='' query_suffix='' start_text='.' end_text='.' response_length=24
+long_queries=None query_prefix=None query_suffix=None start_text='.' end_text='.' response_length=24
 temperature=0.7 truncate_token='.' truncate_after=16 micro_batch_size=128 lr_schedule='linear'
 lr_warmup=0 adam='tf' adam_eps=1e-5 adam_betas=(0.9,0.999) weight_decay=0.0 max_grad_norm=None"""
 POLICY = """eval_queries=64 reward_model=None reward_fn=None lora_rank=0 lora_alpha=16.0
@@ -50,7 +50,7 @@ normalization_samples=512 batch_size=8""",
 # OpenAI's launch.py: a table for each task. The queries of its label files are cut to start and end
 # text already.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
-BOOKS = """query_length=64 response_length=24 temperature=0.7 query_prefix='' query_suffix=''
+BOOKS = """query_length=64 response_length=24 temperature=0.7 query_prefix=None query_suffix=None
 truncate_token='.' long_queries=None"""
 BOOKS_RL = """lr=1e-5 batch_size=512 truncate_after=16 kl_coef=0.15 adaptive_kl_target=6.0
 kl_horizon=1e4"""
@@ -64,7 +64,7 @@ TASKS = {  # the number in the file's name, the task, PPO and RLOO, the reward m
     "cnndm": ("60k", NEWS, f"{POSTS_RL} kl_coef=0.01", "num_labels=46000 batch_size=16 lr=2.5e-5"),
     "tldr": (
         "60k",
-        f"{POSTS} temperature=0.7 query_prefix=''",
+        f"{POSTS} temperature=0.7 query_prefix=None",
         f"{POSTS_RL} kl_coef=0.03",
         "num_labels=46000 batch_size=16 lr=2.5e-5",
     ),

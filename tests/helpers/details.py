@@ -118,8 +118,8 @@ CRITIC_RUN = f"{RUN}[ppo, critic from the reward model]"
 CRITIC_RUNS = f"{RUN}[ppo, critic from the policy, two processes]"
 STEPS = "golden::ppo_steps_equal_the_original"
 FORWARD = "golden::logprobs_values_and_entropies_equal_the_original"
-CACHED = "sampler::cached_sampling_draws_what_full_forward_passes_give"
-WHITEN = "ppo_math::whiten_gives_the_table_of_the_n_implementation_details"
+CACHED = "rollout::cached_sampling_draws_what_full_forward_passes_give"
+WHITEN = "algorithm::whiten_gives_the_table_of_the_n_implementation_details"
 ADAM_STEPS = "tf_adam::trajectory_and_moments_equal_tensorflow"
 # What tests compare with, by file or by test.
 AGAINST = {
@@ -127,7 +127,7 @@ AGAINST = {
     ADAM_STEPS: "**recording of TensorFlow**",
     WHITEN: "**table in Huang et al.**",
     "reference": "our second implementation",
-    "ppo_math": "a worked example",
+    "algorithm": "a worked example",
 }
 
 ORIGINAL = [
@@ -228,7 +228,7 @@ ORIGINAL = [
         PPO,
         "batch.logprobs[index] = selected_logprobs(all_logprobs, micro.responses)",
         "batch.logprobs[index] = micro.sampled_logprobs",
-        "sampler::first_ratio_is_exactly_one",
+        "checks::first_ratio_is_exactly_one",
     ),
     Detail(
         "Every run checks that first ratios are 1, that the KL begins at 0, and that sampling and "
@@ -236,7 +236,7 @@ ORIGINAL = [
         PPO,
         "args.max_kl if update > 0 else ratio_limit * args.response_length",
         "args.max_kl",
-        "ppo_math::first_passes_that_differ_and_a_far_policy_stop_a_run",
+        "checks::first_passes_that_differ_and_a_far_policy_stop_a_run",
     ),
     Detail(
         "The score is that of the response up to its first `.` at index 16 or later.",
@@ -299,7 +299,7 @@ ORIGINAL = [
         PPO,
         "advantage = next_value = torch.zeros_like(values[:, 0])",
         "advantage = next_value = values[:, -1]",
-        "ppo_math::gae_discounts_future_errors_by_gamma_times_lambda",
+        "algorithm::gae_discounts_future_errors_by_gamma_times_lambda",
     ),
     Detail(
         "Advantages are whitened within each minibatch of each process, and anew in each epoch.",
@@ -408,7 +408,7 @@ RLOO_ROWS = [
         RLOO,
         "(rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / (rewards.shape[1] - 1)",
         "(rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / rewards.shape[1]",
-        "ppo_math::leave_one_out_advantage_of_the_worked_example_whose_rows_are_queries",
+        "algorithm::leave_one_out_advantage_of_the_worked_example_whose_rows_are_queries",
     ),
     Detail(
         "The KL of the whole response is part of its reward.",
@@ -495,7 +495,7 @@ OPTIONS = [
         ADAM,
         "args.lora_alpha",
         "1",
-        "options::the_folder_of_a_lora_run_is_the_trained_policy",
+        "models::the_folder_of_a_lora_run_is_the_trained_policy",
     ),
     Detail(
         "`--truncate_after 1` gives the penalty to an answer that is only an EOS, unless another "
