@@ -192,7 +192,7 @@ def test_order_of_a_script(script: str) -> None:
     assert sections == expected
     main = next(i for i, line in enumerate(lines, 1) if line.startswith("def main("))
     assert main < 270
-    rollout = lines.index(next(x for x in lines if x.startswith("# --- rollout")))
+    rollout = next(i for i, line in enumerate(lines) if line.startswith(f"# --- {expected[-6]}"))
     assert rollout < 680
 
 

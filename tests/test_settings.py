@@ -212,7 +212,7 @@ def test_the_window_holds_every_label_and_every_sample(
 
     monkeypatch.setattr(train_reward, "load_model", load)
     with pytest.raises(Stop):
-        args = train_reward.Args(response_length=5, output_dir=str(tmp_path / "out"))
+        args = train_reward.Args(response_length=5, batch_size=1, output_dir=str(tmp_path / "out"))
         train_reward.main("tiny", args)
     assert seen == [longest, longest]
 

@@ -524,7 +524,7 @@ TOUR = [
     ),
     (
         "# --- models",
-        "Plumbing that you can skip: loading models and data, results, flags. More is in `tf_adam.py`",
+        "Plumbing that you can skip: models, data, results, flags. More is in `tf_adam.py`",
     ),
 ]
 
