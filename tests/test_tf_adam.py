@@ -27,6 +27,7 @@ from tf_adam import (
     make_optimizer,
     patch_layers,
     reduce_means,
+    run_in_bf16,
     set_learning_rates,
     set_up_torch,
     sums_over,
@@ -339,3 +340,18 @@ def test_errors_are_explained_by_what_was_asked_and_why_it_failed(
         raise ValueError("the error") from OSError("the cause")
     with pytest.raises(ZeroDivisionError), explained("--flag", UserError):
         raise ZeroDivisionError
+
+
+def test_states_of_a_trunk_in_bf16_come_in_fp32() -> None:
+    """Also of one that ends with a linear layer, which autocast computes in bf16."""
+    layer = nn.Linear(3, 2)
+
+    def forward(ids: Tensor, **named: Any) -> SimpleNamespace:
+        assert torch.is_autocast_enabled("cpu")
+        return SimpleNamespace(last_hidden_state=layer(ids))
+
+    ids = torch.randn(4, 3)
+    states = run_in_bf16(forward, ids).last_hidden_state
+    assert states.dtype == torch.float32
+    assert torch.equal(states, states.bfloat16().float())
+    assert not torch.equal(states, layer(ids))
