@@ -15,7 +15,7 @@ that are in benchmark/systems/). Read main first: its numbered steps call the fu
 
 tf_adam.py has what is not about RLHF: the optimizer, the processes, the run's folder. All else is
 here. A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
-train_reward.py is identical in all of them, so some branches are unused here.
+train_reward.py is identical in all of them, so some of its branches may be unused here.
 
 Shapes: B responses in a process's share of a batch, b in a minibatch or micro-batch, R tokens per
 response, T tokens of query and response together, V tokens in the vocabulary, d hidden units. A
@@ -126,8 +126,8 @@ class Args:
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop)
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
-    query_prefix: str = ""  # Text before every query, not for the reward model
-    query_suffix: str = ""  # Text after every query, not for the reward model
+    query_prefix: str | None = None  # Text before every query, not for the reward model
+    query_suffix: str | None = None  # Text after every query, not for the reward model
     # One token: a query begins after its first occurrence; texts without it are dropped (None: off)
     start_text: str | None = "."
     end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: off)
@@ -166,7 +166,7 @@ class Args:
     adaptive_kl_target: PositiveFloat | None = 6.0
     # The coefficient changes by about 20 % at most in this many episodes
     kl_horizon: PositiveFloat = 2_000.0
-    # The run stops when the KL (nats per response) leaves the range of +- this
+    # The run stops when the KL (nats per response) is above this, or below minus this
     max_kl: PositiveFloat = 200.0
 
     # the algorithm
@@ -177,7 +177,7 @@ class Args:
     lam: NonNegativeFloat = 0.95  # Lambda of generalised advantage estimation
     whiten_rewards: bool = True  # Scale rewards to variance 1, but keep their mean
     whiten_advantages: bool = True  # Shift and scale advantages to mean 0, variance 1
-    # The value head reads the policy (shared), or a model that starts as it or as --reward_model
+    # The value head reads the policy's trunk (shared), or a copy of --base_model or --reward_model
     critic: Literal["shared", "policy", "reward"] = "shared"
     critic_lr: NonNegativeFloat | None = None  # Learning rate of value head and critic (None: --lr)
     critic_warmup: NonNegativeInt = 0  # First updates in which only value head and critic learn
@@ -187,9 +187,7 @@ class Args:
 # already: no start_text, no end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = Args(base_model="gpt2", start_text=None, end_text=None, total_episodes=1_000_000)
-BOOKS = replace(
-    OPENAI, query_length=64, batch_size=512, micro_batch_size=128, lr=1e-5, kl_horizon=10_000
-)
+BOOKS = replace(OPENAI, query_length=64, batch_size=512, lr=1e-5, kl_horizon=10_000)
 POSTS = replace(
     OPENAI,
     query_length=500,
@@ -250,7 +248,7 @@ def main(preset: str, args: Args) -> None:
     accelerator = make_accelerator(args.dtype)
     rank = accelerator.process_index
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    check_settings(args, num_updates, accelerator.num_processes * args.num_minibatches)
+    check_settings(args, num_updates, accelerator.num_processes)
     choose_folder(FILE, preset, args)  # sets args.output_dir
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
     my_rows = slice(rank * share, (rank + 1) * share)
@@ -261,7 +259,8 @@ def main(preset: str, args: Args) -> None:
     truncate_id = token_id("truncate_token", tokenizer, args)
     num_queries = args.eval_queries + num_updates * args.batch_size
     queries = load_queries("query_dataset", args, tokenizer, num_queries)
-    data = crc32(np.concatenate([query.context for query in queries]))
+    first = queries[: args.eval_queries + args.batch_size]  # --total_episodes may change the rest
+    data = crc32(np.concatenate([query.context for query in first]))  # see Run
     longest = max(len(query.context) for query in queries) + args.response_length
     held_out, queries = hold_out(queries, args.eval_queries)
     score_fn = load_reward("reward_model", args, preset, tokenizer, longest)
@@ -274,8 +273,9 @@ def main(preset: str, args: Args) -> None:
     # `wrapped` is what is trained: it averages gradients over processes. `policy` is inside.
     wrapped, optimizer = accelerator.prepare(policy, optimizer)
     policy = accelerator.unwrap_model(wrapped)
-    # Where weights are in shards, no bf16 copies of whole weights are kept.
+    # FSDP's modules have `reshard`: autocast must not keep bf16 copies of their gathered weights.
     torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
+    # a function of a policy: its responses to the held-out queries, their scores and KL to ref
     evaluation = partial(evaluate, ref, held_out, score_fn, tokenizer, truncate_id, args)
     before = evaluation(ref)  # the reference is the untrained policy, also when a run is resumed
     run = Run(accelerator, FILE, args, num_updates, {"kl_coef": args.kl_coef, "data": data})
@@ -288,12 +288,12 @@ def main(preset: str, args: Args) -> None:
         my_queries = [queries[i % len(queries)] for i in episodes]
         u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
         batch = rollout(policy, my_queries, u, truncate_id, args)
-        # These passes use the first epoch's micro-batches, so in the first optimizer step
-        # padding and rounding match: every ratio is 1, on a CPU exactly.
         epochs = shuffle(args, rank, update, share)  # (num_epochs, num_minibatches, b)
+        # In the first epoch's micro-batches, so that padding and rounding are the same there: in
+        # the first optimizer step every ratio is 1, on a CPU exactly.
         set_logprobs(batch, policy, ref, epochs[0], args)
 
-        # 2. score: that of the truncated response, or a penalty where it never ends
+        # 2. score: of the response up to its truncate token, with a penalty if there is none
         raw_scores = score_fn(my_queries, batch)  # (B,)
         batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)
 
@@ -321,7 +321,7 @@ def main(preset: str, args: Args) -> None:
         metrics["ppo/lr"] = optimizer.param_groups[0]["lr"]
         unexplained = metrics["ppo/val/error"] / (metrics["ppo/returns/var"] + 1e-8)
         metrics["ppo/val/var_explained"] = 1 - unexplained
-        run.log(metrics)
+        run.log(metrics)  # adds seconds and peak_memory_gb
         accelerator.print(
             f"update {update + 1} of {num_updates}: score {metrics['objective/scores']:.2f}, "
             f"KL {metrics['objective/kl']:.2f} nats, {metrics['seconds']:.1f} s"
@@ -338,7 +338,7 @@ def main(preset: str, args: Args) -> None:
     if rank == 0:
         save_policy(policy, weights, tokenizer, args.output_dir)
         write_samples(before.join(after), args.output_dir)
-    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # without this gloo can hang
+    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # DDP's, else gloo can hang
     accelerator.end_training()
 
 
@@ -408,8 +408,8 @@ def ppo_loss(
     logprobs: Tensor, values: Tensor, old: Batch, args: Args
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Clipped losses of policy and value head at each token, and metrics; all are (b, R). `old` is
-    the micro-batch as the rollout left it. Schulman et al. 2017, arXiv:1707.06347, equation 7; for
-    values lm_human_preferences/train_policy.py."""
+    the micro-batch, with log-probabilities and values from before the update. Schulman et al. 2017,
+    arXiv:1707.06347, equation 7; for values lm_human_preferences/train_policy.py."""
     log_ratio = logprobs - old.logprobs
     ratio = log_ratio.clamp(-40, 40).exp()  # clamped, so that it does not overflow
     policy_loss = -old.advantages * ratio
@@ -444,20 +444,20 @@ def ppo_update(
 ) -> list[dict]:
     """Makes all optimizer steps on one batch, and returns what is logged of them. epochs
     (num_epochs, num_minibatches, b) says which rows are in which minibatch."""
-    once = torch.ones((), device=batch.responses.device)  # the mask of what is one number
+    once = torch.ones((), device=batch.responses.device)  # the mask for single numbers
     sampling_errors = (batch.logprobs - batch.sampled_logprobs).abs()  # (B, R)
     records = [sums_over(once, {"sampling_error": gather(sampling_errors).max()})]
     ratio_errors = []
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
-        set_advantages(mini, args)  # whitened over this process's minibatch, so new in each
+        set_advantages(mini, args)  # here, as whitening is over this process's minibatch
         for name, x in (("returns", mini.returns), ("val", mini.values)):
             mean, variance = moments(x, mini.loss_mask)
             terms = {f"ppo/{name}/mean": mean, f"ppo/{name}/var": variance}
             records.append(sums_over(once, terms))
 
-        # The loss is the mean over the minibatches of all processes: each micro-batch adds its sum,
-        # divided by the count of all. Times num_processes, because DDP and FSDP average gradients.
+        # The loss is the mean over the minibatches of all processes. Each micro-batch adds its
+        # share. DDP and FSDP then average over processes, which num_processes undoes.
         loss_scale = accelerator.num_processes / sum_over_ranks(mini.loss_mask)
         groups = micro_batches(torch.arange(len(minibatch)), mini.contexts, args.micro_batch_size)
         for rows in groups:
@@ -493,9 +493,9 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 # --- checks ---------------------------------------------------------------------------------------
-# The largest difference in log-probabilities that rounding explains: between the rollout's pass and
-# the same pass in the first minibatch of the update (first_ratio_error); and between that and
-# sampling, token by token through a cache (sampling_error).
+# The largest differences in log-probabilities that rounding explains. First: set_logprobs against
+# the first optimizer step (first_ratio_error). Second: set_logprobs against sampling, which goes
+# token by token through a cache (sampling_error).
 TOLERANCES = {"fp32": (1e-3, 0.01), "tf32": (0.01, 0.2), "bf16": (0.02, 1.0)}
 
 
@@ -508,7 +508,10 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
         "gradient_norm": (sys.float_info.max, "the loss is not finite, or --lr is too high"),
         "first_ratio_error": (ratio_limit, "the passes of rollout and update differ"),
         "sampling_error": (sampling_limit, "tokens are sampled from other logits"),
-        "objective/kl": (kl_limit, "--lr may be too high; --max_kl is the limit after update 0"),
+        "objective/kl": (
+            kl_limit,
+            "in update 0 policy and reference differ; later --lr may be too high",
+        ),
     }
     for name, (limit, hint) in limits.items():
         # `not` makes NaN raise, too
@@ -522,12 +525,14 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
 SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4  # streams of random numbers: default_rng([seed, ..])
 
 
-def shuffle(args: Args, rank: int, update: int, size: int) -> Tensor:
-    """The row numbers (RLOO: query numbers) of an update's minibatches, (num_epochs,
-    num_minibatches, b). Each epoch is a permutation of range(size)."""
+def shuffle(args: Args, rank: int, update: int, num_rows: int) -> Tensor:
+    """The row numbers of an update's minibatches, (num_epochs, num_minibatches, b). Each epoch is a
+    permutation of all rows. In RLOO the k rows of a query stay side by side."""
     generator = np.random.default_rng([args.seed, ROWS, rank, update])
-    epochs = [generator.permutation(size) for _ in range(args.num_epochs)]
-    return torch.tensor(np.array(epochs)).view(args.num_epochs, args.num_minibatches, -1)
+    k = getattr(args, "rloo_k", 1)
+    epochs = [generator.permutation(num_rows // k) for _ in range(args.num_epochs)]
+    rows = torch.tensor(np.array(epochs)).unsqueeze(2) * k + torch.arange(k)
+    return rows.view(args.num_epochs, args.num_minibatches, -1)
 
 
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
@@ -595,9 +600,9 @@ def sample(
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). In fp32 the
-    sum over a large vocabulary would round the steps of rare tokens away. With NaN there is no such
-    place: clamp gives some token, and check_update stops the run."""
+    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). The sum is
+    in fp64: in fp32 the steps of rare tokens would be rounded away. With NaN clamp gives some
+    token, and check_update stops the run."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
 
@@ -628,7 +633,7 @@ def select(batch: Batch, rows: Tensor) -> Batch:
 
 
 def concatenate(batches: list[Batch]) -> Batch:
-    """One batch of the rows of several. It is for copies that sample again, or replay."""
+    """One batch of the rows of several. Unused here: for copies that sample again, or replay."""
     tensors = {
         name: torch.cat([getattr(batch, name) for batch in batches])
         for name, x in vars(batches[0]).items()
@@ -729,7 +734,7 @@ def entropy(all_logprobs: Tensor) -> Tensor:
 
 class ActorCritic(Module):
     """A policy and a value head, which reads the states of the policy's trunk or of a critic's.
-    Heads compute in fp32 where the trunk computes in bf16 (see patch_layers)."""
+    Heads compute in fp32 where trunks compute in bf16: see patch_layers in tf_adam.py."""
 
     def __init__(self, lm: Model, num_tokens: int, critic: Model | None = None) -> None:
         super().__init__()
@@ -746,12 +751,12 @@ class ActorCritic(Module):
     def forward(
         self, ids: Tensor, mask: Tensor, last: int = 1, cache: DynamicCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits (b, last, V) and values (b, last), in fp32, at the last tokens of ids (b, T). V is
-        the tokenizer's size; some models have more embeddings. With a cache, which is for sampling,
-        there are no values."""
+        """Logits (b, last, V), in fp32, at the last tokens of ids (b, T). V is the tokenizer's
+        size; some models have more embeddings. And values (b, last), or None with a cache, which is
+        for sampling."""
         options = {"logits_to_keep": last, "output_hidden_states": cache is None}
         output = read(self.lm, ids, mask, cache, **options)
-        logits = output.logits[..., : self.num_tokens]
+        logits = output.logits[:, -last:, : self.num_tokens]
         if cache is not None:
             return logits, None
         states = output.hidden_states[-1]
@@ -810,8 +815,8 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
 
 
 def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
-    """A function from queries and batch to scores (B,), by --reward_fn, the flag's reward model, or
-    the newest that train_reward.py made for the preset. Then args gets its name."""
+    """A function from queries and batch to scores (B,): --reward_fn, the model that the flag names,
+    or else the newest that train_reward.py made for the preset, whose path is then set in args."""
     if args.reward_fn:
         sys.path.insert(0, os.getcwd())
         with explained(f"--reward_fn {args.reward_fn}"):
@@ -825,8 +830,6 @@ def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longes
             raise UserError(f"--{flag} None: `python train_reward.py {preset}` makes one")
         setattr(args, flag, str(newest.with_name("reward_model")))
     PartialState().print(f"--{flag} {getattr(args, flag)}")
-    if load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"--{flag} has another tokenizer than --base_model: use a --reward_fn")
     model = load_model(flag, args, AutoClassifier, tokenizer, longest)
     hold_in_bf16(model.requires_grad_(False), args)
     model = model.to(PartialState().device)
@@ -853,6 +856,8 @@ def load_critic(args: Args, tokenizer: Tokenizer, longest: int) -> Model | None:
     if args.critic == "shared":
         return None
     if args.critic == "reward":
+        if args.reward_model is None:
+            raise UserError("--critic reward needs --reward_model beside a --reward_fn")
         return load_model("reward_model", args, AutoClassifier, tokenizer, longest)
     return load_model("base_model", args, AutoModelForCausalLM, tokenizer, longest)
 
@@ -863,10 +868,12 @@ def load_model(
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
     the original. If --base_model has no reward head, train_reward.py gives it a new one."""
-    name = local_path(str(getattr(args, flag)))
+    name = local_path(getattr(args, flag))
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
+    if load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
     head = "score" if auto_class is AutoClassifier else "lm_head"
     with explained(what):
         model, info = auto_class.from_pretrained(
@@ -880,8 +887,8 @@ def load_model(
             **({"num_labels": 1} if head == "score" else {}),
         )
 
-    # transformers only warns if weights of the model are not in the files; or if the files have
-    # more: that is right for another head, but not for layers (`h.3.`).
+    # transformers only warns about weights that are missing or left over. What is left over may
+    # belong to another head, but not to a layer (`h.3.`) or to this head (a bias, for example).
     wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
     wrong |= info["missing_keys"] - ({"score.weight"} if flag == "base_model" else set())
     if wrong:
@@ -900,7 +907,9 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     top = max(tokenizer.get_vocab().values())
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if top >= size or longest > window:
-        raise UserError(f"{size} embeddings for token {top}, a window of {window} for {longest}")
+        raise UserError(
+            f"token id {top} with {size} embeddings, or {longest} tokens in a window of {window}"
+        )
     # Ours: the first token as padding, the others but the last into a cache, and the last one
     # through it. Plain: all but the first token, at once.
     numbers = torch.arange(min(longest, 64))[None]
@@ -927,13 +936,14 @@ KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"
 
 
 def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
-    """The splits of a file, a folder or a data set on the hub. Behind the last two may stand
-    :config and :split; such a split is `train`, and the only one."""
+    """The splits of a file, a folder or a data set on the hub. :config and :split may follow a
+    folder or a hub id; then only that split is returned, under the name `train`."""
     name = getattr(args, flag)
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
     path, config, split = [*name.split(":"), "", ""][:3]
     path = local_path(path)
-    kinds = {KINDS.get(file.suffix) for file in Path(path).rglob("*.*")} - {None}
+    files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
+    kinds = {KINDS.get(file.suffix) for file in files} - {None}
     with explained(f"--{flag} {name}"):
         if kind:
             return datasets.load_dataset(kind, data_files=escape(local_path(name)))
@@ -947,8 +957,8 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
     """Up to `num_queries` queries (at least one) of the flag's table, in an order drawn from
     --seed."""
     begin = bos(tokenizer)
-    prefix = encode(args.query_prefix, tokenizer)
-    suffix = encode(args.query_suffix, tokenizer)
+    prefix = encode(args.query_prefix or "", tokenizer)
+    suffix = encode(args.query_suffix or "", tokenizer)
     start = token_id("start_text", tokenizer, args)
     end = token_id("end_text", tokenizer, args)
     long = args.long_queries or ("drop" if end is None else "keep_start")
@@ -967,8 +977,8 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
         query = cut_query(tokens, args.query_length, start, end, long)
         if query:
             queries.append(Query(begin + query, begin + prefix + query + suffix, row))
-        if len(queries) == num_queries:
-            break
+            if len(queries) >= num_queries:
+                break
     if not queries:
         raise UserError(f"--{flag}: no query is left: see --query_length, --start_text, --end_text")
     first = tokenizer.decode(queries[0].context)
@@ -1027,7 +1037,7 @@ def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
     messages = []
     for message in chat:
         content = message.get("content")
-        if isinstance(content, list) and all(part.get("text") for part in content):
+        if is_chat(content) and all(part.get("text") for part in content):
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str) or message.get("tool_calls"):
             raise UserError(f"a message must be a role and a text, and no more: {message}")
@@ -1062,9 +1072,13 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
     text = getattr(args, flag)
     if text is None:
         return None
-    known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
-    # encode alone is not enough: Llama 2's tokenizer puts a space before `.`, another token.
-    ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if text == "eos":
+        ids = [tokenizer.eos_token_id]
+    # Llama 2's tokenizer puts a space before `.`, which makes it another token.
+    named = tokenizer.get_vocab().get(text)
+    if named is not None and tokenizer.decode([named]) == text:
+        ids = [named]
     if len(ids) != 1 or ids[0] is None:
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
     return ids[0]
@@ -1113,7 +1127,7 @@ def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str
             reads = "critic" if policy.critic else "policy"
             save_file(own, f"{parent}/{reads}/value_head.safetensors")
         else:
-            folder = f"{parent}/{part.replace('lm', 'policy')}"
+            folder = f"{parent}/{part.replace('lm', 'policy')}"  # the critic's is critic/
             module.save_pretrained(folder, state_dict=own)
             tokenizer.save_pretrained(folder)
 
@@ -1129,13 +1143,17 @@ def write_samples(samples: pd.DataFrame, folder: str) -> None:
 
 
 # --- entry point ----------------------------------------------------------------------------------
-def check_settings(args: Args, num_updates: int, divisor: int) -> None:
+def check_settings(args: Args, num_updates: int, num_processes: int) -> None:
     """UserError for settings that do not go together."""
+    k = getattr(args, "rloo_k", 1)
+    divisor = num_processes * args.num_minibatches * k
     if args.batch_size % divisor:
         raise UserError(
             f"--batch_size {args.batch_size} must be a multiple of {divisor} "
             "(processes x minibatches x RLOO's responses per query)"
         )
+    if args.micro_batch_size % k:
+        raise UserError(f"--micro_batch_size must be a multiple of --rloo_k {k}")
     if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(f"--truncate_after {args.truncate_after} must be below --response_length")
     if args.adaptive_kl_target and args.batch_size >= 5 * args.kl_horizon:

@@ -17,7 +17,7 @@ that are in benchmark/systems/). Read main first: its numbered steps call the fu
 
 tf_adam.py has what is not about RLHF: the optimizer, the processes, the run's folder. All else is
 here. A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
-train_reward.py is identical in all of them, so some branches are unused here.
+train_reward.py is identical in all of them, so some of its branches may be unused here.
 
 Shapes: B responses in a process's share of a batch, b in a minibatch or micro-batch, R tokens per
 response, T tokens of query and response together, V tokens in the vocabulary, d hidden units. A
@@ -128,8 +128,8 @@ class Args:
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop)
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
-    query_prefix: str = ""  # Text before every query, not for the reward model
-    query_suffix: str = ""  # Text after every query, not for the reward model
+    query_prefix: str | None = None  # Text before every query, not for the reward model
+    query_suffix: str | None = None  # Text after every query, not for the reward model
     # One token: a query begins after its first occurrence; texts without it are dropped (None: off)
     start_text: str | None = "."
     end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: off)
@@ -168,7 +168,7 @@ class Args:
     adaptive_kl_target: PositiveFloat | None = 6.0
     # The coefficient changes by about 20 % at most in this many episodes
     kl_horizon: PositiveFloat = 2_000.0
-    # The run stops when the KL (nats per response) leaves the range of +- this
+    # The run stops when the KL (nats per response) is above this, or below minus this
     max_kl: PositiveFloat = 200.0
 
     # the algorithm
@@ -180,9 +180,7 @@ class Args:
 # already: no start_text, no end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = Args(base_model="gpt2", start_text=None, end_text=None, total_episodes=1_000_000)
-BOOKS = replace(
-    OPENAI, query_length=64, batch_size=512, micro_batch_size=128, lr=1e-5, kl_horizon=10_000
-)
+BOOKS = replace(OPENAI, query_length=64, batch_size=512, lr=1e-5, kl_horizon=10_000)
 POSTS = replace(
     OPENAI,
     query_length=500,
@@ -242,10 +240,7 @@ def main(preset: str, args: Args) -> None:
     accelerator = make_accelerator(args.dtype)
     rank = accelerator.process_index
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    k = args.rloo_k
-    check_settings(args, num_updates, accelerator.num_processes * args.num_minibatches * k)
-    if args.micro_batch_size % k:
-        raise UserError(f"--micro_batch_size must be a multiple of --rloo_k {k}")
+    check_settings(args, num_updates, accelerator.num_processes)
     choose_folder(FILE, preset, args)  # sets args.output_dir
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
     my_rows = slice(rank * share, (rank + 1) * share)
@@ -256,10 +251,14 @@ def main(preset: str, args: Args) -> None:
     truncate_id = token_id("truncate_token", tokenizer, args)
     num_queries = args.eval_queries + num_updates * args.batch_size
     queries = load_queries("query_dataset", args, tokenizer, num_queries)
-    data = crc32(np.concatenate([query.context for query in queries]))
+    first = queries[: args.eval_queries + args.batch_size]  # --total_episodes may change the rest
+    data = crc32(np.concatenate([query.context for query in first]))  # see Run
     longest = max(len(query.context) for query in queries) + args.response_length
     held_out, queries = hold_out(queries, args.eval_queries)
-    held_out = [query for query in held_out for _ in range(k)]  # k rows each
+    k = args.rloo_k
+    held_out = [
+        query for query in held_out for _ in range(k)
+    ]  # k adjacent rows each, as Actor expects
     score_fn = load_reward("reward_model", args, preset, tokenizer, longest)
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
     num_tokens = max(tokenizer.get_vocab().values()) + 1
@@ -269,8 +268,9 @@ def main(preset: str, args: Args) -> None:
     # `wrapped` is what is trained: it averages gradients over processes. `policy` is inside.
     wrapped, optimizer = accelerator.prepare(policy, optimizer)
     policy = accelerator.unwrap_model(wrapped)
-    # Where weights are in shards, no bf16 copies of whole weights are kept.
+    # FSDP's modules have `reshard`: autocast must not keep bf16 copies of their gathered weights.
     torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
+    # a function of a policy: its responses to the held-out queries, their scores and KL to ref
     evaluation = partial(evaluate, ref, held_out, score_fn, tokenizer, truncate_id, args)
     before = evaluation(ref)  # the reference is the untrained policy, also when a run is resumed
     run = Run(accelerator, FILE, args, num_updates, {"kl_coef": args.kl_coef, "data": data})
@@ -283,13 +283,12 @@ def main(preset: str, args: Args) -> None:
         my_queries = [queries[i // k % len(queries)] for i in episodes]
         u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
         batch = rollout(policy, my_queries, u, truncate_id, args)
-        # These passes use the first epoch's micro-batches, so in the first optimizer step
-        # padding and rounding match: every ratio is 1, on a CPU exactly.
-        epochs = shuffle(args, rank, update, share // k)  # of queries; next, of their k rows
-        epochs = (epochs.unsqueeze(3) * k + torch.arange(k)).flatten(2)
+        epochs = shuffle(args, rank, update, share)  # (num_epochs, num_minibatches, b)
+        # In the first epoch's micro-batches, so that padding and rounding are the same there: in
+        # the first optimizer step every ratio is 1, on a CPU exactly.
         set_logprobs(batch, policy, ref, epochs[0], args)
 
-        # 2. score: that of the truncated response, or a penalty where it never ends
+        # 2. score: of the response up to its truncate token, with a penalty if there is none
         raw_scores = score_fn(my_queries, batch)  # (B,)
         batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)
 
@@ -316,7 +315,7 @@ def main(preset: str, args: Args) -> None:
         metrics["objective/kl_coef"] = kl_coef
         metrics["rloo/episode"] = (update + 1) * args.batch_size
         metrics["rloo/lr"] = optimizer.param_groups[0]["lr"]
-        run.log(metrics)
+        run.log(metrics)  # adds seconds and peak_memory_gb
         accelerator.print(
             f"update {update + 1} of {num_updates}: score {metrics['objective/scores']:.2f}, "
             f"KL {metrics['objective/kl']:.2f} nats, {metrics['seconds']:.1f} s"
@@ -333,7 +332,7 @@ def main(preset: str, args: Args) -> None:
     if rank == 0:
         save_policy(policy, weights, tokenizer, args.output_dir)
         write_samples(before.join(after), args.output_dir)
-    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # without this gloo can hang
+    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # DDP's, else gloo can hang
     accelerator.end_training()
 
 
@@ -352,8 +351,8 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
 
 
 def rloo_loss(logprobs: Tensor, old: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped losses of whole responses (b,), and metrics (b,). `old` is the micro-batch as the
-    rollout left it. Where the ratio of a response is 1, the gradient is REINFORCE's."""
+    """Clipped losses of whole responses (b,), and metrics (b,). `old` is the micro-batch, with
+    log-probabilities from before the update. Where a ratio is 1, the gradient is REINFORCE's."""
     log_ratio = ((logprobs - old.logprobs) * old.loss_mask).sum(1)
     ratio = log_ratio.clamp(-40, 40).exp()  # clamped, so that it does not overflow
     policy_loss = -old.advantages * ratio
@@ -378,14 +377,14 @@ def rloo_update(
 ) -> list[dict]:
     """Makes all optimizer steps on one batch, and returns what is logged of them. epochs
     (num_epochs, num_minibatches, b) says which rows are in which minibatch."""
-    once = torch.ones((), device=batch.responses.device)  # the mask of what is one number
+    once = torch.ones((), device=batch.responses.device)  # the mask for single numbers
     sampling_errors = (batch.logprobs - batch.sampled_logprobs).abs()  # (B, R)
     records = [sums_over(once, {"sampling_error": gather(sampling_errors).max()})]
     ratio_errors = []
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
-        # The loss is the mean over the minibatches of all processes: each micro-batch adds its sum,
-        # divided by the count of all. Times num_processes, because DDP and FSDP average gradients.
+        # The loss is the mean over the minibatches of all processes. Each micro-batch adds its
+        # share. DDP and FSDP then average over processes, which num_processes undoes.
         counted = torch.ones_like(mini.advantages)  # (b,); for a loss per token mini.loss_mask
         loss_scale = accelerator.num_processes / sum_over_ranks(counted)
         groups = micro_batches(torch.arange(len(minibatch)), mini.contexts, args.micro_batch_size)
@@ -421,9 +420,9 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 # --- checks ---------------------------------------------------------------------------------------
-# The largest difference in log-probabilities that rounding explains: between the rollout's pass and
-# the same pass in the first minibatch of the update (first_ratio_error); and between that and
-# sampling, token by token through a cache (sampling_error).
+# The largest differences in log-probabilities that rounding explains. First: set_logprobs against
+# the first optimizer step (first_ratio_error). Second: set_logprobs against sampling, which goes
+# token by token through a cache (sampling_error).
 TOLERANCES = {"fp32": (1e-3, 0.01), "tf32": (0.01, 0.2), "bf16": (0.02, 1.0)}
 
 
@@ -436,7 +435,10 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
         "gradient_norm": (sys.float_info.max, "the loss is not finite, or --lr is too high"),
         "first_ratio_error": (ratio_limit, "the passes of rollout and update differ"),
         "sampling_error": (sampling_limit, "tokens are sampled from other logits"),
-        "objective/kl": (kl_limit, "--lr may be too high; --max_kl is the limit after update 0"),
+        "objective/kl": (
+            kl_limit,
+            "in update 0 policy and reference differ; later --lr may be too high",
+        ),
     }
     for name, (limit, hint) in limits.items():
         # `not` makes NaN raise, too
@@ -450,12 +452,14 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
 SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4  # streams of random numbers: default_rng([seed, ..])
 
 
-def shuffle(args: Args, rank: int, update: int, size: int) -> Tensor:
-    """The row numbers (RLOO: query numbers) of an update's minibatches, (num_epochs,
-    num_minibatches, b). Each epoch is a permutation of range(size)."""
+def shuffle(args: Args, rank: int, update: int, num_rows: int) -> Tensor:
+    """The row numbers of an update's minibatches, (num_epochs, num_minibatches, b). Each epoch is a
+    permutation of all rows. In RLOO the k rows of a query stay side by side."""
     generator = np.random.default_rng([args.seed, ROWS, rank, update])
-    epochs = [generator.permutation(size) for _ in range(args.num_epochs)]
-    return torch.tensor(np.array(epochs)).view(args.num_epochs, args.num_minibatches, -1)
+    k = getattr(args, "rloo_k", 1)
+    epochs = [generator.permutation(num_rows // k) for _ in range(args.num_epochs)]
+    rows = torch.tensor(np.array(epochs)).unsqueeze(2) * k + torch.arange(k)
+    return rows.view(args.num_epochs, args.num_minibatches, -1)
 
 
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
@@ -523,9 +527,9 @@ def sample(
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). In fp32 the
-    sum over a large vocabulary would round the steps of rare tokens away. With NaN there is no such
-    place: clamp gives some token, and check_update stops the run."""
+    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). The sum is
+    in fp64: in fp32 the steps of rare tokens would be rounded away. With NaN clamp gives some
+    token, and check_update stops the run."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
 
@@ -556,7 +560,7 @@ def select(batch: Batch, rows: Tensor) -> Batch:
 
 
 def concatenate(batches: list[Batch]) -> Batch:
-    """One batch of the rows of several. It is for copies that sample again, or replay."""
+    """One batch of the rows of several. Unused here: for copies that sample again, or replay."""
     tensors = {
         name: torch.cat([getattr(batch, name) for batch in batches])
         for name, x in vars(batches[0]).items()
@@ -657,7 +661,7 @@ def entropy(all_logprobs: Tensor) -> Tensor:
 
 class Actor(Module):
     """A policy. The k responses to a query are always adjacent rows, so the query is read once.
-    The head computes in fp32 where the trunk computes in bf16 (see patch_layers)."""
+    Heads compute in fp32 where trunks compute in bf16: see patch_layers in tf_adam.py."""
 
     def __init__(self, lm: Model, num_tokens: int, args: Args) -> None:
         super().__init__()
@@ -672,23 +676,23 @@ class Actor(Module):
     ) -> tuple[Tensor, float]:
         """Logits (b, last, V), in fp32, at the last tokens of ids (b, T). V is the tokenizer's
         size; some models have more embeddings. And 0, where PPO has values."""
-        n = ids.shape[1] - last  # tokens that are the same in each group of k rows
+        n = ids.shape[1] - last  # all of the query but its last token, if it is not in the cache
         if n > 0 and self.k > 1:
             cache = read_queries(self.lm, ids[:: self.k, :n], mask[:: self.k, :n], self.k, cache)
             ids = ids[:, n:]
         output = read(self.lm, ids, mask, cache, logits_to_keep=last)
-        return output.logits[..., : self.num_tokens], 0.0
+        return output.logits[:, -last:, : self.num_tokens], 0.0
 
 
 def read_queries(
     model: Model, queries: Tensor, mask: Tensor, k: int, cache: DynamicCache | None = None
 ) -> DynamicCache:
-    """A cache of the queries (b, T) for passes over k texts that follow each of them: a query is
-    read once, and then it is there k times. Gradients pass through it."""
+    """A cache of queries (b, T) for the k texts that follow each: a query is read once, and its
+    entries are repeated k times. Gradients flow through the cache."""
     if cache is None:
         cache = DynamicCache(config=model.config)
     unused = read(model.base_model, queries, mask, cache).last_hidden_state
-    # With sharded weights every output must get a gradient: these states get zeros.
+    # With sharded weights every output needs a gradient: add the unused states, times zero.
     cache.layers[0].keys = cache.layers[0].keys + 0 * unused.sum()
     cache.batch_repeat_interleave(k)
     return cache
@@ -744,8 +748,8 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
 
 
 def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
-    """A function from queries and batch to scores (B,), by --reward_fn, the flag's reward model, or
-    the newest that train_reward.py made for the preset. Then args gets its name."""
+    """A function from queries and batch to scores (B,): --reward_fn, the model that the flag names,
+    or else the newest that train_reward.py made for the preset, whose path is then set in args."""
     if args.reward_fn:
         sys.path.insert(0, os.getcwd())
         with explained(f"--reward_fn {args.reward_fn}"):
@@ -759,8 +763,6 @@ def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longes
             raise UserError(f"--{flag} None: `python train_reward.py {preset}` makes one")
         setattr(args, flag, str(newest.with_name("reward_model")))
     PartialState().print(f"--{flag} {getattr(args, flag)}")
-    if load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"--{flag} has another tokenizer than --base_model: use a --reward_fn")
     model = load_model(flag, args, AutoClassifier, tokenizer, longest)
     hold_in_bf16(model.requires_grad_(False), args)
     model = model.to(PartialState().device)
@@ -788,10 +790,12 @@ def load_model(
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
     the original. If --base_model has no reward head, train_reward.py gives it a new one."""
-    name = local_path(str(getattr(args, flag)))
+    name = local_path(getattr(args, flag))
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
+    if load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
     head = "score" if auto_class is AutoClassifier else "lm_head"
     with explained(what):
         model, info = auto_class.from_pretrained(
@@ -805,8 +809,8 @@ def load_model(
             **({"num_labels": 1} if head == "score" else {}),
         )
 
-    # transformers only warns if weights of the model are not in the files; or if the files have
-    # more: that is right for another head, but not for layers (`h.3.`).
+    # transformers only warns about weights that are missing or left over. What is left over may
+    # belong to another head, but not to a layer (`h.3.`) or to this head (a bias, for example).
     wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
     wrong |= info["missing_keys"] - ({"score.weight"} if flag == "base_model" else set())
     if wrong:
@@ -825,7 +829,9 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     top = max(tokenizer.get_vocab().values())
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if top >= size or longest > window:
-        raise UserError(f"{size} embeddings for token {top}, a window of {window} for {longest}")
+        raise UserError(
+            f"token id {top} with {size} embeddings, or {longest} tokens in a window of {window}"
+        )
     # Ours: the first token as padding, the others but the last into a cache, and the last one
     # through it. Plain: all but the first token, at once.
     numbers = torch.arange(min(longest, 64))[None]
@@ -852,13 +858,14 @@ KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"
 
 
 def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
-    """The splits of a file, a folder or a data set on the hub. Behind the last two may stand
-    :config and :split; such a split is `train`, and the only one."""
+    """The splits of a file, a folder or a data set on the hub. :config and :split may follow a
+    folder or a hub id; then only that split is returned, under the name `train`."""
     name = getattr(args, flag)
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
     path, config, split = [*name.split(":"), "", ""][:3]
     path = local_path(path)
-    kinds = {KINDS.get(file.suffix) for file in Path(path).rglob("*.*")} - {None}
+    files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
+    kinds = {KINDS.get(file.suffix) for file in files} - {None}
     with explained(f"--{flag} {name}"):
         if kind:
             return datasets.load_dataset(kind, data_files=escape(local_path(name)))
@@ -872,8 +879,8 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
     """Up to `num_queries` queries (at least one) of the flag's table, in an order drawn from
     --seed."""
     begin = bos(tokenizer)
-    prefix = encode(args.query_prefix, tokenizer)
-    suffix = encode(args.query_suffix, tokenizer)
+    prefix = encode(args.query_prefix or "", tokenizer)
+    suffix = encode(args.query_suffix or "", tokenizer)
     start = token_id("start_text", tokenizer, args)
     end = token_id("end_text", tokenizer, args)
     long = args.long_queries or ("drop" if end is None else "keep_start")
@@ -892,8 +899,8 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
         query = cut_query(tokens, args.query_length, start, end, long)
         if query:
             queries.append(Query(begin + query, begin + prefix + query + suffix, row))
-        if len(queries) == num_queries:
-            break
+            if len(queries) >= num_queries:
+                break
     if not queries:
         raise UserError(f"--{flag}: no query is left: see --query_length, --start_text, --end_text")
     first = tokenizer.decode(queries[0].context)
@@ -952,7 +959,7 @@ def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
     messages = []
     for message in chat:
         content = message.get("content")
-        if isinstance(content, list) and all(part.get("text") for part in content):
+        if is_chat(content) and all(part.get("text") for part in content):
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str) or message.get("tool_calls"):
             raise UserError(f"a message must be a role and a text, and no more: {message}")
@@ -987,9 +994,13 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
     text = getattr(args, flag)
     if text is None:
         return None
-    known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
-    # encode alone is not enough: Llama 2's tokenizer puts a space before `.`, another token.
-    ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if text == "eos":
+        ids = [tokenizer.eos_token_id]
+    # Llama 2's tokenizer puts a space before `.`, which makes it another token.
+    named = tokenizer.get_vocab().get(text)
+    if named is not None and tokenizer.decode([named]) == text:
+        ids = [named]
     if len(ids) != 1 or ids[0] is None:
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
     return ids[0]
@@ -1038,7 +1049,7 @@ def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str
             reads = "critic" if policy.critic else "policy"
             save_file(own, f"{parent}/{reads}/value_head.safetensors")
         else:
-            folder = f"{parent}/{part.replace('lm', 'policy')}"
+            folder = f"{parent}/{part.replace('lm', 'policy')}"  # the critic's is critic/
             module.save_pretrained(folder, state_dict=own)
             tokenizer.save_pretrained(folder)
 
@@ -1054,13 +1065,17 @@ def write_samples(samples: pd.DataFrame, folder: str) -> None:
 
 
 # --- entry point ----------------------------------------------------------------------------------
-def check_settings(args: Args, num_updates: int, divisor: int) -> None:
+def check_settings(args: Args, num_updates: int, num_processes: int) -> None:
     """UserError for settings that do not go together."""
+    k = getattr(args, "rloo_k", 1)
+    divisor = num_processes * args.num_minibatches * k
     if args.batch_size % divisor:
         raise UserError(
             f"--batch_size {args.batch_size} must be a multiple of {divisor} "
             "(processes x minibatches x RLOO's responses per query)"
         )
+    if args.micro_batch_size % k:
+        raise UserError(f"--micro_batch_size must be a multiple of --rloo_k {k}")
     if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(f"--truncate_after {args.truncate_after} must be below --response_length")
     if args.adaptive_kl_target and args.batch_size >= 5 * args.kl_horizon:

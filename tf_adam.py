@@ -1,7 +1,6 @@
-"""Adam as TensorFlow 1.x computes it, the optimizer behind OpenAI's lm-human-preferences, and what
-else has nothing to do with RLHF: errors, the processes and settings of torch, which weights are
-trained and how the others are held, parameter groups, learning rates, clipping, and sums and means
-over processes.
+"""Adam as TensorFlow 1.x computes it, the optimizer behind OpenAI's lm-human-preferences. Below it
+stands what else the scripts share because it is not about RLHF: errors, processes and settings of
+torch, layers and adapters, learning rates, sums over processes, and the run's folder.
 
 PyTorch implements Algorithm 1 of Kingma & Ba (2015, arXiv:1412.6980), TensorFlow the reordering in
 the paragraph before its section 2.1. With m, v the moving averages and t the step, counted from 1:
@@ -50,26 +49,7 @@ from transformers.utils import ModelOutput
 logger = get_logger(__name__)
 
 
-class UserError(Exception):
-    """An error that the user can fix. A script prints its text, like that of an OSError, as one
-    line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
-
-
-@contextlib.contextmanager
-def explained(what: str, kind: type = Exception) -> Iterator[None]:
-    """An error of this kind in the block becomes a UserError: `what`, and the cause. Around calls
-    of libraries any kind, around functions of the scripts UserError: their faults keep their
-    traceback."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{what}: {error}") from error
-    except kind as error:
-        # The cause of a library's error often says more than the error; some have no text.
-        cause = error.__cause__ or str(error) or repr(error)
-        raise UserError(f"{what}: {cause} (RLHF_DEBUG=1 shows more)") from error
-
-
+# --- Adam -----------------------------------------------------------------------------------------
 class AdamTF(torch.optim.Adam):
     """TensorFlow-style Adam with the kernels, state and options of `torch.optim.Adam`.
 
@@ -134,6 +114,28 @@ def can_be_fused(p: Tensor) -> bool:
     return p.is_floating_point() and p.device.type in ("cpu", "cuda")
 
 
+# --- errors ---------------------------------------------------------------------------------------
+class UserError(Exception):
+    """An error that the user can fix. A script prints its text, like that of an OSError, as one
+    line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
+
+
+@contextlib.contextmanager
+def explained(what: str, kind: type = Exception) -> Iterator[None]:
+    """An error of this kind in the block becomes a UserError: `what`, and the cause. Around a
+    library's calls leave `kind` as it is. Around the scripts' own functions pass UserError, so that
+    their bugs keep their traceback."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
+    except kind as error:
+        # The cause of a library's error often says more than the error; some have no text.
+        cause = error.__cause__ or str(error) or repr(error)
+        raise UserError(f"{what}: {cause} (RLHF_DEBUG=1 shows more)") from error
+
+
+# --- processes and settings of torch --------------------------------------------------------------
 def set_up_torch(dtype: str) -> None:
     """Settings for speed and memory, made before the first tensor: --dtype is "fp32", "tf32" or
     "bf16". They change results by rounding only."""
@@ -187,6 +189,7 @@ def check_launch(accelerator: Accelerator) -> None:
         )
 
 
+# --- models ---------------------------------------------------------------------------------------
 def patch_layers(model: PreTrainedModel, args: Any) -> None:
     """Changes how the model computes: padding is an embedding like any other, and GELU is faster.
     With args.dtype "bf16" the trunk computes in bf16, but the heads do not. With
@@ -257,6 +260,7 @@ def hold_in_bf16(model: PreTrainedModel, args: Any) -> None:
             module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
 
 
+# --- optimizer and learning rates -----------------------------------------------------------------
 CRITIC_PARTS = ("value_head.", "critic.")
 
 
@@ -308,12 +312,13 @@ def set_learning_rates(
             group["lr"] = 0.0
 
 
+# --- sums and means over processes ----------------------------------------------------------------
 def averaging(
     accelerator: Accelerator, model: nn.Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
     """A context for the backward pass of a micro-batch. Processes average their gradients at the
-    last micro-batch of a step. Where weights are in shards they do it at each: until then every
-    process would hold whole gradients."""
+    last micro-batch of a step. With FSDP (whose modules have `reshard`) they do it at each: until
+    then every process would hold whole gradients."""
     if is_last or hasattr(model, "reshard"):
         return contextlib.nullcontext()
     return accelerator.no_sync(model)
@@ -372,16 +377,18 @@ def choose_folder(script: Path, preset: str, args: Any) -> None:
     folder = Path(name).expanduser().absolute()
     args.output_dir = str(folder)
     files = {path.name for path in folder.glob("*")}
+    is_run = "args.json" in files or files <= {"lock", "args.tmp"}  # it may have been killed early
     can_go_on = "samples.jsonl" not in files or "checkpoints" in files  # else it would start anew
-    if files - {"lock"} and not (args.resume and "lock" in files and can_go_on):
+    if files - {"lock"} and not (args.resume and is_run and can_go_on):
         raise UserError(
             f"--output_dir {folder} is not empty: choose another, or --resume if it has checkpoints"
         )
     if "args.json" in files:
         before = vars(type(args)()) | json.loads((folder / "args.json").read_text())["args"]
-        for name, value in json.loads(json.dumps(vars(args))).items():
+        for name, value in vars(args).items():
+            # --reward_model None: load_reward chooses the newest later, and Run.start compares it.
             is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
-            if value != before[name] and not is_open:  # load_reward chooses the newest later
+            if json.dumps(value) != json.dumps(before[name]) and not is_open:
                 raise UserError(f"--{name} {value}: {folder} was started with {before[name]}")
 
 
@@ -399,7 +406,7 @@ class Run:
     num_updates: int
     # What the loop carries from update to update: equal on all processes, and of JSON's types (keys
     # are texts, no tensors). A resumed run goes on with the newest checkpoint's. It is refused if
-    # "data", a number made of the data, is another one.
+    # "data", a checksum of the queries or labels, is another one.
     state: dict
     # The same for tensors, on the CPU, which may differ between processes: a copy may keep a replay
     # buffer here.
@@ -414,6 +421,7 @@ class Run:
         self.folder = Path(self.args.output_dir)
         self.lock = FileLock(self.folder / "lock", is_singleton=True)
         self.state |= {"update": 0, "processes": accelerator.num_processes}
+        self.state_as_json()  # fails now, if it would fail after the first update
 
         # the folder; until wait_for_everyone all processes only read what is in it
         if accelerator.is_main_process:
@@ -423,7 +431,7 @@ class Run:
         for newest in self.checkpoints()[-1:]:  # the newest checkpoint, if there is one
             saved = json.loads((newest / "state.json").read_text())
             for name in ("data", "processes"):  # shuffles are per process
-                if saved[name] != self.state[name]:
+                if saved.get(name, self.state[name]) != self.state[name]:
                     raise UserError(f"--resume: other {name} than before, see {newest}/state.json")
             self.state = saved
             accelerator.load_state(str(newest))
@@ -443,18 +451,19 @@ class Run:
 
     def write_records(self) -> None:
         """args.json and the scripts, as they were when the run began; metrics.jsonl without the
-        updates after the checkpoint."""
+        updates after the checkpoint. A resumed run says if a script has changed since."""
         log = self.folder / "metrics.jsonl"
         if not log.exists():
-            about = {
-                "script": self.script.stem,
-                "torch": torch.__version__,
-                "args": vars(self.args),
-            }
+            versions = {"script": self.script.stem, "torch": torch.__version__}
+            about = versions | {"args": vars(self.args)}
             write(self.folder / "args.json", json.dumps(about, indent=2))
             for path in (self.script, Path(__file__)):
                 shutil.copy(path, self.folder)
             log.touch()
+        for path in (self.script, Path(__file__)):
+            record = self.folder / path.name
+            if record.exists() and record.read_bytes() != path.read_bytes():
+                print(f"{path.name} is no longer as it was when the run began, see {record}")
         (self.folder / "samples.jsonl").unlink(missing_ok=True)
         lines = log.read_text().splitlines(keepends=True)
         write(log, "".join(lines[: self.state["update"]]))
@@ -493,27 +502,34 @@ class Run:
         row."""
         self.state["update"] += 1
         made = self.state["update"]
-        self.state = json.loads(json.dumps(self.state))  # as a resumed run will read it
+        text = self.state_as_json()
         every = self.args.checkpoint_every or self.num_updates
         is_stopping = any(gather_object([self.stopped_at]))  # a signal may reach one process only
         if is_stopping or made % every == 0 or made == self.num_updates:
-            self.save_checkpoint(self.folder / f"checkpoints/{made:07d}")
+            self.save_checkpoint(self.folder / f"checkpoints/{made:07d}", text)
         if is_stopping:
             words = f"{shlex.join(sys.argv)} --resume --output_dir {shlex.quote(str(self.folder))}"
             self.accelerator.print(f"stopped by a signal; to go on:\n{words}")
             raise SystemExit(130)
 
-    def save_checkpoint(self, path: Path) -> None:
+    def state_as_json(self) -> str:
+        """The state in JSON. UserError if a resumed run would not read the same from it."""
+        with explained("run.state must be of JSON's types"):
+            text = json.dumps(self.state)
+        if json.loads(text) != self.state:
+            raise UserError("run.state needs texts as keys, and lists in place of tuples")
+        return text
+
+    def save_checkpoint(self, path: Path, state: str) -> None:
         """Writes a checkpoint, and removes all but the newest two."""
-        states = gather_object([json.dumps(self.state)])
-        if len(set(states)) > 1:
-            raise UserError(f"run.state differs between processes, gather it first: {states}")
+        if len(set(gather_object([state]))) > 1:
+            raise UserError(f"run.state differs between processes, gather it first: {state}")
         self.accelerator.save_state(str(path))
         if self.tensors:
             save_file(self.tensors, path / self.tensors_file())
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            write(path / "state.json", states[0])  # last: now it is complete
+            write(path / "state.json", state)  # last: now it is complete
             for old in self.checkpoints()[:-2]:
                 (old / "state.json").unlink()  # first: now it is none
                 shutil.rmtree(old)

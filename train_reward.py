@@ -17,7 +17,7 @@ the logit; gain and bias are reward_gain and reward_bias of its config.json.
 
 tf_adam.py has what is not about RLHF: the optimizer, the processes, the run's folder. All else is
 here. A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
-train_reward.py is identical in all of them, so some branches are unused here.
+train_reward.py is identical in all of them, so some of its branches may be unused here.
 
 Shapes: b labels in a micro-batch, N responses in each (b N rows, label by label), B rows of any
 kind, R tokens in a response, T in a row, V in the vocabulary, d hidden units.
@@ -109,17 +109,17 @@ class Args:
 
     # A file (json, jsonl, csv, parquet, txt), a folder or a hub id, perhaps with :config:split
     label_dataset: str = "tiny/labels"
-    # Train on the first so many rows of `train` (None: all). Held out are `test`, or else the rest
+    # Train on this many first rows of `train` (None: all); `test`, or else the rest, is held out
     num_labels: PositiveInt | None = None
     eval_labels: PositiveInt = 512  # Evaluate at most this many held-out labels
-    # Queries whose samples set gain and bias, loaded in any case; forms as for --label_dataset
+    # Queries whose samples set gain and bias; forms as for --label_dataset
     query_dataset: str = "tiny/queries"
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop), and to
     # longer prompts of chosen and rejected (None: drop). Labels with sample0, ... are not cut
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
-    query_prefix: str = ""  # Text before every query, not for the reward model
-    query_suffix: str = ""  # Text after every query, not for the reward model
+    query_prefix: str | None = None  # Text before every query, not for the reward model
+    query_suffix: str | None = None  # Text after every query, not for the reward model
     # One token: a query begins after its first occurrence; texts without it are dropped (None: off)
     start_text: str | None = "."
     end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: off)
@@ -213,12 +213,16 @@ def main(preset: str, args: Args) -> None:
         raise UserError(
             f"--batch_size and --normalization_samples must be multiples of {world} (processes)"
         )
+    if args.truncate_token and args.truncate_after >= args.response_length:
+        raise UserError(f"--truncate_after {args.truncate_after} must be below --response_length")
     choose_folder(FILE, preset, args)
 
     # data and models; most of what cannot run fails here, before anything is written
     tokenizer = load_tokenizer("base_model", args)
     labels, held_out = load_labels("label_dataset", args, tokenizer)
     num_updates = len(labels) // args.batch_size
+    if args.lr_warmup >= num_updates:
+        raise UserError(f"--lr_warmup must be below {num_updates} updates")
     # The first half is to normalize before the training, the second half after it.
     queries = load_queries("query_dataset", args, tokenizer, 2 * args.normalization_samples)
     # the longest text that a model reads
@@ -238,23 +242,24 @@ def main(preset: str, args: Args) -> None:
 
     # 1. normalize on samples of the reference policy; when a run is resumed, its checkpoint's gain
     # and bias take the place of these
-    if args.normalization_samples > 0:
-        rewards = reference_rewards(accelerator, reward, ref, queries, 0, args)
-        normalize(reward, rewards)
+    if args.normalization_samples:
+        normalize(reward, reference_rewards(accelerator, reward, ref, queries, 0, args))
     optimizer = make_optimizer(reward, args)
     # `wrapped` is what is trained: it averages gradients over processes. `reward` is inside.
     wrapped, optimizer = accelerator.prepare(reward, optimizer)
     reward = accelerator.unwrap_model(wrapped)
-    # Where weights are in shards, no bf16 copies of whole weights are kept.
+    # FSDP's modules have `reshard`: autocast must not keep bf16 copies of their gathered weights.
     torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
 
-    run = Run(accelerator, FILE, args, num_updates, {"data": crc32(str(labels).encode())})
+    run = Run(
+        accelerator, FILE, args, num_updates, {"data": crc32(str([labels, queries]).encode())}
+    )
     run.start()
     order = np.random.RandomState(args.seed).permutation(len(labels))
     for update in range(run.state["update"], num_updates):
-        # 2. train: one epoch; a single process has the original's order. Each process takes every
-        # world-th label of a batch. An incomplete last batch is left out, but as in the original it
-        # counts for the learning rate: tf_adam.py has the schedule.
+        # 2. train for one epoch, in the original's order if there is one process. Each process
+        # takes every world-th label of the batch. An incomplete last batch is skipped, but counts
+        # in the learning-rate schedule (see tf_adam.py), as in the original.
         start = update * args.batch_size
         set_learning_rates(optimizer, update, start / len(labels), args)
         mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
@@ -271,11 +276,10 @@ def main(preset: str, args: Args) -> None:
         run.end_update()
 
     # 4. normalize again
-    if args.normalization_samples > 0:
-        rewards = reference_rewards(accelerator, reward, ref, queries, 1, args)
-        normalize(reward, rewards)
+    if args.normalization_samples:
+        normalize(reward, reference_rewards(accelerator, reward, ref, queries, 1, args))
 
-    # 5. evaluate and save; all processes put the weights together
+    # 5. evaluate and save
     samples = evaluate_labels(reward, held_out, tokenizer)
     # FSDP may have sharded gain and bias.
     gain, bias = (getattr(x, "full_tensor", x.detach)().item() for x in (reward.gain, reward.bias))
@@ -283,14 +287,15 @@ def main(preset: str, args: Args) -> None:
     if held_out:
         statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
     accelerator.log(statistics)
-    # After the statistics: FSDP may have normalized a gathered copy, which this discards.
+    # Only now: this may discard FSDP's gathered weights, and with them the new gain and bias, which
+    # are saved from `statistics`. Every process calls it.
     weights = accelerator.get_state_dict(wrapped)
     if rank == 0:
         save_reward_model(model, weights, statistics, tokenizer, args.output_dir)
         text = samples.to_json(orient="records", lines=True, double_precision=15)
         write(run.folder / "samples.jsonl", text)  # the last file, which marks a finished run
     accelerator.print(f"{statistics}, see {args.output_dir}")
-    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # without this gloo can hang
+    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # DDP's, else gloo can hang
     accelerator.end_training()
 
 
@@ -299,7 +304,7 @@ def label_rewards(reward: Module, labels: list[Comparison]) -> tuple[Tensor, Ten
     """Rewards (b, N) of the N responses to each query; the index of the best one, (b,); and whether
     it has the highest reward, (b,). Responses count up to their last token."""
     ids, mask = pad_rows([label.query for label in labels])
-    # Responses are padded on the right: as rows that are turned round, padded and turned again.
+    # To pad responses on the right: reverse them, pad on the left, reverse back.
     turned = [response[::-1] for label in labels for response in label.responses]
     responses, is_real = (x.flip(1) for x in pad_rows(turned))
     rewards = reward(ids, mask, responses, is_real).view(len(labels), -1)
@@ -349,14 +354,14 @@ def normalize(reward: Module, rewards: Tensor) -> None:
 def reference_rewards(
     accelerator: Accelerator,
     reward: Module,
-    ref: Module,
+    ref: "Reference",
     queries: list[Query],
     draw: int,
     args: Args,
 ) -> Tensor:
-    """One reward for each of --normalization_samples, which the reference samples: in the order of
-    the processes. Samples are not truncated, and are scored at their last token. Draw 0 is before
-    the training, 1 after: each has its own queries and uniforms."""
+    """Rewards of --normalization_samples samples of the reference, gathered from all processes.
+    Samples are not truncated, and are scored at their last token. Draw 0 is before the training, 1
+    after it: with other uniforms, and other queries if there are enough."""
     total = args.normalization_samples
     mine = torch.arange(total).chunk(accelerator.num_processes)[accelerator.process_index]
     u = uniforms(args.seed, draw, total, args.response_length)
@@ -390,7 +395,7 @@ def evaluate_labels(reward: Module, labels: list[Comparison], tokenizer: Tokeniz
     return pd.DataFrame(rows)
 
 
-# --- rollout and scoring --------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------
 SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4  # streams of random numbers: default_rng([seed, ..])
 
 
@@ -425,9 +430,9 @@ def sample(
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). In fp32 the
-    sum over a large vocabulary would round the steps of rare tokens away. With NaN there is no such
-    place: clamp gives some token, and check_update stops the run."""
+    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). The sum is
+    in fp64: in fp32 the steps of rare tokens would be rounded away. With NaN clamp gives some
+    token, and check_update stops the run."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
 
@@ -443,7 +448,7 @@ class Reference:
     def __call__(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> tuple[Tensor, None]:
         """Logits (B, 1, V) after ids, in fp32; and no values."""
         logits = read(self.lm, ids, mask, cache, logits_to_keep=1).logits
-        return logits[..., : self.num_tokens], None
+        return logits[:, -1:, : self.num_tokens], None
 
 
 class RewardModel(Module):
@@ -469,19 +474,21 @@ class RewardModel(Module):
         mask = torch.cat([mask.repeat_interleave(n, 0), is_real], 1)
         states = read(self.lm.base_model, responses, mask, cache).last_hidden_state
         rows = torch.arange(len(responses), device=ids.device)
-        last = is_real.sum(1) - is_real.shape[1] - 1  # from the end, where the padding is
+        last = (
+            is_real.sum(1) - is_real.shape[1] - 1
+        )  # negative, so it holds with and without the query
         return self.gain * self.lm.score(states[rows, last]).squeeze(1) + self.bias
 
 
 def read_queries(
     model: Model, queries: Tensor, mask: Tensor, k: int, cache: DynamicCache | None = None
 ) -> DynamicCache:
-    """A cache of the queries (b, T) for passes over k texts that follow each of them: a query is
-    read once, and then it is there k times. Gradients pass through it."""
+    """A cache of queries (b, T) for the k texts that follow each: a query is read once, and its
+    entries are repeated k times. Gradients flow through the cache."""
     if cache is None:
         cache = DynamicCache(config=model.config)
     unused = read(model.base_model, queries, mask, cache).last_hidden_state
-    # With sharded weights every output must get a gradient: these states get zeros.
+    # With sharded weights every output needs a gradient: add the unused states, times zero.
     cache.layers[0].keys = cache.layers[0].keys + 0 * unused.sum()
     cache.batch_repeat_interleave(k)
     return cache
@@ -525,10 +532,12 @@ def load_model(
 ) -> Model:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
     the original. If --base_model has no reward head, train_reward.py gives it a new one."""
-    name = local_path(str(getattr(args, flag)))
+    name = local_path(getattr(args, flag))
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
+    if load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
     head = "score" if auto_class is AutoClassifier else "lm_head"
     with explained(what):
         model, info = auto_class.from_pretrained(
@@ -542,8 +551,8 @@ def load_model(
             **({"num_labels": 1} if head == "score" else {}),
         )
 
-    # transformers only warns if weights of the model are not in the files; or if the files have
-    # more: that is right for another head, but not for layers (`h.3.`).
+    # transformers only warns about weights that are missing or left over. What is left over may
+    # belong to another head, but not to a layer (`h.3.`) or to this head (a bias, for example).
     wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
     wrong |= info["missing_keys"] - ({"score.weight"} if flag == "base_model" else set())
     if wrong:
@@ -562,7 +571,9 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     top = max(tokenizer.get_vocab().values())
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if top >= size or longest > window:
-        raise UserError(f"{size} embeddings for token {top}, a window of {window} for {longest}")
+        raise UserError(
+            f"token id {top} with {size} embeddings, or {longest} tokens in a window of {window}"
+        )
     # Ours: the first token as padding, the others but the last into a cache, and the last one
     # through it. Plain: all but the first token, at once.
     numbers = torch.arange(min(longest, 64))[None]
@@ -589,13 +600,14 @@ KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"
 
 
 def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
-    """The splits of a file, a folder or a data set on the hub. Behind the last two may stand
-    :config and :split; such a split is `train`, and the only one."""
+    """The splits of a file, a folder or a data set on the hub. :config and :split may follow a
+    folder or a hub id; then only that split is returned, under the name `train`."""
     name = getattr(args, flag)
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
     path, config, split = [*name.split(":"), "", ""][:3]
     path = local_path(path)
-    kinds = {KINDS.get(file.suffix) for file in Path(path).rglob("*.*")} - {None}
+    files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
+    kinds = {KINDS.get(file.suffix) for file in files} - {None}
     with explained(f"--{flag} {name}"):
         if kind:
             return datasets.load_dataset(kind, data_files=escape(local_path(name)))
@@ -609,8 +621,8 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
     """Up to `num_queries` queries (at least one) of the flag's table, in an order drawn from
     --seed."""
     begin = bos(tokenizer)
-    prefix = encode(args.query_prefix, tokenizer)
-    suffix = encode(args.query_suffix, tokenizer)
+    prefix = encode(args.query_prefix or "", tokenizer)
+    suffix = encode(args.query_suffix or "", tokenizer)
     start = token_id("start_text", tokenizer, args)
     end = token_id("end_text", tokenizer, args)
     long = args.long_queries or ("drop" if end is None else "keep_start")
@@ -629,8 +641,8 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
         query = cut_query(tokens, args.query_length, start, end, long)
         if query:
             queries.append(Query(begin + query, begin + prefix + query + suffix, row))
-        if len(queries) == num_queries:
-            break
+            if len(queries) >= num_queries:
+                break
     if not queries:
         raise UserError(f"--{flag}: no query is left: see --query_length, --start_text, --end_text")
     first = tokenizer.decode(queries[0].context)
@@ -680,7 +692,7 @@ def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
     messages = []
     for message in chat:
         content = message.get("content")
-        if isinstance(content, list) and all(part.get("text") for part in content):
+        if is_chat(content) and all(part.get("text") for part in content):
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str) or message.get("tool_calls"):
             raise UserError(f"a message must be a role and a text, and no more: {message}")
@@ -736,7 +748,7 @@ def read_labels(
 ) -> list[Comparison]:
     """The labels in these rows, in either format. Those of no use are left out and counted;
     UserError if they are more than a tenth. A coin decides whether the chosen response comes first:
-    if it always did, a model that gives equal rewards would be right (argmax)."""
+    argmax takes the first of equal rewards, so otherwise a constant model would count as right."""
     coins = np.random.default_rng([args.seed, LABELS]).integers(0, 2, len(rows)).tolist()
     end = token_id("truncate_token", tokenizer, args)
     counts = Counter()
@@ -747,14 +759,15 @@ def read_labels(
         with explained(f"--{flag} {getattr(args, flag)}, row {i}", UserError):
             if "chosen" in row and "rejected" in row:
                 query, *responses = read_preference(row, end, counts, tokenizer, args)
-                responses = responses[::-1] if best else responses
+                if best:  # the coin: chosen comes second
+                    responses.reverse()
             elif "query" in row and row.get("best") in range(len(names)):
                 query, *responses = [encode(row[x] or "", tokenizer) for x in ("query", *names)]
                 best = int(row["best"])
             else:
                 raise UserError(f"neither query, sample0, .., best, nor chosen, rejected: {row}")
         if not query or not all(responses):
-            counts["left out, for a prompt or an answer that is empty or too long"] += 1
+            counts["left out, for an empty or too long prompt, or an empty answer"] += 1
         elif all(response == responses[0] for response in responses):
             counts["left out, for equal answers"] += 1
         else:
@@ -769,19 +782,22 @@ def read_labels(
 def read_preference(
     row: dict, end: int | None, counts: Counter, tokenizer: Tokenizer, args: Args
 ) -> tuple[list[int], list[int], list[int]]:
-    """The tokens of prompt, chosen and rejected. Answers end as PPO's do, after the first truncate
-    token; with `eos` they get one if they have none. Then they are cut to --response_length. A
-    prompt above --query_length is dropped or cut (--long_queries; None: dropped); --start_text and
-    --end_text are not used. In a chat, an answer is what the template adds to the prompt; without
-    a text it is empty. Examples of texts, where _ is a space:
+    """Token ids of prompt, chosen and rejected; a dropped prompt is []. As in PPO, an answer ends
+    after its first truncate token at index --truncate_after or later; with `eos`, one is added if
+    there is none. Then it is cut to --response_length. A prompt longer than --query_length is
+    dropped or cut, as --long_queries says (None: dropped); --start_text and --end_text are not
+    used. In a chat, an answer is what the template adds to the prompt. Examples of texts, where _
+    is a space:
 
         prompt    chosen         rejected      read as
         Hello     , you.         there         Hello | , you. | there
         Why?      Why? Because   Why? So       Why? | _Because | _So
         none      Why? Because   Why? So       Why? | _Because | _So
     """
-    answers = [row["chosen"] or "", row["rejected"] or ""]  # an empty cell is null
-    if not (all(isinstance(x, str) for x in answers) or all(is_chat(x) or not x for x in answers)):
+    answers = [row["chosen"], row["rejected"]]
+    if not all(answers):  # an empty cell is null
+        return [], [], []
+    if not (all(isinstance(x, str) for x in answers) or all(is_chat(x) for x in answers)):
         raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
     if set(PROMPTS) & set(row) or is_chat(answers[0]):
         prompt = prompt_of(row)
@@ -801,7 +817,7 @@ def read_preference(
         answers = [answer.removeprefix(prompt) for answer in answers]
 
     query = encode(prompt, tokenizer)
-    read = [cut_query(query, args.query_length, None, None, args.long_queries or "drop")]
+    parts = [cut_query(query, args.query_length, None, None, args.long_queries or "drop")]
     for answer in answers:
         tokens = encode(answer, tokenizer)
         ends = [i for i, x in enumerate(tokens) if x == end and i >= args.truncate_after]
@@ -811,8 +827,8 @@ def read_preference(
             counts["answers without --truncate_token"] += 1
             if args.truncate_token == "eos":
                 tokens.append(end)
-        read.append(tokens[: args.response_length])
-    return tuple(read)
+        parts.append(tokens[: args.response_length])
+    return tuple(parts)
 
 
 def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
@@ -820,9 +836,13 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
     text = getattr(args, flag)
     if text is None:
         return None
-    known = tokenizer.get_vocab() | {"eos": tokenizer.eos_token_id}
-    # encode alone is not enough: Llama 2's tokenizer puts a space before `.`, another token.
-    ids = [known[text]] if text in known else tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if text == "eos":
+        ids = [tokenizer.eos_token_id]
+    # Llama 2's tokenizer puts a space before `.`, which makes it another token.
+    named = tokenizer.get_vocab().get(text)
+    if named is not None and tokenizer.decode([named]) == text:
+        ids = [named]
     if len(ids) != 1 or ids[0] is None:
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
     return ids[0]

@@ -66,14 +66,8 @@ def make_actor(script: Any, lm: Any, args: Any, critic: Any = None) -> Any:
     """The policy, or the reference, of a script."""
     num_tokens = lm.config.get_text_config().vocab_size
     if script is ppo_rlhf:
-        return ppo_rlhf.ActorCritic(lm, num_tokens, args, critic)
+        return ppo_rlhf.ActorCritic(lm, num_tokens, critic)
     return rloo_rlhf.Actor(lm, num_tokens, args)
-
-
-def optimizer_of(policy: Any, args: Any) -> torch.optim.Optimizer:
-    """The optimizer that main makes for a policy; a critic's weights are in groups of their own."""
-    critic = [getattr(policy, name, None) for name in ("value_head", "critic")]
-    return make_optimizer([policy.lm], critic, args)
 
 
 def query(context: list[int]) -> ppo_rlhf.Query:
@@ -99,11 +93,8 @@ def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any
 
 
 def shuffle(args: Any, update: int) -> Tensor:
-    """Rows of the minibatches of an update, (epochs, minibatches, n): those of a query stay
-    together."""
-    k = responses_per_query(args)
-    queries = ppo_rlhf.shuffle(args, 0, update, args.batch_size // k)
-    return (queries.unsqueeze(3) * k + torch.arange(k)).flatten(2)
+    """The rows of an update's minibatches, as on a single process."""
+    return ppo_rlhf.shuffle(args, 0, update, args.batch_size)
 
 
 def rollout(
@@ -169,7 +160,7 @@ class Ours:
         lm = load_lm(folder, self.args)
         critic = load_lm(folder, self.args) if value_trunk else None
         policy = make_actor(self.script, lm, self.args, critic)
-        optimizer = optimizer_of(policy, self.args)
+        optimizer = make_optimizer(policy, self.args)
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.actor = self.accelerator.unwrap_model(self.policy)
         self.num_updates = 0

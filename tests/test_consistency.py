@@ -17,9 +17,10 @@ from density import measure
 ROOT = Path(__file__).resolve().parent.parent
 PPO, RLOO, REWARD = SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
 PAIRS = list(itertools.combinations(SCRIPTS, 2))
-MAX_TOKENS = {PPO: 9_500, RLOO: 8_900, REWARD: 7_500}
+MAX_TOKENS = {PPO: 8_200, RLOO: 7_700, REWARD: 6_800}
+MAX_LINES = {PPO: 1_280, RLOO: 1_200, REWARD: 1_040}
 MAX_DIFF = 230  # changed lines between PPO and RLOO
-MAX_MAIN = 105
+MAX_MAIN = 100
 # Names that stand for something else in each script. The rules for Args and PRESETS are below.
 OWN = {"Args", "Batch", "main", "forward", "PRESETS", "OPENAI", "BOOKS", "POSTS", "NEWS"}
 DIFFERENT_FIELDS = {  # between train_reward.py and the others, and why
@@ -34,12 +35,12 @@ DIFFERENT_FIELDS = {  # between train_reward.py and the others, and why
 }
 SECTIONS = [
     "the algorithm",
-    "metrics and checks",
+    "checks",
     "rollout and scoring",
     "forward passes",
     "models",
     "data",
-    "the run's folder",
+    "results",
     "entry point",
 ]
 
@@ -98,7 +99,7 @@ def test_shared_names_are_identical_to_the_letter(one: str, other: str) -> None:
     mine = definitions(one)
     theirs = definitions(other)
     shared = sorted((set(mine) & set(theirs)) - OWN)
-    assert len(shared) > 30
+    assert len(shared) > 25
     assert [name for name in shared if mine[name] != theirs[name]] == []
 
 
@@ -185,7 +186,7 @@ def test_the_measure(source: str, tokens: int, mean: float, long_statements: flo
 def test_order_of_a_script(script: str) -> None:
     lines = read(script).splitlines()
     sections = [line.strip("# -") for line in lines if line.startswith("# --- ")]
-    assert sections == SECTIONS
+    assert sections == [name for name in SECTIONS if name != "checks" or script != REWARD]
     main = next(i for i, line in enumerate(lines, 1) if line.startswith("def main("))
     assert main < 270
     rollout = lines.index(next(x for x in lines if x.startswith("# --- rollout")))

@@ -298,7 +298,7 @@ def test_ppo_steps_equal_the_original(golden_04: Path, monkeypatch: pytest.Monke
     ranks = [load_golden(file)[0] for file in files]
     policy = load_actor(folder_of(golden_04, "hf_policy"))
     ref = load_actor(folder_of(golden_04, "hf_ref"))
-    optimizer = make_optimizer([policy.lm], [policy.value_head], args)
+    optimizer = make_optimizer(policy, args)
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     assert num_updates == record.get("n_updates_total", num_updates)
 
@@ -357,7 +357,7 @@ def test_reward_training_equals_the_original(golden_03b: Path, micro_batch_size:
     lr = float(arrays["step0/lr"])
     args = train_reward.Args(micro_batch_size=micro_batch_size, lr=lr)
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(reward, make_optimizer([reward], [], args))
+    model, optimizer = accelerator.prepare(reward, make_optimizer(reward, args))
     batch_size = len(arrays["step0/indices"])
     for step in steps_of(arrays, "step"):
         update = int(step[4:])

@@ -29,7 +29,7 @@ SYSTEMS = "benchmark/systems/README.md"  # names flags of patches, and of former
 DOCUMENTS = (*PAGES[:-1], SYSTEMS, "CHANGELOG.md")
 PROGRAMS = {"help", "golden", "faults", "script", "num_processes", "multi_gpu", "cpu"}
 PROGRAMS |= {"config_file", "check", "num_machines", "machine_rank", "main_process_ip"}
-OF_COPIES = "docs/trl.md"  # its flags are those of patched copies, too
+OF_COPIES = ("docs/trl.md", "docs/trl_fidelity.md")  # flags of patched copies, too
 
 
 def read(page: str) -> str:
@@ -201,7 +201,7 @@ def test_every_command_that_is_shown_is_one_that_the_scripts_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     shown = [words for page in PAGES for words in commands(page)]
-    text = "".join(read(page) for page in ("README.md", *DOCS) if page != OF_COPIES)
+    text = "".join(read(page) for page in ("README.md", *DOCS) if page not in OF_COPIES)
     for words in re.findall(r"`(--[^`]*)`", text):
         if " " in words and not re.search(r"golden|faults|script", words):
             shown.append([PPO, *shlex.split(words)])
@@ -262,6 +262,31 @@ def test_the_readme_is_short() -> None:
     assert len(lines) <= 140
     prose = [line for line in lines if line[:1] != "|" and "](" not in line]
     assert max(map(len, prose)) <= 120
+
+
+def test_the_readme_counts_details_and_wins_as_they_are() -> None:
+    readme = " ".join(read("README.md").split())
+    tables = re.findall(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", read("docs/details.md"), re.S)
+    rows = []
+    for _, table in tables:
+        rows += table.splitlines()[2:]
+    recorded = [row for row in rows if "| **recording of OpenAI's code** |" in row]
+    words = f"Of {len(rows)} [implementation details](docs/details.md), {len(recorded)} are"
+    assert words in readme
+
+    record = report.load(ROOT / "benchmark/studies/real_model/held.json")
+    for row in record["rows"]:
+        ties = row["wins"]["ties"]
+        wins = row["wins"]["win_rate"]["rate"] - ties / 2
+        name, _, _ = row["arm"].partition(",")
+        assert f"{name} wins {wins:.0%} and ties {ties:.0%}" in readme
+
+
+def test_all_pages_name_one_version() -> None:
+    version = re.search(r'^version = "(.*)"$', read("pyproject.toml"), re.M)[1]
+    assert f"version = {{{version}}}" in read("README.md")
+    assert f"\nversion: {version}\n" in read("CITATION.cff")
+    assert re.search(r"^## \[(.*?)\]", read("CHANGELOG.md"), re.M)[1] == version
 
 
 def test_samples_of_the_readme_are_those_of_the_record() -> None:

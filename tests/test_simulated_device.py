@@ -34,22 +34,15 @@ STATEMENTS = {
     "torch.where(x > 0, x, host_scalar)": [],
     "x.clamp(min=host_scalar)": [],
     "x.add_(host_scalar)": [],
-    "x.masked_fill_(x > 0, host_scalar)": [],
-    "x.fill_(host_scalar)": [],
-    "torch.maximum(x, vector)": [],
     "x + host_vector": REFUSED,
     "host_vector + x": REFUSED,
-    "host_vector * scalar": REFUSED,
     "torch.where(x > 0, x, host_x)": REFUSED,
     "torch.where(host_x > 0, x, x)": REFUSED,
-    "x.lerp(x, 0.5)": [],
     "x.lerp(x, host_scalar)": REFUSED,
     "x.masked_fill(host_x > 0, 1.0)": REFUSED,
     # in place
     "x.mul_(host_x)": REFUSED,
     "host_x.add_(x)": REFUSED,
-    "host_scalar.add_(scalar)": REFUSED,
-    "host_x.mul_(scalar)": REFUSED,
     # products
     "x @ x.T": [],
     "x @ host_x.T": REFUSED,
@@ -57,15 +50,12 @@ STATEMENTS = {
     "F.linear(x, x)": [],
     "F.linear(x, host_x)": REFUSED,
     "F.linear(x, x, host_vector)": REFUSED,
-    "torch.baddbmm(host_scalar, x[None], x.T[None])": REFUSED,
     # others
     "torch.cat([x, x])": [],
     "torch.cat([x, host_x])": REFUSED,
     "torch.stack([scalar, host_scalar])": REFUSED,
     "x.gather(1, ids)": [],
     "x.gather(1, host_ids)": REFUSED,
-    "x.scatter(1, ids, 1.0)": [],
-    "x.scatter(1, host_ids, 1.0)": REFUSED,
     "x.index_select(0, rows)": [],
     "x.index_select(0, host_rows)": REFUSED,
     "F.embedding(rows, x)": [],
@@ -73,16 +63,11 @@ STATEMENTS = {
     "torch.searchsorted(x, x, right=True)": [],
     "torch.searchsorted(x, host_x)": REFUSED,
     "torch.searchsorted(vector, host_scalar)": REFUSED,
-    "F.layer_norm(x, (3,), host_vector)": REFUSED,
-    "F.pad(x, (0, 1))": [],
-    "x.new_zeros(3) + torch.arange(3, device=device)": [],
     "assert torch.full((2,), 3, device=device).dtype == torch.int64": [],
     # advanced indices
     "x[rows]": [],
-    "x[rows] = 2 * x[:2]": [],
     "x[host_rows]": ["index from the host"],
     "x[host_rows] = 2 * x[:2]": ["index from the host"],
-    "x[host_rows, :2]": ["index from the host"],
     "x[host_rows] = host_x[:2]": REFUSED,
     "x[rows] = host_scalar": [],
     "host_x[rows]": REFUSED,
@@ -96,29 +81,18 @@ STATEMENTS = {
     "bool(scalar > 1)": ["value read"],
     "float(scalar)": ["value read"],
     "if (x > 0).all(): pass": ["value read"],
-    "[1, 2, 3][rows[0]]": ["value read"],
     "x.tolist()": ["copy to the host"],
     "x.cpu()": ["copy to the host"],
-    "host_x.copy_(x)": ["copy to the host"],
-    "x.nonzero()": ["nonzero"],
-    "x.masked_select(x > 0)": ["nonzero"],
-    "torch.equal(x, x)": ["value read"],
-    "rows.unique()": ["unique"],
-    "vector.repeat_interleave(ids.flatten()[:3])": ["value read"],
     "x.repeat_interleave(2, 0)": [],
     "host_x.to(device)": ["copy from the host"],
     "host_x.to(device, non_blocking=True)": ["copy from the host"],
     "host_x.pin_memory().to(device)": ["copy from the host"],
     "host_x.pin_memory().to(device, non_blocking=True)": [],
-    "x.copy_(host_x)": ["copy from the host"],
     "torch.tensor([1.0], device=device)": ["copy from the host"],
     "torch.tensor([], device=device)": [],
-    "x[host_mask]": ["index from the host"],
-    "x.new_tensor(3)": ["copy from the host"],
     "x.to(torch.bfloat16)": [],
     # not without a copy
     "x.numpy()": "TypeError",
-    "np.asarray(x)": "TypeError",
     # autocast: bf16 for products, and not for what CUDA computes in fp32
     "with bf16: assert F.linear(x, x).dtype == torch.bfloat16": [],
     "with bf16: assert x.bfloat16().exp().dtype == torch.float32": [],
@@ -153,20 +127,20 @@ RUNS = {
 # token changes all that comes after it.
 BF16 = {PPO: f"--critic reward {LORA}", RLOO: "", REWARD: ""}
 # What is measured of a run, or is the rounding of the run's own operations.
-MEASURED = {"seconds", "peak_memory_gb", "reserved_memory_gb", "sampling_error"}
+MEASURED = {"seconds", "peak_memory_gb", "sampling_error"}
 MEASURED |= {"first_ratio_error"}
-# Tensors on the CPU, put there on purpose: functions that return them, in any of the scripts.
-FAULTS = "pad_rows uniforms truncate gae reward_head hidden_states entropy inverse_cdf"
-FAULTS += " score_by_model"
-A_DEVICE = re.compile(r",? ?\bdevice=[\w.]+(\(\)\.device)?")
+# Where the script passes a device, or moves something to it.
+A_DEVICE = re.compile(
+    r",? ?\bdevice=[\w.]+(\(\)\.device)?|\.to\((PartialState\(\)|accelerator)\.device\)"
+)
 
 # Synchronisations of an update: while tokens are sampled, where none is for a token, and in all the
 # rest.
 # `pytest -n 0 -sk synchronisations` measures them anew and lists the lines that they come from.
 SYNCS = {
-    (PPO, "masked"): (1, 27),
-    (RLOO, "masked"): (1, 35),
-    (REWARD, "plain"): (0, 10),
+    (PPO, "masked"): (1, 24),
+    (RLOO, "masked"): (1, 32),
+    (REWARD, "plain"): (0, 7),
 }
 
 
@@ -287,23 +261,9 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
 # Faults put in on purpose
 
 
-def functions_of(script: str) -> list[str]:
-    """Those of FAULTS that the script has."""
-    text = (ROOT / script).read_text()
-    return [name for name in FAULTS.split() if f"\ndef {name}(" in text]
-
-
-@pytest.mark.parametrize("name", functions_of(PPO))
-def test_a_function_that_forgets_the_device_is_found(name: str, tmp_path: Path) -> None:
-    assert len(functions_of(PPO)) >= 5
-    folder = new_folder(tmp_path)
-    code, errors = run_on_device(PPO, words_of(PPO, ""), folder, "--host", name)
-    assert (code, REFUSED in errors) == (1, True), errors
-
-
 def places_of_device(script: str) -> list[re.Match]:
     """Where the script passes a device."""
-    return list(A_DEVICE.finditer((ROOT / script).read_text()))
+    return list(re.finditer(A_DEVICE, (ROOT / script).read_text()))
 
 
 @pytest.mark.parametrize("number", range(len(places_of_device(PPO))))

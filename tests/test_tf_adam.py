@@ -1,4 +1,5 @@
-"""AdamTF against arrays recorded from TensorFlow; parameter groups, learning rates, clipping."""
+"""AdamTF against arrays recorded from TensorFlow; settings of torch, parameter groups, learning
+rates, clipping, and sums over processes."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,25 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from golden_tools import load_golden
+from tiny_models import make_lm
 from torch import Tensor, nn
+from transformers import AttentionMaskInterface
 
 from tf_adam import (
     AdamTF,
+    UserError,
     averaging,
+    can_be_fused,
     check_launch,
-    check_optimizer,
     clip_gradients,
+    explained,
+    full_sdpa_mask,
     make_optimizer,
+    patch_layers,
+    reduce_means,
     set_learning_rates,
+    set_up_torch,
+    sums_over,
 )
 
 SETTINGS = {
@@ -142,11 +152,16 @@ def with_settings(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**SETTINGS | changes)
 
 
+def make_parts(*names: str) -> nn.Module:
+    """A model of linear layers of these names."""
+    return nn.ModuleDict({name: nn.Linear(3, 2) for name in names})
+
+
 def test_groups_are_matrices_and_the_rest_of_policy_and_critic() -> None:
-    policy, head, critic = (nn.Linear(3, 2) for _ in range(3))
-    frozen = nn.Linear(3, 2).requires_grad_(False)
+    model = make_parts("lm", "value_head", "critic", "new", "frozen")
+    model["frozen"].requires_grad_(False)
     args = with_settings(weight_decay=0.3, adam_betas=[0.8, 0.95], adam_eps=1e-3)
-    optimizer = make_optimizer([policy, frozen], [head, None, critic], args)
+    optimizer = make_optimizer(model, args)
     made = []
     for group in optimizer.param_groups:
         assert group["betas"] == (0.8, 0.95)
@@ -154,13 +169,13 @@ def test_groups_are_matrices_and_the_rest_of_policy_and_critic() -> None:
         weights = [id(p) for p in group["params"]]
         made.append((weights, group["weight_decay"], group["is_critic"]))
     assert made == [
-        ([id(policy.weight)], 0.3, False),
-        ([id(policy.bias)], 0.0, False),
-        ([id(head.weight), id(critic.weight)], 0.3, True),
-        ([id(head.bias), id(critic.bias)], 0.0, True),
+        ([id(model["lm"].weight), id(model["new"].weight)], 0.3, False),
+        ([id(model["lm"].bias), id(model["new"].bias)], 0.0, False),
+        ([id(model["value_head"].weight), id(model["critic"].weight)], 0.3, True),
+        ([id(model["value_head"].bias), id(model["critic"].bias)], 0.0, True),
     ]
     assert type(optimizer) is AdamTF
-    optimizer = make_optimizer([policy], [], with_settings(adam="torch"))
+    optimizer = make_optimizer(model, with_settings(adam="torch"))
     assert type(optimizer) is torch.optim.AdamW
 
 
@@ -171,23 +186,11 @@ def test_a_rate_of_small_models_is_said_to_be_one(
     PartialState()
     said = "--lr 0.00011 suits small models: for 1.0e+08 weights"
     large = nn.Linear(10_001, 10_000, device="meta")
-    make_optimizer([large], [], with_settings(lr=lr))
+    make_optimizer(large, with_settings(lr=lr))
     assert (said in caplog.text) == is_said
     small = nn.Linear(9_998, 10_000, device="meta")
-    make_optimizer([small], [], with_settings(lr=1.0))
+    make_optimizer(small, with_settings(lr=1.0))
     assert "--lr 1.0" not in caplog.text
-
-
-def test_a_weight_that_no_optimizer_has_is_an_error_unless_it_is_frozen() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    optimizer = make_optimizer([model[0]], [], with_settings())
-    with pytest.raises(ValueError, match="^1.weight has no optimizer: give its module to "):
-        check_optimizer(model, optimizer)
-    model[1].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="^1.bias has no optimizer"):
-        check_optimizer(model, optimizer)
-    model[1].bias.requires_grad_(False)
-    check_optimizer(model, optimizer)
 
 
 RATES = [  # settings; update, progress, the policy's rate, the critic's
@@ -211,7 +214,7 @@ RATES = [  # settings; update, progress, the policy's rate, the critic's
 def test_learning_rates_follow_the_schedule(changes: dict[str, Any], case: str) -> None:
     update, progress, lr, critic_lr = (float(number) for number in case.split())
     args = with_settings(**changes)
-    optimizer = make_optimizer([nn.Linear(3, 2)], [nn.Linear(3, 2)], args)
+    optimizer = make_optimizer(make_parts("lm", "critic"), args)
     set_learning_rates(optimizer, int(update), progress, args)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == pytest.approx([lr, lr, critic_lr, critic_lr])
@@ -236,7 +239,9 @@ def test_processes_alone_or_in_ddp_or_fsdp_are_launched(kind: DistributedType) -
     if kind.value in ("NO", "FSDP") or kind.value.startswith("MULTI_"):
         check_launch(accelerator)
         return
-    with pytest.raises(ValueError, match=f"^{kind.value} is not supported: use DDP or FSDP2"):
+    with pytest.raises(
+        UserError, match=f"^launch: {kind.value} is not supported: use DDP or FSDP2"
+    ):
         check_launch(accelerator)
 
 
@@ -251,3 +256,86 @@ def test_gradients_are_averaged_at_the_last_micro_batch_or_where_weights_are_in_
             with averaging(accelerator, model, is_last):
                 skipped.append(not torch.is_grad_enabled())
     assert skipped == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("fp32", "highest"), ("tf32", "high"), ("bf16", "high")]
+)
+def test_settings_of_torch_for_each_dtype(dtype: str, precision: str) -> None:
+    """TF32 for the heads of bf16 runs, too. cuDNN's attention is off."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    set_up_torch(dtype)
+    assert torch.get_float32_matmul_precision() == precision
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert AttentionMaskInterface()["sdpa"] is full_sdpa_mask
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_float", "expected"),
+    [
+        ("cpu", True, True),
+        ("cuda", True, True),
+        ("cuda", False, False),
+        ("meta", True, False),
+    ],
+)
+def test_adam_is_fused_for_floats_on_cpus_and_gpus(
+    kind: str, is_float: bool, expected: bool
+) -> None:
+    p: Any = SimpleNamespace(device=torch.device(kind), is_floating_point=lambda: is_float)
+    assert can_be_fused(p) == expected
+
+
+def test_layers_are_patched() -> None:
+    """Padding is an embedding like any other, GELU is one kernel, and a model without layers for
+    checkpointing is refused."""
+    lm = make_lm("gpt2")
+    lm.transformer.wte.padding_idx = 3
+    patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=False))
+    assert [type(block.mlp.act) for block in lm.transformer.h] == [nn.GELU] * 2
+    assert {block.mlp.act.approximate for block in lm.transformer.h} == {"tanh"}
+    assert lm.transformer.wte.padding_idx is None
+    lm.transformer.h = nn.ModuleList()
+    with pytest.raises(UserError, match="^--gradient_checkpointing: the model does not support"):
+        patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=True))
+
+
+def test_a_metric_is_the_sum_over_the_count_of_all_records() -> None:
+    """No mean of means, and nothing that the mask leaves out. A record of one number beside one of
+    2 ** 24 still counts: sums are fp64."""
+    first = torch.tensor([[True, True, False], [True, False, False]])
+    records = [
+        sums_over(first, {"a": torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]])}),
+        sums_over(first[:1, 1:], {"a": torch.tensor([[2.0, 9.0]]), "c": first[:1, :2]}),
+        sums_over(torch.ones(()), {"b": torch.tensor(2.5)}),
+    ]
+    assert reduce_means(records) == {"a": 2.0, "b": 2.5, "c": 1.0}
+    many = torch.tensor([2.0**24])
+    one = torch.ones(1)
+    sums = [sums_over(one, {"x": many}), sums_over(one, {"x": one})]
+    assert reduce_means(sums)["x"] == pytest.approx((2**24 + 1) / 2, rel=1e-9)
+    counts = [sums_over(many, {"x": 0 * one}), sums_over(one, {"x": one})]
+    assert reduce_means(counts)["x"] == pytest.approx(1 / (2**24 + 1), rel=1e-9)
+    third = {"a": torch.tensor([1 / 3, 1.0], dtype=torch.float64)}
+    metrics = reduce_means([sums_over(one, {"a": many}), *[third] * 999])
+    assert metrics["a"] == pytest.approx((2.0**24 + 333) / 1000, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ValueError("no such file"), "--flag: no such file (RLHF_DEBUG=1 shows more)"),
+        (KeyError(), "--flag: KeyError() (RLHF_DEBUG=1 shows more)"),
+        (UserError("row 3"), "--flag: row 3"),
+    ],
+)
+def test_errors_are_explained_by_what_was_asked_and_why_it_failed(
+    error: Exception, says: str
+) -> None:
+    with pytest.raises(UserError) as caught, explained("--flag"):
+        raise error
+    assert str(caught.value) == says
+    with pytest.raises(UserError, match="^--flag: the cause"), explained("--flag"):
+        raise ValueError("the error") from OSError("the cause")
+    with pytest.raises(ZeroDivisionError), explained("--flag", UserError):
+        raise ZeroDivisionError

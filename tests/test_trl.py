@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 from trl_tools import COMMON, OWN, PPO09, SYSTEMS, Recording
 
-PAGE = ROOT / "docs" / "trl.md"
+PAGE = ROOT / "docs" / "trl_fidelity.md"
 VERSION = {"trl09": "0.9", "trl112": "1.12", "rloo116": "RLOO"}  # as the table names them
 EQUAL = 1e-5  # of quantities, relative where they are larger than 1
 MOVED_ALIKE = 5e-5  # of the move of a model's weights, relative L2
@@ -479,7 +479,7 @@ def test_a_bias_of_the_value_head_is_a_small_difference(
 
 
 def rows_of(text: str) -> list[str]:
-    """Rows of the tables in docs/trl.md that have the text."""
+    """Rows of the tables in docs/trl_fidelity.md that have the text."""
     return [row for row in PAGE.read_text().splitlines() if row[:1] == "|" and text in row]
 
 

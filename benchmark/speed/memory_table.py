@@ -1,6 +1,7 @@
-"""Computes how much GPU memory a run of ppo_rlhf.py needs, for models of 1B, 3B and 8B weights.
+"""Computes how much GPU memory a run of ppo_rlhf.py needs, for models of 0.5B to 8B weights.
 
     python benchmark/speed/memory_table.py            # the table of docs/gpu.md
+    python benchmark/speed/memory_table.py --model 0.5B --query 512 --sampled 128
     python benchmark/speed/memory_table.py --check    # a small model, computed and measured
 
 Nothing of this was measured on a GPU. Models are built on torch's meta device, where tensors have
@@ -9,6 +10,7 @@ is counted by hand: weights, gradients, Adam's averages, frozen models, logits, 
 sampling.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     LlamaConfig,
+    Qwen2Config,
 )
 from transformers import PreTrainedModel as Model
 
@@ -32,6 +35,15 @@ ROOT = Path(__file__).resolve().parents[2]
 GB = 1e9
 HEADS = {"vocab_size": 128_256, "num_key_value_heads": 8}
 MODELS = {
+    "0.5B": Qwen2Config(  # Qwen2.5-0.5B
+        vocab_size=151_936,
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        tie_word_embeddings=True,
+    ),
     "1B": LlamaConfig(
         hidden_size=2048,
         num_hidden_layers=16,
@@ -200,13 +212,13 @@ def memory(config: AutoConfig, setting: Setting) -> dict[str, float]:
     }
 
 
-def table() -> str:
-    """The table in Markdown: a row for each model and setting."""
+def table(models: list[str], sizes: dict[str, int]) -> str:
+    """The table in Markdown: a row for each model and setting, with other sizes than its own."""
     names = ["policy", "reference", "reward model", "update", "sampling", "peak"]
     lines = [f"| model | setting | {' | '.join(names)} |", "| --- | --- |" + " ---: |" * len(names)]
-    for model, config in MODELS.items():
+    for model in models:
         for setting in SETTINGS:
-            parts = memory(config, setting)
+            parts = memory(MODELS[model], replace(setting, **sizes))
             cells = " | ".join(f"{parts[name]:.1f}" for name in names)
             lines.append(f"| {model} | {setting.name} | {cells} |")
     return "\n".join(lines)
@@ -235,5 +247,20 @@ def check() -> str:
     return f"computed {computed:.2f} GB, measured {measured:.2f} GB (with Python and its libraries)"
 
 
+def main() -> None:
+    """Prints the table, or the check."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--model", choices=MODELS, action="append")
+    for name in ("query", "response", "sampled", "micro_batch"):
+        default = getattr(SETTINGS[0], name)
+        parser.add_argument(f"--{name}", type=int, default=default)
+    sizes = vars(parser.parse_args())
+    is_check = sizes.pop("check")
+    models = sizes.pop("model") or list(MODELS)
+    text = check() if is_check else table(models, sizes)
+    sys.stdout.write(f"{text}\n")
+
+
 if __name__ == "__main__":
-    sys.stdout.write((check() if "--check" in sys.argv[1:] else table()) + "\n")
+    main()

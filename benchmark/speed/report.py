@@ -120,7 +120,7 @@ def of_record(record: Record, names: tuple[str, ...] = tuple(SWEEPS)) -> Figure:
     rows = record["rows"]
     shown = [name for name in names if name in {row["sweep"] for row in rows}]
     lines = math.ceil(len(shown) / 3)
-    text = "The time of an update grows about in proportion to its size"
+    text = "The time of an update grows more slowly than its size"
     figure, panels = report.new(text, lines, 3, 3.4 * lines)
     for axes, name in zip(panels.flat, shown, strict=False):
         draw_sweep(axes, [row for row in rows if row["sweep"] == name], name)

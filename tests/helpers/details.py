@@ -217,8 +217,8 @@ ORIGINAL = [
     ),
     Detail(
         "Logits are computed in fp32, in bf16 runs too, because only the trunk is under autocast.",
-        PPO,
-        'dtype == "bf16"',
+        ADAM,
+        'args.dtype == "bf16"',
         "False",
         "models::under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16",
     ),
@@ -255,8 +255,8 @@ ORIGINAL = [
     Detail(
         "The reward is read at the last token that is not padding.",
         PPO,
-        "hidden_states(model, ids, mask, 1, args.dtype)",
-        "hidden_states(model, ids, mask, 2, args.dtype)[:, :1]",
+        "states[:, -1]",
+        "states[:, -2]",
         "golden::reward_scores_equal_the_original",
     ),
     Detail(
@@ -524,7 +524,7 @@ TOUR = [
     ),
     (
         "# --- models",
-        "Plumbing that you can skip: loading models and data, the run's folder, flags",
+        "Plumbing that you can skip: loading models and data, results, flags. More is in `tf_adam.py`",
     ),
 ]
 

@@ -130,7 +130,7 @@ def load_lm(auto_class: type, folder: Path) -> Any:
 def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
     """A recorded policy with its value head."""
     lm = load_lm(AutoModelForCausalLM, folder)
-    policy = ppo_rlhf.ActorCritic(lm, lm.config.vocab_size, ppo_rlhf.Args())
+    policy = ppo_rlhf.ActorCritic(lm, lm.config.vocab_size)
     file = folder / "heads.safetensors"
     if file.exists():
         head = {name.split(".")[1]: x for name, x in load_file(file).items()}

@@ -13,11 +13,9 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import simulated_device
 import torch
-from torch.utils import _pytree as pytree
 
 
 def parse() -> argparse.Namespace:
@@ -26,29 +24,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--report", type=Path)
-    help_of_host = "what this function of the script returns comes back on the CPU: a fault"
-    parser.add_argument("--host", action="append", default=[], help=help_of_host)
     parser.add_argument("script", type=Path)
     parser.add_argument("words", nargs=argparse.REMAINDER)
     return parser.parse_args()
 
 
-def return_on_host(module: ModuleType, name: str) -> None:
-    """From now on what the module's function returns is on the CPU, as if it did not know of a
-    device."""
-    function = getattr(module, name)
-
-    def to_host(x: Any) -> Any:
-        return x.cpu() if isinstance(x, torch.Tensor | torch.nn.Module) else x
-
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        return pytree.tree_map(to_host, function(*args, **kwargs))
-
-    setattr(module, name, changed)
-
-
 def reduce_on_device_alone(module: ModuleType) -> None:
-    """From now on the script's `reduce` refuses a tensor on the CPU, as NCCL does with several
+    """From now on `reduce` refuses a tensor on the CPU, as NCCL does with several
     processes; with one it would do nothing."""
     function = module.reduce
 
@@ -62,8 +44,7 @@ def reduce_on_device_alone(module: ModuleType) -> None:
 
 def use_fused_adam(tf_adam: ModuleType) -> None:
     """tf_adam takes torch's fused kernels on CUDA: so it should here."""
-    if hasattr(tf_adam, "can_be_fused"):
-        tf_adam.can_be_fused = torch.is_floating_point
+    tf_adam.can_be_fused = torch.is_floating_point
 
 
 def main() -> None:
@@ -79,10 +60,8 @@ def main() -> None:
         simulated_device.OWN_FILES.append(__file__)
         use_fused_adam(importlib.import_module("tf_adam"))
     module = importlib.import_module(script.stem)
-    for name in options.host:
-        return_on_host(module, name)
-    if not options.cpu and hasattr(module, "reduce"):
-        reduce_on_device_alone(module)
+    if not options.cpu:
+        reduce_on_device_alone(importlib.import_module("tf_adam"))
     module.main(*module.parse_args())
     if options.cpu:
         return

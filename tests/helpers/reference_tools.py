@@ -50,3 +50,13 @@ def stop_in_update(number: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     Accelerator.log = changed
+
+
+def coarse(completions: list[str], **_: Any) -> list[float]:
+    """0 or 1, so that the responses to a query often have equal rewards."""
+    rewards = []
+    for text in completions:
+        words = text.split()
+        numbers = [int(word.removeprefix("w")) for word in words]
+        rewards.append(float(sum(numbers) % 2))
+    return rewards

@@ -25,7 +25,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -386,54 +386,26 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     return pytree.tree_map_only(Tensor, wrap, out)
 
 
-class Module:
-    """torch.simgpu, as far as libraries ask for it."""
+def nothing(*_: Any) -> None:
+    """What needs not be done."""
 
-    def is_available(self) -> bool:
-        """It always is."""
-        return True
 
-    def is_initialized(self) -> bool:
-        """Nothing has to be."""
-        return True
-
-    def device_count(self) -> int:
-        """There is one."""
-        return 1
-
-    def current_device(self) -> int:
-        """The first."""
-        return 0
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def set_device(self, *_: Any) -> None:
-        """There is one."""
-
-    def synchronize(self, *_: Any) -> None:
-        """Waits for the device."""
-        LEDGER.sync("synchronize")
-
-    def empty_cache(self) -> None:
-        """There is none."""
-
-    def manual_seed(self, seed: int) -> None:
-        """The generator is the CPU's."""
-
-    def manual_seed_all(self, seed: int) -> None:
-        """The generator is the CPU's."""
-
-    def get_rng_state(self, device: Any = 0) -> Tensor:
-        """The state of the CPU's generator."""
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: Tensor, device: Any = 0) -> None:
-        """The generator is the CPU's."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """For torch.autocast."""
-        return [torch.bfloat16, torch.float16]
+# torch.simgpu, as far as libraries ask for it. Random numbers are the CPU's.
+MODULE = SimpleNamespace(
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    set_device=nothing,
+    synchronize=lambda *_: LEDGER.sync("synchronize"),
+    empty_cache=nothing,
+    manual_seed=nothing,
+    manual_seed_all=nothing,
+    get_rng_state=lambda device=0: torch.get_rng_state(),
+    set_rng_state=nothing,
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    _is_in_bad_fork=lambda: False,
+)
 
 
 def register_kernels() -> list[torch.library.Library]:
@@ -523,7 +495,7 @@ def install(tf32: bool = False) -> Ledger:
     from accelerate.state import PartialState
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    _setup_privateuseone_for_python_backend(NAME, Module())
+    _setup_privateuseone_for_python_backend(NAME, MODULE)
     kernels.extend(register_kernels() + register_autocast())
     # Weights stay the same objects in module.to(device), as they do on CUDA: tied ones stay tied.
     torch.__future__.set_swap_module_params_on_conversion(True)

@@ -1,7 +1,11 @@
 """Random tiny models of many architectures, and batches of given tokens, as the tests put them into
 the scripts."""
 
+import atexit
 import contextlib
+import functools
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +23,7 @@ from transformers import (
 )
 
 import ppo_rlhf
+import rloo_rlhf
 
 VOCABULARY = 50
 EOS = 0
@@ -149,6 +154,24 @@ def save_classifier(folder: Path, name: str, **changes: Any) -> Path:
     return save_model(folder, name, AutoModelForSequenceClassification, num_labels=1, **changes)
 
 
+GAIN = 1.75
+BIAS = -0.5
+
+
+@functools.cache
+def folder_of(name: str) -> Path:
+    """The folder, made once, of a causal LM of an architecture whose eos is also the pad; in
+    `judge` it has a classifier with GAIN and BIAS, where transformers has one."""
+    torch.manual_seed(0)
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    save_model(folder, name, pad_token_id=EOS)
+    if has_classifier(name):
+        gains = {"reward_gain": GAIN, "reward_bias": BIAS, "pad_token_id": EOS}
+        save_classifier(folder / "judge", name, **gains)
+    return folder
+
+
 @contextlib.contextmanager
 def as_on_a_gpu(script: Any = ppo_rlhf) -> Iterator[None]:
     """load_model takes its branch for GPUs, while weights stay on the CPU."""
@@ -162,13 +185,15 @@ def load(
     flag: str = "base_model",
     attention: str = "eager",
     classifier: bool = False,
+    **settings: Any,
 ) -> Any:
     """A model as the scripts load it, for rows of up to LONGEST tokens of any of its embeddings;
-    with the attention that they take on a CPU (eager), or what transformers chooses on a GPU."""
+    with the attention that they take on a CPU (eager), or what transformers chooses on a GPU; and
+    with more settings."""
     auto_class = AutoModelForCausalLM
     if flag == "reward_model" or classifier:
         auto_class = AutoModelForSequenceClassification
-    args = ppo_rlhf.Args(**{flag: str(folder)})
+    args = ppo_rlhf.Args(**{flag: str(folder)}, **settings)
     device = contextlib.nullcontext() if attention == "eager" else as_on_a_gpu()
     with device:
         return ppo_rlhf.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST)
@@ -190,10 +215,40 @@ def make_lm(name: str, attention: str = "eager", **changes: Any) -> Any:
     return lm.eval()
 
 
-def make_actor(name: str, attention: str = "eager", **changes: Any) -> ppo_rlhf.ActorCritic:
-    """A policy on such a model."""
-    lm = make_lm(name, attention, **changes)
-    return ppo_rlhf.ActorCritic(lm, VOCABULARY, ppo_rlhf.Args())
+def make_classifier(name: str = "gpt2", **changes: Any) -> Any:
+    """A classifier with one label straight from a config."""
+    torch.manual_seed(0)
+    config = make_config(name, num_labels=1, **changes)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    randomize(model)
+    return model.eval()
+
+
+def make_policy(lm: Any, k: int) -> nn.Module:
+    """PPO's policy for one response to a query, RLOO's for more."""
+    if k == 1:
+        return fill_value_head(ppo_rlhf.ActorCritic(lm, VOCABULARY))
+    return rloo_rlhf.Actor(lm, VOCABULARY, rloo_rlhf.Args(rloo_k=k))
+
+
+def roll_out(
+    script: Any, policy: nn.Module, args: Any, contexts: list[list[int]], end: int | None = None
+) -> Any:
+    """A batch of responses to the contexts; RLOO has several for each."""
+    contexts = [context for context in contexts for _ in range(getattr(args, "rloo_k", 1))]
+    u = script.uniforms(1, 1, len(contexts), args.response_length)
+    batch = script.rollout(policy, make_queries(contexts), u, end, args)
+    script.set_logprobs(batch, policy, policy, torch.arange(len(u)).view(1, -1), args)
+    return batch
+
+
+class Stop(Exception):
+    """Raised in the place of a function, to end main where it is called."""
+
+
+def stop(*arguments: Any, **named: Any) -> None:
+    """Ends main."""
+    raise Stop
 
 
 def with_attention(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -235,6 +290,11 @@ def random_rows(lengths: Sequence[int], seed: int, vocabulary: int = VOCABULARY)
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
     return [row.tolist() for row in rows]
+
+
+def rows_of(text: str) -> list[list[int]]:
+    """Rows of tokens; a slash begins a new row."""
+    return [list(map(int, row.split())) for row in text.split("/")]
 
 
 def full_logits(lm: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:

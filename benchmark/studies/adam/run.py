@@ -26,7 +26,7 @@ import torch
 
 import ppo_rlhf
 from benchmark import common, ours
-from tf_adam import set_up_torch
+from tf_adam import make_optimizer, set_up_torch
 from tiny.rewards import happy
 
 sys.path.append(str(common.ROOT / "tests" / "helpers"))
@@ -40,7 +40,7 @@ def epochs_of(
 ) -> dict[str, list[float]]:
     """approxkl and clipfrac of each epoch of one update with ppo_update."""
     accelerator = common.new_accelerator()
-    policy, optimizer = accelerator.prepare(policy, ours.optimizer_of(policy, args))
+    policy, optimizer = accelerator.prepare(policy, make_optimizer(policy, args))
     records = ppo_rlhf.ppo_update(accelerator, policy, optimizer, batch, epochs, args)
     found = {kind: [] for kind in KINDS}
     for record in records:

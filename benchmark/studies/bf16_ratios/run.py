@@ -25,6 +25,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from transformers import DynamicCache
 import ppo_rlhf
 import rloo_rlhf
 from benchmark import common, ours
-from tf_adam import set_up_torch
+from tf_adam import run_in_bf16, set_up_torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LIMITS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}  # the scripts' check_update has these
@@ -67,12 +68,12 @@ class AutocastHead(torch.nn.Module):
 
 def autocast_trunk(actor: Any, dtype: str) -> None:
     """What the scripts do for bf16, here for fp16 too; fp32 takes it back."""
-    lm = actor.lm
-    vars(lm.base_model).pop("forward", None)
-    actor.dtype = dtype
+    trunk = actor.lm.base_model
+    vars(trunk).pop("forward", None)
+    if dtype == "bf16":
+        trunk.forward = partial(run_in_bf16, trunk.forward)
     if dtype == "fp16":
-        wrap = torch.autocast(lm.device.type, torch.float16)
-        lm.base_model.forward = wrap(lm.base_model.forward)
+        trunk.forward = torch.autocast(actor.lm.device.type, torch.float16)(trunk.forward)
 
 
 @torch.no_grad()

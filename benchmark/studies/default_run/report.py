@@ -18,7 +18,8 @@ def draw_bands(axes: Axes, record: Record, kind: str) -> None:
     for choice, name in NAMES.items():
         x, y = report.over_episodes(record, choice, kind)
         colour = CHOICES[choice]
-        axes.plot(x, y.mean(0), color=colour, label=f"{name} (mean and range of {len(y)} seeds)")
+        words = f"{name} (mean and range of {len(y)} seeds)"
+        axes.plot(x, y.mean(0), color=colour, label=words)
         axes.fill_between(
             x,
             y.min(0),
@@ -42,11 +43,42 @@ def draw_true_score(axes: Axes, record: Record, others: Record, what: str) -> No
 
 
 def readme(record: Record, others: Record) -> Figure:
-    """The true score of PPO and RLOO: the first picture of README.md."""
-    figure, panels = report.new("The model learns to continue stories cheerfully", 1, 1, 3.7)
+    """The true score of PPO and RLOO beside best of 128, with the range of its three reward models:
+    the first picture of README.md."""
+    text = "One RLOO response becomes as good as the best of 128 before training, PPO nearly"
+    figure, panels = report.new(text, 1, 1, 3.7)
     axes = panels[0, 0]
+    rows = [row for row in others["best_of_n"] if row["labels"] == "4000"]
+    best = [row["true_score"][-1] for row in rows]
+    axes.axhspan(
+        min(best),
+        max(best),
+        color=report.OTHER,
+        alpha=0.3,
+        linewidth=0,
+    )
     draw_true_score(axes, record, others, "true score of training responses")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 0.08), fontsize=10)
+    for choice, shift in (("default", -26), ("RLOO, K 4", 10)):
+        x, y = report.over_episodes(record, choice, "true_score")
+        point = (x[-6], y.mean(0)[-6])
+        report.note(axes, NAMES[choice], point, (0, shift), CHOICES[choice])
+    words = "best of 128 before training (mean and range of 3 reward models, held-out queries)"
+    report.note(axes, words, (200, max(best)), (0, 6), "black")
+    before = axes.lines[-1].get_ydata()[0]
+    report.note(
+        axes,
+        "before training",
+        (11_200, before),
+        (0, 5),
+        report.START,
+    )
+    report.note(
+        axes,
+        "bands: range of 3 seeds",
+        (9_200, 0.4),
+        (0, 0),
+        "black",
+    )
     return figure
 
 

@@ -32,7 +32,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ppo_rlhf
 import rloo_rlhf
 from benchmark import common, ours
-from tf_adam import set_learning_rates, set_up_torch
+from tf_adam import make_optimizer, set_learning_rates, set_up_torch
 
 VOCABULARY = 8
 LENGTH = 3
@@ -119,7 +119,7 @@ def train(
     accelerator = common.new_accelerator()
     policy = ours.make_actor(script, make_lm(seed), args)
     ref = ours.make_actor(script, make_lm(seed).requires_grad_(False), args)
-    policy, optimizer = accelerator.prepare(policy, ours.optimizer_of(policy, args))
+    policy, optimizer = accelerator.prepare(policy, make_optimizer(policy, args))
     queries = [ours.query(CONTEXT)] * args.batch_size
     rewards = make_rewards(seed)
     ref_logprobs = enumerate_logprobs(ref)

@@ -21,6 +21,8 @@ from benchmark.report import (
 
 BOUNDS = {0.3: "below 0.3", 0.45: "0.3 to 0.45", 1.0: "above 0.45"}  # of accuracies
 COLLAPSED = -0.5
+POOR = 0.3  # accuracies below this are shown once more
+HELD_OUT = 512  # labels on which an accuracy is measured
 KINDS = ("true_score", "reward", "kl")
 WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 # Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
@@ -189,41 +191,68 @@ def with_penalty(record: Record) -> Figure:
     return figure
 
 
-def over_accuracy(*records: Record) -> Figure:
-    """The true score at the end of every run over the accuracy of its reward model: without a KL
-    penalty, of both series, and with the default's."""
-    text = "Without a KL penalty, a reward model near chance makes training a gamble"
-    figure, panels = report.new(text, 1, 1, 4)
-    axes = panels[0, 0]
-    report.line_at(axes, 0)
-    styles = {
-        0.0: ("no KL penalty", "o", {}),
-        0.15: ("default penalty", "^", {"markerfacecolor": "white", "markeredgewidth": 1.6}),
-    }
-    for (coef,), rows in group(ends(*records), "kl_coef").items():
-        name, mark, style = styles[coef]
-        for row in rows:
-            style["color"] = ALGORITHMS[row["algorithm"]]
-            axes.plot(
-                row["accuracy"],
-                row["end"]["true_score"],
-                mark,
-                alpha=0.6,
-                **style,
-            )
-        axes.plot(
-            [],
-            [],
-            mark,
-            label=f"{name} ({len(rows)} runs)",
-            **style | {"color": START},
+def draw_ends(axes: Axes, rows: list[Row], has_errors: bool) -> None:
+    """The true score at the end of runs over the accuracy of their reward models, which has a
+    standard error, since it is that on HELD_OUT labels."""
+    hollow = {"markerfacecolor": "white", "markeredgewidth": 1.6}
+    styles = {0.0: ("o", {}), 0.15: ("^", hollow)}
+    for row in rows:
+        mark, style = styles[row["kl_coef"]]
+        accuracy = row["accuracy"]
+        error = (accuracy * (1 - accuracy) / HELD_OUT) ** 0.5
+        axes.errorbar(
+            accuracy,
+            row["end"]["true_score"],
+            xerr=error if has_errors else None,
+            fmt=mark,
+            alpha=0.6,
+            color=ALGORITHMS[row["algorithm"]],
+            elinewidth=0.8,
+            **style,
         )
+
+
+def over_accuracy(*records: Record) -> Figure:
+    """All runs, without a KL penalty, of both series, and with the default's; and once more those
+    of the poorest reward models, with the errors of their accuracies."""
+    text = "Without a KL penalty, a reward model near chance makes training a gamble"
+    more = {"sharey": True, "width_ratios": (2, 3)}
+    figure, panels = report.new(text, 1, 2, 4.2, **more)
+    poor, every = panels[0]
+    rows = ends(*records)
+    draw_ends(every, rows, has_errors=False)
+    draw_ends(poor, [row for row in rows if row["accuracy"] < POOR], has_errors=True)
     chance = records[0]["reward_models"][0]["constant"]
-    axes.axvline(chance, color=OTHER, linestyle="--", linewidth=1)
-    report.note(axes, "always the same answer", (chance, -0.35), (5, 0), START)
-    report.name_colours(axes, ALGORITHMS, "s")
-    x = "accuracy of the reward model on held-out labels (best of four)"
-    report.label(axes, x, f"{TRUE_SCORE} at the end", "lower right", ylim=(-1, 1.05))
+    for axes in panels[0]:
+        report.line_at(axes, 0)
+        axes.axvline(chance, color=OTHER, linestyle="--", linewidth=1)
+    report.note(poor, "always the same\nanswer", (chance, -0.35), (5, 0), START)
+    poor.set_title("accuracies below 0.3, with standard errors")
+    every.set_title("all runs")
+    every.axvspan(
+        0.24,
+        POOR,
+        color=OTHER,
+        alpha=0.25,
+        linewidth=0,
+    )
+    for axes in panels[0]:
+        axes.set_xlabel("accuracy of the reward model (best of four)")
+    poor.set_ylabel(f"{TRUE_SCORE} at the end")
+    poor.set_ylim(-1, 1.05)
+    marks = ((0.0, "no KL penalty", "o", START), (0.15, "default penalty", "^", "white"))
+    for coef, name, mark, face in marks:
+        count = sum(row["kl_coef"] == coef for row in rows)
+        words = f"{name} ({count} runs)"
+        report.name_colours(
+            every,
+            {words: START},
+            mark,
+            markerfacecolor=face,
+            linestyle="",
+        )
+    report.name_colours(every, ALGORITHMS, "s")
+    every.legend(loc="lower right")
     return figure
 
 

@@ -64,6 +64,13 @@ def compared(record: Record) -> list[Row]:
     return sorted(found, key=lambda row: row["equal_kl"])
 
 
+def name_with_failures(row: Row) -> str:
+    """The choice, and how many of its runs failed: only the others count for its interval."""
+    if row["num_failed"] == 0:
+        return row["choice"]
+    return f"{row['choice']} ({row['num_failed']} of {row['seeds']} failed)"
+
+
 def draw_forest(axes: Axes, rows: list[Row]) -> None:
     """Differences at equal KL with intervals. What the correction keeps has a bold name; what is
     not comparable has a hollow mark."""
@@ -77,7 +84,7 @@ def draw_forest(axes: Axes, rows: list[Row]) -> None:
         if row["choice"] in MASKED:
             style |= HOLLOW
         axes.errorbar(row["equal_kl"], y, xerr=row["equal_kl_interval"], **style)
-    axes.set_yticks(range(len(rows)), [row["choice"] for row in rows], fontsize=8.5)
+    axes.set_yticks(range(len(rows)), [name_with_failures(row) for row in rows], fontsize=8.5)
     for row, label in zip(rows, axes.get_yticklabels(), strict=True):
         label.set_fontweight("bold" if row["equal_kl_holds"] else "normal")
     axes.axvline(0, color="black", linewidth=1)

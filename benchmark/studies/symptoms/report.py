@@ -22,18 +22,18 @@ WEAK = "weak reward model: the reward rises, the true score falls"
 
 
 def draw(axes: Axes, record: Record, symptom: str, heading: str) -> None:
-    """The metric of a healthy and of an ill run."""
+    """The metric of a healthy and of a faulty run."""
     row = report.look_up(record, f"rows > {symptom}")
     metric = row["metric"].replace("test/", "train/")
     width = 16 if metric == "train/accuracy" else 1
-    for name, colour in (("healthy", START), ("ill", ILL)):
+    for name, word, colour in (("healthy", "healthy", START), ("ill", "faulty", ILL)):
         values = smooth(row["curves"][name], width)
         style = {"color": colour, "marker": "o" if len(values) < 3 else None}
         axes.plot(
             np.arange(1, len(values) + 1) * width,
             values,
             **style,
-            label=f"{name} run",
+            label=f"{word} run",
         )
     axes.set_title(textwrap.fill(heading, 34))
     report.label(axes, "updates", metric)
@@ -57,7 +57,7 @@ def symptoms(record: Record, others: Record) -> Figure:
         last.plot(x, y, line, color=ILL, label=name)
     report.line_at(last, 0)
     last.set_title(textwrap.fill(WEAK, 34))
-    report.label(last, "updates", "score of the ill run", legend="best")
+    report.label(last, "updates", "score of the faulty run", legend="best")
     report.legend_below(figure, panels[0, 0], 2)
     return figure
 

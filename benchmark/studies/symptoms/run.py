@@ -194,7 +194,8 @@ def train(run: Run, args: argparse.Namespace) -> tuple[Path, str]:
         with log.open("w") as file:
             streams = {"stdout": file, "stderr": file}
             done = subprocess.run(command, env=os.environ | paths, check=False, **streams)
-        if done.returncode == 2 and (out / "metrics.jsonl").exists():
+        is_stopped = done.returncode == 1 and "Traceback" not in log.read_text()
+        if is_stopped and (out / "metrics.jsonl").exists():
             log.with_suffix(".stopped").touch()
         elif done.returncode != 0:
             raise SystemExit(f"{script} failed: see {log}")

@@ -1,0 +1,507 @@
+"""The arithmetic of PPO, RLOO and the reward model: cases computed by hand, and whole updates
+against plain autograd."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+import torch
+from accelerate import Accelerator
+from golden_tools import make_batch
+from tiny_models import make_queries, random_rows
+from torch import Tensor, nn
+
+import ppo_rlhf
+import rloo_rlhf
+import train_reward
+
+BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
+
+
+def every(x: Tensor) -> Tensor:
+    """A mask in which all count."""
+    return torch.ones_like(x, dtype=torch.bool)
+
+
+def numbers(text: str) -> Tensor:
+    """(rows, columns) of numbers; a slash begins a new row."""
+    rows = [list(map(float, row.split())) for row in text.split("/")]
+    return torch.tensor(rows)
+
+
+def mask_of(text: str) -> Tensor:
+    """Which of the digits are 1."""
+    return numbers(text).bool()
+
+
+def assert_close(ours: Tensor, expected: Any, atol: float = 1e-6) -> None:
+    """Equal shapes and numbers, which may be given as text."""
+    if isinstance(expected, str):
+        expected = numbers(expected)
+    expected = torch.as_tensor(expected).double()
+    assert ours.shape == expected.shape
+    assert (ours.double() - expected).abs().max() <= atol
+
+
+def olds(like: Tensor, **fields: Tensor) -> Any:
+    """A micro-batch in which all tokens count and all else is 0, but for these fields."""
+    zeros = dict.fromkeys(("logprobs", "values", "advantages", "returns"), torch.zeros_like(like))
+    return SimpleNamespace(**zeros | {"loss_mask": every(like)} | fields)
+
+
+# --- rewards and advantages -----------------------------------------------------------------------
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("replace", "0.5 -1.5 -1.5 nan -1.5"), ("add", "0.5 0.5 -4.5 nan nan")],
+)
+@BOTH
+def test_a_missing_end_replaces_the_score_or_is_added_to_it(
+    module: ModuleType, mode: Any, expected: str
+) -> None:
+    """A NaN that counts stays one: it stops the run, as the gradient is no number."""
+    scores = numbers("0.5 2 -3 nan nan").squeeze(0)
+    found_end = mask_of("1 0 0 1 0").squeeze(0)
+    args = module.Args(penalty_reward_value=-1.5, penalty_mode=mode)
+    penalized = module.penalize_missing_end(scores, found_end, args)
+    expected = numbers(expected).squeeze(0)
+    torch.testing.assert_close(penalized, expected, equal_nan=True)
+    assert scores[:3].tolist() == [0.5, 2.0, -3.0]
+
+
+def test_the_score_stands_at_the_last_token_that_counts() -> None:
+    mask = mask_of("1 1 1 / 1 1 0 / 1 0 0")
+    scores = torch.tensor([10.0, -20.0, 30.0])
+    assert_close(ppo_rlhf.at_last_token(scores, mask), "0 0 10 / 0 -20 0 / 30 0 0")
+
+
+def test_gae_discounts_future_errors_by_gamma_times_lambda() -> None:
+    # gamma 0.9, lambda 0.8, gamma * lambda = 0.72; the value after the response is 0
+    #   delta2 =  2   + 0.9 * 0 - 3 = -1      A2 = -1                      return2 = -1 + 3
+    #   delta1 = -1   + 0.9 * 3 - 2 = -0.3    A1 = -0.3 - 0.72 * 1         return1 = -1.02 + 2
+    #   delta0 =  0.5 + 0.9 * 2 - 1 =  1.3    A0 =  1.3 - 0.72 * 1.02      return0 = 0.5656 + 1
+    values = numbers("1 2 3")
+    rewards = numbers("0.5 -1 2")
+    advantages, returns = ppo_rlhf.gae(values, rewards, every(values), 0.9, 0.8)
+    assert_close(advantages, "0.5656 -1.02 -1")
+    assert_close(returns, "1.5656 0.98 2")
+    # the same with the last token masked: its value and reward count as 0
+    #   A2 = 0;  delta1 = -1 + 0 - 2 = -3;  A1 = -3;  A0 = 1.3 + 0.72 * -3 = -0.86
+    mask = mask_of("1 1 0")
+    advantages, returns = ppo_rlhf.gae(values, rewards, mask, 0.9, 0.8)
+    assert_close(advantages, "-0.86 -3 0")
+    assert_close(returns, "0.14 -1 0")
+
+
+def test_whiten_gives_the_table_of_the_n_implementation_details() -> None:
+    # Huang et al. 2024, detail 9 of policy training: TensorFlow's numbers, mean 1.6, biased
+    # variance 0.6 / 9
+    rewards = numbers("1.2 1.3 1.4 / 1.5 1.6 1.7 / 1.8 1.9 2.0")
+    published = numbers(
+        "0.05080712 0.4381051 0.8254035 /"
+        "1.2127019 1.6000004 1.9872988 /"
+        "2.3745968 2.7618952 3.1491938"
+    )
+    whitened = ppo_rlhf.whiten(rewards, every(rewards), shift_mean=False)
+    assert_close(whitened, published, atol=2e-6)
+    shifted = ppo_rlhf.whiten(rewards, every(rewards), shift_mean=True)
+    assert_close(shifted, published - 1.6, atol=2e-6)
+    # 1e-8 is added to the variance: 0 and 2e-4, mean 1e-4, variance 1e-8:
+    # 1e-4 / sqrt(1e-8 + 1e-8) = 0.707107
+    x = numbers("0 2e-4")
+    small = ppo_rlhf.whiten(x, every(x), shift_mean=True)
+    assert_close(small, "-0.707107 0.707107", atol=1e-5)
+    # what the mask leaves out is 0, and counts in no mean: 1, 2, 6 have variance 14 / 3
+    x = numbers("1 2 6 9")
+    mask = mask_of("1 1 1 0")
+    mean, variance = ppo_rlhf.moments(x, mask)
+    assert (mean, variance.item()) == (3, pytest.approx(14 / 3))
+    masked = ppo_rlhf.whiten(x, mask, shift_mean=True)
+    assert_close(masked, numbers("-2 -1 3 0") / (14 / 3) ** 0.5)
+    kept = ppo_rlhf.whiten(x, mask, shift_mean=False)
+    assert_close(kept, (numbers("-2 -1 3 0") / (14 / 3) ** 0.5 + 3) * mask)
+
+
+def test_rewards_are_whitened_before_and_advantages_after_they_are_summed() -> None:
+    batch = make_batch([[1]] * 2, np.zeros((2, 4)))
+    batch.loss_mask = mask_of("1 1 1 0 / 1 1 0 0")
+    batch.rewards = numbers("0 0 6 0 / 0 -4 0 0")
+    batch.values = numbers("1 2 3 9 / 1 5 9 9")
+    args = ppo_rlhf.Args(gamma=1.0, lam=1.0, whiten_rewards=False, whiten_advantages=False)
+    ppo_rlhf.set_advantages(batch, args)
+    assert_close(batch.returns, "6 6 6 0 / -4 -4 0 0")
+    assert_close(batch.advantages, "5 4 3 0 / -5 -9 0 0")
+    # 5, 4, 3, -5, -9: mean -0.4, variance (25 + 16 + 9 + 25 + 81) / 5 - 0.16
+    args.whiten_advantages = True
+    ppo_rlhf.set_advantages(batch, args)
+    assert_close(batch.advantages, "5 4 3 0 / -5 -9 0 0")  # those that are set stay
+    batch.advantages = None
+    ppo_rlhf.set_advantages(batch, args)
+    deviation = (156 / 5 - 0.16) ** 0.5
+    assert_close(batch.advantages, numbers("5.4 4.4 3.4 0 / -4.6 -8.6 0 0") / deviation)
+    assert_close(batch.returns, "6 6 6 0 / -4 -4 0 0")
+    # rewards 0, 0, 6, 0, -4: mean 0.4, variance (36 + 16) / 5 - 0.16; the mean is kept
+    args = ppo_rlhf.Args(gamma=1.0, lam=1.0, whiten_advantages=False)
+    batch.advantages = None
+    ppo_rlhf.set_advantages(batch, args)
+    whitened = (batch.rewards - 0.4) / (52 / 5 - 0.16) ** 0.5 + 0.4
+    totals = (whitened * batch.loss_mask).flip(1).cumsum(1).flip(1)
+    assert_close(batch.returns, totals * batch.loss_mask)
+    assert_close(batch.advantages, (totals - batch.values) * batch.loss_mask)
+    assert batch.rewards[0, 2] == 6  # as they were
+
+
+def test_leave_one_out_advantage_of_the_worked_example_whose_rows_are_queries() -> None:
+    # rewards of four responses to each of three queries; of the first: 1 - (2 + 3 + 6) / 3 = -8 / 3
+    rewards = numbers("1 2 3 6 / 0 0 0 4 / -1 1 -1 1")
+    expected = numbers("-8 -4 0 12 / -4 -4 -4 12 / -4 4 -4 4") / 3
+    assert_close(rloo_rlhf.rloo_advantages(rewards), expected)
+    of_two = rloo_rlhf.rloo_advantages(numbers("3 1"))  # the difference
+    assert of_two.tolist() == [[2, -2]]
+    equal = numbers("0.1 0.1 0.1 / -0.7 -0.7 -0.7")
+    assert not rloo_rlhf.rloo_advantages(equal).any()
+
+
+@pytest.mark.parametrize(
+    ("kl", "coefficient"), [(0.0, 0.468), (6.0, 0.5), (6.6, 0.516), (9.0, 0.532)]
+)
+@BOTH
+def test_the_kl_coefficient_moves_by_a_fifth_of_batch_over_horizon_at_most(
+    module: ModuleType, kl: float, coefficient: float
+) -> None:
+    # batch / horizon is 0.32; the errors are -0.2, 0, 0.1 and 0.2
+    args = module.Args(batch_size=64, kl_horizon=200.0, adaptive_kl_target=6.0)
+    assert module.adapt_kl_coef(0.5, kl, args) == pytest.approx(coefficient)
+    args.adaptive_kl_target = None
+    assert module.adapt_kl_coef(0.5, kl, args) == 0.5
+
+
+# --- losses ---------------------------------------------------------------------------------------
+def test_a_value_within_the_clip_range_never_counts_as_clipped() -> None:
+    """As in the original. Rounded, as old + clamp(new - old) is, one in a hundred of these would
+    count."""
+    generator = torch.Generator().manual_seed(4)
+    old, values, distance = torch.randn(3, 20, 50, generator=generator)
+    old = 0.09 * old.tanh()
+    values = 0.09 * values.tanh()
+    values[:7] = (old + 0.3 * distance.sign())[:7]  # nearer to the return than the clip allows
+    returns = old + distance.sign() * (0.6 + distance.abs())
+    values.requires_grad_()
+    before = olds(old, values=old, returns=returns)
+    args = ppo_rlhf.Args(cliprange_value=0.2)
+    _, loss, metrics = ppo_rlhf.ppo_loss(before.logprobs, values, before, args)
+    loss.sum().backward()
+    assert metrics["ppo/val/clipfrac"][:7].all()
+    assert not metrics["ppo/val/clipfrac"][7:].any()
+    assert torch.equal(values.grad[7:], (values - returns)[7:])
+    assert not values.grad[:7].any()
+
+
+def test_the_value_loss_is_half_the_larger_squared_error() -> None:
+    # clipped to 0.2 around 0: 0.2, 0.1, -0.2; errors from the returns 1, 1, 0
+    values = numbers("0.5 0.1 -0.6").requires_grad_()
+    before = olds(values, returns=numbers("1 1 0"))
+    args = ppo_rlhf.Args(cliprange_value=0.2)
+    _, loss, metrics = ppo_rlhf.ppo_loss(before.logprobs, values, before, args)
+    assert_close(loss, "0.32 0.405 0.18")  # 0.8 ** 2 / 2, 0.9 ** 2 / 2, 0.6 ** 2 / 2
+    assert torch.equal(metrics["ppo/loss/value"], loss)
+    assert_close(metrics["ppo/val/error"], "0.25 0.81 0.36")
+    loss.sum().backward()
+    assert_close(values.grad, "0 -0.9 -0.6")
+
+
+def test_ratios_are_clipped_where_that_makes_the_loss_larger() -> None:
+    # advantages 1 and -1, ratios 1.5, 1.1, 0.5: -min(ratio, clipped) and max(ratio, clipped)
+    logprobs = numbers("1.5 1.1 0.5 / 1.5 1.1 0.5").log().requires_grad_()
+    advantages = numbers("1 1 1 / -1 -1 -1")
+    before = olds(logprobs, advantages=advantages)
+    losses = numbers("-1.2 -1.1 -0.5 / 1.5 1.1 0.8")
+    gradient = "0 -1.1 -0.5 / 1.5 1.1 0"
+    is_clipped = mask_of("1 0 0 / 0 0 1")
+
+    args = ppo_rlhf.Args(cliprange=0.2)
+    loss, _, metrics = ppo_rlhf.ppo_loss(logprobs, before.values, before, args)
+    loss.sum().backward()
+    assert_close(loss, losses)
+    assert_close(logprobs.grad, gradient)
+    assert torch.equal(metrics["ppo/policy/clipfrac"], is_clipped)
+
+    # the same of six responses of one token
+    logprobs = logprobs.detach().view(6, 1).requires_grad_()
+    args = rloo_rlhf.Args(cliprange=0.2)
+    before = olds(logprobs, advantages=advantages.flatten())
+    loss, metrics = rloo_rlhf.rloo_loss(logprobs, before, args)
+    loss.sum().backward()
+    assert_close(loss, losses.flatten())
+    assert_close(logprobs.grad, numbers(gradient).view(6, 1))
+    assert torch.equal(metrics["rloo/clipfrac"], is_clipped.flatten())
+
+
+def test_the_ratio_of_a_response_is_the_product_of_those_of_its_tokens() -> None:
+    # 1.1 * 1.05 = 1.155, of a third token that does not count; 1.5 * 1.5 = 2.25, clipped to 1.2
+    logprobs = numbers("1.1 1.05 9 / 1.5 1.5 1").log().requires_grad_()
+    mask = mask_of("1 1 0 / 1 1 1")
+    args = rloo_rlhf.Args(cliprange=0.2)
+    before = olds(logprobs, advantages=torch.tensor([-2.0, 3.0]), loss_mask=mask)
+    loss, metrics = rloo_rlhf.rloo_loss(logprobs, before, args)
+    loss.sum().backward()
+    assert_close(loss, [2 * 1.155, -3 * 1.2])
+    assert_close(logprobs.grad, "2.31 2.31 0 / 0 0 0")
+    assert metrics["rloo/clipfrac"].tolist() == [False, True]
+    assert_close(metrics["rloo/ratio"], [1.155, 2.25])
+    logs = np.log([1.155, 2.25])
+    assert_close(metrics["rloo/approxkl"], logs**2 / 2)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@BOTH
+def test_loss_and_gradient_are_finite_where_policies_are_far_apart(
+    module: ModuleType, sign: float
+) -> None:
+    far = numbers("200 -200 90 -90 0 / -1e4 1e4 41 -41 1e-3")
+    logprobs = (sign * far).requires_grad_()
+    before = olds(far, advantages=numbers("3 / -3"))
+    if module is ppo_rlhf:
+        args = ppo_rlhf.Args()
+        loss, _, metrics = ppo_rlhf.ppo_loss(logprobs, before.values, before, args)
+    else:
+        before.advantages = before.advantages.flatten()
+        loss, metrics = rloo_rlhf.rloo_loss(logprobs, before, rloo_rlhf.Args())
+    loss.sum().backward()
+    for x in (loss, logprobs.grad, *metrics.values()):
+        assert x.isfinite().all()
+    if module is ppo_rlhf:  # near tokens still learn
+        assert logprobs.grad[:, -1].all()
+
+
+# --- updates --------------------------------------------------------------------------------------
+class Processes:
+    """An accelerator of two processes, of which the other one has the same rows."""
+
+    num_processes = 2
+
+    def __init__(self) -> None:
+        self.waits = False
+        self.averaged = []  # for each micro-batch, whether its gradients are averaged
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        self.waits = True
+        yield
+        self.waits = False
+
+    def backward(self, loss: Tensor) -> None:
+        self.averaged.append(not self.waits)
+        loss.backward()
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    """Sums over processes are those of two."""
+    Accelerator(cpu=True)
+    for module in (ppo_rlhf, rloo_rlhf):
+        monkeypatch.setattr(module, "sum_over_ranks", lambda x: 2 * x.sum())
+    return Processes()
+
+
+RATE = 0.05
+LIMIT = 0.8  # of gradients' norms, which are larger
+
+
+def plain_step(model: nn.Module, loss: Tensor, sums: Counter) -> None:
+    """A step of gradient descent, with the gradient clipped."""
+    model.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+    assert norm > LIMIT
+    sums["gradient_norm"] += norm
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:  # RLOO: none
+                p -= RATE * p.grad
+
+
+def plain_update(module: ModuleType, policy: nn.Module, batch: Any, epochs: Tensor, args: Any):
+    """An update with whole minibatches at once; the means of its metrics."""
+    sums = Counter()
+    counts = Counter()
+    for rows in epochs.flatten(0, 1):
+        mini = module.select(batch, rows)
+        all_logprobs, values = module.forward_response(policy, mini, args.temperature)
+        logprobs = module.selected_logprobs(all_logprobs, mini.responses)
+        mask = mini.loss_mask
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)[mask]
+        if module is ppo_rlhf:
+            module.set_advantages(mini, args)
+            loss, value_loss, metrics = module.ppo_loss(logprobs, values, mini, args)
+            loss = loss + args.vf_coef * value_loss
+            metrics |= {"ppo/loss/total": loss}
+            metrics = {name: x[mask] for name, x in metrics.items()}
+            metrics |= {"ppo/policy/entropy": entropy, "ppo/val/mean": mini.values[mask].mean()}
+            metrics["ppo/returns/var"] = mini.returns[mask].var(correction=0)
+            loss = loss[mask]
+        else:
+            loss, metrics = module.rloo_loss(logprobs, mini, args)
+            metrics["rloo/entropy"] = entropy
+        for name, x in metrics.items():
+            sums[name] += x.sum().item()
+            counts[name] += x.numel()
+        counts["gradient_norm"] += 1
+        plain_step(policy, loss.mean(), sums)
+    return {name: float(sums[name]) / counts[name] for name in counts}
+
+
+@BOTH
+def test_an_update_is_gradient_descent_on_the_mean_over_each_minibatch(
+    module: ModuleType, processes: Processes
+) -> None:
+    """Four steps of two minibatches, each in three micro-batches of which the last is smaller,
+    where responses count up to their end. Metrics are means over tokens, or responses in RLOO,
+    and gradients are averaged once in a step."""
+    k = 1 if module is ppo_rlhf else 2
+    args = module.Args(response_length=6, micro_batch_size=4, num_epochs=2, max_grad_norm=LIMIT)
+    if k > 1:
+        args.rloo_k = k
+    policy = tiny.make_policy(tiny.make_lm("gpt2"), k)
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(1, 7, (20 // k,), generator=generator).tolist()
+    batch = tiny.roll_out(module, policy, args, random_rows(sizes, seed=3))
+    lengths = torch.randint(1, 7, (20, 1), generator=generator)
+    batch.loss_mask = torch.arange(6) < lengths
+    if module is ppo_rlhf:
+        batch.rewards = torch.randn(20, 6, generator=generator)
+    else:
+        batch.advantages = torch.randn(20, generator=generator)
+    orders = [torch.randperm(20 // k, generator=generator) for _ in range(2)]
+    queries = torch.stack(orders).view(2, 2, -1, 1)
+    epochs = queries * k + torch.arange(k)
+    epochs = epochs.flatten(2)
+
+    plain = tiny.make_policy(tiny.make_lm("gpt2"), k)
+    expected = plain_update(module, plain, batch, epochs, args)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=RATE)
+    update = module.ppo_update if module is ppo_rlhf else module.rloo_update
+    metrics = module.reduce_means(update(processes, policy, optimizer, batch, epochs, args))
+    for ours, theirs in zip(policy.parameters(), plain.parameters(), strict=True):
+        assert_close(ours, theirs, atol=2e-5)
+    assert processes.averaged == [False, False, True] * 4
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert metrics["first_ratio_error"] < 1e-4  # of the first step alone
+    assert metrics["sampling_error"] < 1e-3
+
+
+# --- the reward model -----------------------------------------------------------------------------
+def make_reward(gain: float = 1.0, bias: float = 0.0) -> train_reward.RewardModel:
+    """A random reward model with this gain and bias."""
+    reward = train_reward.RewardModel(tiny.make_classifier(), train_reward.Args())
+    reward.gain.data.fill_(gain)
+    reward.bias.data.fill_(bias)
+    return reward
+
+
+def make_labels(count: int, num_responses: int = 3) -> list[train_reward.Comparison]:
+    """Random labels."""
+    labels = []
+    for i in range(count):
+        lengths = [i % 4 + 1, *range(1, num_responses + 1)]
+        query, *responses = random_rows(lengths, seed=i)
+        labels.append(train_reward.Comparison(query, responses, i % num_responses))
+    return labels
+
+
+def test_a_reward_update_is_gradient_descent_on_the_mean_cross_entropy(
+    processes: Processes,
+) -> None:
+    """In three micro-batches, of which the last is smaller."""
+    labels = make_labels(8)
+    reward, plain = make_reward(2.0), make_reward(2.0)
+    rewards, best, is_hit = train_reward.label_rewards(plain, labels)
+    loss = -rewards.log_softmax(1)[range(8), best].mean()
+    sums = Counter()
+    plain_step(plain, loss, sums)
+    args = train_reward.Args(micro_batch_size=3, max_grad_norm=LIMIT)
+    optimizer = torch.optim.SGD(reward.parameters(), lr=RATE)
+    records = train_reward.reward_update(processes, reward, optimizer, labels, args)
+    for ours, theirs in zip(reward.parameters(), plain.parameters(), strict=True):
+        assert_close(ours, theirs, atol=1e-5)
+    assert processes.averaged == [False, False, True]
+    metrics = train_reward.reduce_means(records)
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["train/accuracy"] == is_hit.float().mean()
+    assert metrics["train/gradient_norm"] == pytest.approx(sums["gradient_norm"].item(), rel=1e-4)
+
+
+def test_a_model_that_gives_equal_rewards_is_right_by_chance_alone() -> None:
+    Accelerator(cpu=True)
+    labels = make_labels(9)
+    _, best, is_hit = train_reward.label_rewards(make_reward(gain=0.0), labels)
+    assert best.tolist() == [0, 1, 2] * 3
+    assert is_hit.sum() == 3
+    rows = train_reward.evaluate_labels(
+        make_reward(gain=0.0),
+        labels,
+        SimpleNamespace(decode=str, batch_decode=lambda rows: [str(row) for row in rows]),
+    )
+    assert rows.is_hit.sum() == 3
+    assert rows.best.tolist() == best.tolist()
+    assert rows["query"][1] == str(labels[1].query)
+    assert rows.responses[1] == [str(row) for row in labels[1].responses]
+
+
+def test_gain_and_bias_make_mean_0_and_biased_deviation_1_or_are_refused() -> None:
+    # of 1 and 3: mean 2, deviation 1; of 6 and 10 it is 2
+    reward = make_reward(gain=2.0, bias=0.5)
+    train_reward.normalize(reward, torch.tensor([1.0, 3.0]))
+    assert reward.gain == 2
+    assert reward.bias == -1.5
+    train_reward.normalize(reward, torch.tensor([6.0, 10.0]))
+    assert reward.gain == 1
+    assert reward.bias == -4.75
+    for rewards in ([0.5, 0.5], [0.5, NAN], [0.5]):
+        with pytest.raises(train_reward.UserError, match="^--normalization_samples: the rewards"):
+            train_reward.normalize(reward, torch.tensor(rewards))
+    assert reward.gain == 1
+    assert reward.bias == -4.75
+
+
+def test_rewards_for_normalization_are_of_the_references_samples_in_passes_of_a_micro_batch() -> (
+    None
+):
+    """Processes share them, and before and after the training there are other queries and other
+    numbers to sample with. No graph is kept."""
+    Accelerator(cpu=True)
+    reward = make_reward(gain=1.5, bias=0.25)
+    ref = train_reward.Reference(tiny.make_lm("gpt2"), tiny.VOCABULARY)
+    queries = make_queries(random_rows((1, 4, 2, 3, 5) * 3, seed=9))
+    args = train_reward.Args(normalization_samples=10, response_length=3, micro_batch_size=2)
+    sizes = []
+    reward.register_forward_hook(lambda _, given, made: sizes.append(len(made)))
+
+    def rewards(draw: int, rank: int = 0, world: int = 1) -> Tensor:
+        accelerator: Any = SimpleNamespace(num_processes=world, process_index=rank)
+        accelerator.gather = lambda x: x
+        return train_reward.reference_rewards(accelerator, reward, ref, queries, draw, args)
+
+    whole = rewards(0)
+    assert sizes == [2] * 5
+    assert not whole.requires_grad
+    halves = [rewards(0, rank, 2) for rank in range(2)]
+    assert_close(torch.cat(halves), whole, atol=1e-5)
+    for draw in (0, 1):
+        twice = [query.context for query in queries] * 2
+        rows = twice[draw * 10 :][:10]
+        u = train_reward.uniforms(args.seed, draw, 10, 3)
+        responses, _ = train_reward.sample(ref, rows, u, args.temperature)
+        labels = []
+        for row, response in zip(rows, responses.tolist(), strict=True):
+            labels.append(train_reward.Comparison(row, [response], 0))
+        expected = train_reward.label_rewards(reward, labels)[0].flatten()
+        assert_close(rewards(draw), expected.detach(), atol=1e-5)

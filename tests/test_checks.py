@@ -1,0 +1,193 @@
+"""What stops a run: limits of its metrics, and first passes or sampling that differ from the
+update's passes."""
+
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fork_tools
+import pytest
+import tiny_models as tiny
+import torch
+from accelerate import Accelerator
+from conftest import ROOT
+from fork_tools import PPO, RLOO, WORDS, kit
+from run_tools import read_lines
+from tiny_models import make_policy, make_queries, random_rows
+from torch import Tensor, nn
+
+import ppo_rlhf
+import rloo_rlhf
+import tf_adam
+
+BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
+EIGHT = random_rows((1, 9, 4, 6, 2, 7, 5, 3), seed=1)
+LENGTH = 12
+CHECKS = [  # dtype, update; the metric and its limit, for 25 tokens and --max_kl 20
+    ("fp32", 0, "first_ratio_error", 1e-3),
+    ("fp32", 1, "first_ratio_error", 1e-3),
+    ("tf32", 1, "first_ratio_error", 0.01),
+    ("bf16", 0, "first_ratio_error", 0.02),
+    ("fp32", 0, "sampling_error", 0.01),
+    ("fp32", 1, "sampling_error", 0.01),
+    ("tf32", 1, "sampling_error", 0.2),
+    ("bf16", 1, "sampling_error", 1.0),
+    ("fp32", 0, "objective/kl", 0.025),
+    ("tf32", 0, "objective/kl", 0.25),
+    ("bf16", 0, "objective/kl", 0.5),
+    ("fp32", 1, "objective/kl", 20.0),
+    ("bf16", 1, "objective/kl", 20.0),
+]
+
+
+@pytest.mark.parametrize(("dtype", "update", "name", "limit"), CHECKS)
+@BOTH
+def test_first_passes_that_differ_and_a_far_policy_stop_a_run(
+    module: ModuleType, dtype: Any, update: int, name: str, limit: float
+) -> None:
+    """And any gradient that is not finite."""
+    args = module.Args(dtype=dtype, max_kl=20.0, response_length=25)
+    names = ("gradient_norm", "first_ratio_error", "sampling_error", "objective/kl")
+    fine = dict.fromkeys(names, 0.0) | {"gradient_norm": 1e30}
+    for sign in (-1, 1):
+        module.check_update(update, fine | {name: 0.99 * sign * limit}, args)
+        with pytest.raises(module.UserError, match=f"^{name} is .*, its limit .*: .*; see docs/"):
+            module.check_update(update, fine | {name: 1.01 * sign * limit}, args)
+    for bad in ("nan", "inf"):
+        for wrong in (name, "gradient_norm"):
+            with pytest.raises(module.UserError, match=f"^{wrong} is {bad}"):
+                module.check_update(update, fine | {wrong: float(bad)}, args)
+
+
+def first_epoch(
+    module: ModuleType, policy: nn.Module, batch: Any, epochs: Tensor, args: Any
+) -> dict:
+    """Metrics of an update with steps of size 0."""
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    prepared, optimizer = accelerator.prepare(policy, optimizer)
+    update = module.ppo_update if module is ppo_rlhf else module.rloo_update
+    return module.reduce_means(update(accelerator, prepared, optimizer, batch, epochs, args))
+
+
+CASES = [
+    ("gpt2", 1, False),
+    ("gpt2", 2, True),
+    ("gemma2", 2, True),  # scaled and capped logits
+    ("bloom", 1, True),  # alibi
+    ("mistral_short", 2, False),  # a window shorter than the text
+]
+
+
+@pytest.mark.parametrize(("name", "num_minibatches", "mask_truncated"), CASES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@BOTH
+def test_first_ratio_is_exactly_one(
+    module: ModuleType,
+    dtype: Any,
+    name: str,
+    num_minibatches: int,
+    mask_truncated: bool,
+    tmp_path: Path,
+) -> None:
+    """All ratios of the first epoch are, where no step moves the weights: its passes are those of
+    the rollout. The models' configs have dropout, which is off."""
+    tf_adam.set_up_torch(dtype)
+    tiny.save_model(tmp_path, name)
+    k = 1 if module is ppo_rlhf else 4
+    policy = make_policy(tiny.load(tmp_path, dtype=dtype), k)
+    exact = make_policy(tiny.load(tmp_path), k)
+    args = module.Args(truncate_after=1, mask_truncated=mask_truncated, dtype=dtype)
+    args.micro_batch_size = 3 * k
+
+    contexts = [context for context in EIGHT for _ in range(k)]
+    u = module.uniforms(1, 1, len(contexts), LENGTH)
+    whole, _ = module.sample(policy, contexts, u, args.temperature)
+    end_token = whole[0, 3].item()
+    order = torch.arange(len(contexts)).view(-1, k).flip(0)
+    epochs = order.view(1, num_minibatches, -1)
+    batch = module.rollout(policy, make_queries(contexts), u, end_token, args)
+    module.set_logprobs(batch, policy, policy, epochs[0], args)
+    assert torch.equal(batch.responses, whole)
+    assert torch.equal(batch.logprobs, batch.ref_logprobs)
+    assert batch.loss_mask.all() != mask_truncated
+    batch.rewards = torch.randn(u.shape)
+    if module is rloo_rlhf:
+        batch.advantages = torch.randn(len(u))
+
+    metrics = first_epoch(module, policy, batch, epochs, args)
+    assert metrics["first_ratio_error"] == 0
+    assert metrics["sampling_error"] < module.TOLERANCES[dtype][1]
+    prefix = "ppo/policy" if module is ppo_rlhf else "rloo"
+    assert metrics["ppo/val/ratio" if module is ppo_rlhf else "rloo/ratio"] == 1
+    assert metrics[f"{prefix}/approxkl"] == 0
+    assert metrics[f"{prefix}/clipfrac"] == 0
+    assert_largest_is_found(module, policy, batch, epochs, args)
+
+    with torch.no_grad():
+        logprobs, _ = module.forward_response(exact, batch, args.temperature)
+    off = module.selected_logprobs(logprobs, batch.responses) - batch.ref_logprobs
+    if dtype == "bf16":
+        assert off.abs().max() > 1e-3  # bf16 it was
+    else:
+        assert off.abs().max() < 1e-5
+
+
+def assert_largest_is_found(
+    module: ModuleType, policy: nn.Module, batch: Any, epochs: Tensor, args: Any
+) -> None:
+    """A single token whose log-probability is shifted, in the rollout or while it was sampled, is
+    the error, in any micro-batch, however many tokens there are, and outside the mask, too. That of
+    ratios is of the first step, that of sampling of the whole batch."""
+    rows = epochs.flatten()
+    rounding = 0.1 if args.dtype == "bf16" else 1e-3
+    shifted = {"first_ratio_error": batch.logprobs, "sampling_error": batch.sampled_logprobs}
+    for name, logprobs in shifted.items():
+        kept = logprobs.clone()
+        for row, shift in ((rows[0], 4.0), (epochs[0, 0, -1], -4.0), (rows[-1], 5.0)):
+            logprobs[row, -1] += shift
+            metrics = first_epoch(module, policy, batch, epochs, args)
+            logprobs.copy_(kept)
+            if name == "first_ratio_error" and row not in epochs[0, 0]:
+                shift = 0
+            assert metrics[name] == pytest.approx(abs(shift), abs=rounding)
+
+
+# Faults of sampling: what stands in a script, and what a copy of it has instead.
+FAULTS = {
+    "a cache that is not used": (
+        "policy(ids, mask, cache=cache)",
+        "policy(ids, mask[:, -ids.shape[1] :], cache=DynamicCache(config=policy.lm.config))",
+    ),
+    "positions off by one": (  # not in the one row that is read at load
+        "position_ids=positions[:, -ids.shape[1] :]",
+        "position_ids=positions[:, -ids.shape[1] :] + (ids.shape[1] == 1 < len(ids))",
+    ),
+    "a temperature off by 10 %": (
+        "contexts, u, args.temperature",
+        "contexts, u, 1.1 * args.temperature",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "fault"), [(RLOO, next(iter(FAULTS)))] + [(PPO, x) for x in FAULTS]
+)
+def test_a_run_stops_where_it_samples_from_another_distribution(
+    script: str, fault: str, tmp_path: Path
+) -> None:
+    """Nothing else of it looks wrong."""
+    right, wrong = FAULTS[fault]
+    code = (ROOT / script).read_text()
+    assert code.count(right) == 1
+    folder = fork_tools.copy(kit(), tmp_path)
+    shutil.copy(ROOT / "tf_adam.py", tmp_path)
+    (tmp_path / script).write_text(code.replace(right, wrong))
+    status, _, errors = fork_tools.run(str(tmp_path / script), WORDS[script], folder)
+    assert status == 1, errors
+    line = errors.splitlines()[-1]
+    assert line.startswith(f"{script}: sampling_error is "), errors
+    (metrics,) = read_lines(folder / "out/metrics.jsonl")
+    assert metrics["first_ratio_error"] == 0
+    assert abs(metrics["objective/kl"]) < 1e-6

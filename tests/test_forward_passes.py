@@ -1,0 +1,259 @@
+"""Passes of the scripts' models, over padded rows and through caches, give what plain transformers
+gives for each text alone."""
+
+import importlib
+from typing import Any
+
+import pytest
+import tiny_models as tiny
+import torch
+from accelerate import Accelerator
+from tiny_models import (
+    BIAS,
+    CONFIGS,
+    EOS,
+    GAIN,
+    folder_of,
+    full_logits,
+    full_states,
+    load,
+    make_batch,
+    make_policy,
+    random_rows,
+    rows_of,
+)
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import ppo_rlhf
+import rloo_rlhf
+import train_reward
+from tf_adam import patch_layers
+
+ATOL = 2e-5  # of two passes in fp32, each up to 1e-5 off one in float64
+TEMPERATURE = 0.7
+LENGTH = 6
+CONTEXTS = [
+    [7],
+    *random_rows((9, 4, 12), seed=1),
+    [4, EOS, EOS, 5, EOS],  # the eos is also the pad: a real token
+]
+ENDING = [3, EOS, 7, EOS, EOS, EOS]  # of a response
+WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
+
+
+def assert_close(ours: Tensor, expected: Tensor) -> None:
+    """Equal but for the order of fp32 sums, and not because all of it is the same."""
+    assert ours.shape == expected.shape
+    assert ours.dtype == torch.float32
+    assert expected.std() > 0.1
+    assert (ours - expected).abs().max() < ATOL
+
+
+def assert_as_alone(
+    policy: nn.Module, plain: nn.Module, contexts: list[list[int]], responses: list[list[int]]
+) -> None:
+    """Log-probabilities, entropies and values of the policy, whatever stands beside a text, are
+    those that the plain model gives for the text alone."""
+    batch = make_batch(contexts, responses)
+    with torch.no_grad():
+        all_logprobs, values = ppo_rlhf.forward_response(policy, batch, TEMPERATURE)
+    length = len(responses[0])
+    before = slice(-length - 1, -1)  # the tokens that predict the response
+    texts = [context + row for context, row in zip(contexts, responses, strict=True)]
+    logits = torch.stack([x[before] for x in full_logits(plain, texts)])
+    expected = (logits.double() / TEMPERATURE).log_softmax(-1)
+    tokens = batch.responses.unsqueeze(2)
+    assert_close(
+        ppo_rlhf.selected_logprobs(all_logprobs, batch.responses),
+        expected.gather(2, tokens).squeeze(2),
+    )
+    assert_close(ppo_rlhf.entropy(all_logprobs), -(expected.exp() * expected).sum(-1))
+    if not hasattr(policy, "value_head"):
+        assert values == 0
+        return
+    states = torch.stack([x[before] for x in full_states(plain, texts)])
+    assert_close(values, policy.value_head(states).squeeze(-1).detach())
+
+
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(CONFIGS))
+def test_padding_and_shared_contexts_change_nothing(name: str, attention: str) -> None:
+    """PPO's rows, and RLOO's, where three responses share what the model has read of a query."""
+    folder = folder_of(name)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+    lm = load(folder, attention=attention)
+    assert lm.config._attn_implementation == attention
+    for k in (1, 3):
+        contexts = [context for context in CONTEXTS for _ in range(k)]
+        responses = random_rows([LENGTH] * len(contexts), seed=2)
+        responses[2] = ENDING
+        assert_as_alone(make_policy(lm, k), plain, contexts, responses)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(("lengths", "length"), [("592738", 1), ("111111", 4), ("111111", 1)])
+def test_texts_may_have_contexts_and_responses_of_one_token(
+    lengths: str, length: int, k: int
+) -> None:
+    lm = tiny.make_lm("gpt2")
+    contexts = random_rows([int(digit) for digit in lengths], seed=5)
+    contexts = [context for context in contexts for _ in range(k)]
+    responses = random_rows([length] * len(contexts), seed=6)
+    assert_as_alone(make_policy(lm, k), lm, contexts, responses)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_tokens_that_the_tokenizer_lacks_have_no_logit(k: int) -> None:
+    """Models have more embeddings than tokens, for speed. Logits are divided where they are: a
+    second tensor of all tokens would double the memory."""
+    lm = tiny.make_lm("gpt2")
+    policy = make_policy(lm, k)
+    policy.num_tokens = 40
+    batch = make_batch(rows_of("1 2 / 1 2"), rows_of("3 4 / 5 6"))
+    ids, mask = ppo_rlhf.pad_rows(rows_of("1 2 3 / 1 2 5"))
+    logits, values = policy(ids, mask, last=2)
+    assert logits.shape == (2, 2, 40)
+    kept = logits.detach().clone()
+    all_logprobs, _ = ppo_rlhf.forward_response(lambda *_, **__: (logits, values), batch, 2.0)
+    assert torch.equal(all_logprobs, (kept / 2).log_softmax(-1))
+    assert torch.equal(logits, kept / 2)
+
+
+def test_a_new_value_head_predicts_0_and_embeddings_stay_tied() -> None:
+    lm = tiny.make_lm("gpt2")
+    policy = ppo_rlhf.ActorCritic(lm, tiny.VOCABULARY)
+    _, values = policy(*ppo_rlhf.pad_rows(CONTEXTS), last=2)
+    assert values.shape == (5, 2)
+    assert not values.any()
+    assert policy.tie_weights == lm.tie_weights
+
+
+def plain_rewards(judge: nn.Module, texts: list[list[int]]) -> list[Tensor]:
+    """gain * logit + bias after each token of each text alone, in plain transformers."""
+    states = full_states(judge, texts)
+    return [(GAIN * judge.score(x) + BIAS).squeeze(1).detach() for x in states]
+
+
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(WITH_CLASSIFIER))
+def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(
+    name: str, attention: str
+) -> None:
+    """In PPO and RLOO, for a critic that starts from the reward model, and in train_reward.py, with
+    one and three responses of different lengths per query, one ending with eos, the pad."""
+    folder = folder_of(name) / "judge"
+    auto_class = AutoModelForSequenceClassification
+    plain = auto_class.from_pretrained(folder, attn_implementation=attention)
+    model = load(folder, "reward_model", attention)
+    trained = train_reward.RewardModel(model, train_reward.Args())
+    trained.gain.data.fill_(GAIN)
+    trained.bias.data.fill_(BIAS)
+    for n in (1, 3):
+        lengths = [i * 5 % LENGTH + 1 for i in range(len(CONTEXTS) * n)]
+        responses = random_rows(lengths, seed=2)
+        responses[2] = ENDING
+        contexts = [context for context in CONTEXTS for _ in range(n)]
+        texts = [context + row for context, row in zip(contexts, responses, strict=True)]
+        expected = torch.stack([x[-1] for x in plain_rewards(plain, texts)])
+
+        args = ppo_rlhf.Args(micro_batch_size=4)
+        queries = tiny.make_queries(contexts)
+        head = ppo_rlhf.reward_head(model)
+        batch = tiny.make_responses(responses)
+        assert_close(ppo_rlhf.score_by_model(model, head, args, queries, batch), expected)
+
+        labels = []
+        for i, context in enumerate(CONTEXTS):
+            its = responses[i * n :][:n]
+            labels.append(train_reward.Comparison(context, its, i % n))
+        with torch.no_grad():
+            rewards, best, is_hit = train_reward.label_rewards(trained, labels)
+        assert_close(rewards, expected.view(-1, n))
+        assert best.tolist() == [label.best for label in labels]
+        highest = expected.view(-1, n).argmax(1)
+        assert torch.equal(is_hit, highest == best)
+
+    policy = ppo_rlhf.ActorCritic(tiny.make_lm("gpt2"), tiny.VOCABULARY, model)
+    responses = random_rows([LENGTH] * len(CONTEXTS), seed=3)
+    with torch.no_grad():
+        batch = make_batch(CONTEXTS, responses)
+        _, values = ppo_rlhf.forward_response(policy, batch, 1.0)
+    texts = [context + row for context, row in zip(CONTEXTS, responses, strict=True)]
+    expected = [x[-LENGTH - 1 : -1] for x in plain_rewards(plain, texts)]
+    assert_close(values, torch.stack(expected))
+
+
+def test_labels_that_fit_the_window_fit_it_together() -> None:
+    """A long query's response is padded to the length of a short one's: padding has no position."""
+    model = load(folder_of("gpt2") / "judge", "reward_model")
+    window = model.config.max_position_embeddings
+    contexts = random_rows((window - 3, 4), seed=1)
+    responses = random_rows((2, 3, window - 5, window - 4), seed=2)
+    labels = [
+        train_reward.Comparison(contexts[0], responses[:2], 0),
+        train_reward.Comparison(contexts[1], responses[2:], 0),
+    ]
+    with torch.no_grad():
+        trained = train_reward.RewardModel(model, train_reward.Args())
+        together, _, _ = train_reward.label_rewards(trained, labels)
+        alone = [train_reward.label_rewards(trained, [label])[0] for label in labels]
+    assert_close(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("name", ["rloo_rlhf", "train_reward"])
+def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sharded weights every output must get a gradient."""
+    script = importlib.import_module(name)
+    Accelerator(cpu=True)
+    passes = []
+    read = script.read
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        output = read(*arguments, **named)
+        made = output.logits if "logits" in output else output.last_hidden_state
+        made.retain_grad()
+        passes.append((tuple(arguments[1].shape), made))
+        return output
+
+    monkeypatch.setattr(script, "read", watched)
+    if script is rloo_rlhf:
+        policy = make_policy(tiny.make_lm("gpt2"), 2)
+        ids, mask = script.pad_rows(rows_of("1 2 3 4 / 1 2 5 6"))
+        made, _ = policy(ids, mask, last=2)
+        shapes = [(1, 2), (2, 2)]
+    else:
+        label = train_reward.Comparison([5, 6, 7], rows_of("8 9 / 10 11 12"), 1)
+        reward = script.RewardModel(tiny.make_classifier(), script.Args())
+        made, _, _ = script.label_rewards(reward, [label])
+        shapes = [(1, 3), (2, 3)]
+    made.square().sum().backward()
+    assert [shape for shape, _ in passes] == shapes
+    unused, used = (made for _, made in passes)
+    assert unused.grad is not None
+    assert not unused.grad.any()
+    assert used.grad.any()
+
+
+def test_a_head_gets_states_without_gaps() -> None:
+    """Else torch copies a frozen head's weights for each row."""
+    lm = tiny.make_lm("gpt2")
+    policy = make_policy(lm, 1)
+    given = []
+    for is_patched in (False, True):
+        if is_patched:
+            patch_layers(lm, ppo_rlhf.Args())
+        lm.lm_head.register_forward_hook(lambda _, inputs, __: given.append(inputs[0]))
+        policy(*ppo_rlhf.pad_rows(CONTEXTS), last=2)
+        assert given[-1].is_contiguous() == is_patched
+
+
+def test_micro_batches_have_rows_of_similar_length_and_keep_those_of_a_query_together() -> None:
+    rows = torch.tensor([5, 4, 1, 0, 3, 2, 6])
+    token_rows = rows_of("1 1 1 / 1 1 1 / 1 / 1 / 1 1 / 1 1 / 1")
+    groups = ppo_rlhf.micro_batches(rows, token_rows, 2)
+    found = [group.tolist() for group in groups]
+    assert found == rows_of("3 2 / 6 5 / 4 1 / 0")
+    ids, mask = ppo_rlhf.pad_rows(rows_of("7 0 / 5 / 0 0 8"))
+    assert ids.tolist() == rows_of("0 7 0 / 0 0 5 / 0 0 8")
+    assert mask.long().tolist() == rows_of("0 1 1 / 0 0 1 / 1 1 1")

@@ -1,0 +1,75 @@
+"""docs/loop.sh makes whole rounds. Its scripts run in forked processes, which start faster."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fork_tools
+from conftest import ROOT
+
+# Asks the test to run a script, and waits for its exit status; other programs run as usual.
+STAND_IN = f"""#!/usr/bin/env bash
+[ "$1" = - ] && exec {sys.executable} "$@"
+printf '%s\\n' "$@" > asked.tmp
+mv asked.tmp asked
+while [ ! -e answered ]; do sleep 0.02; done
+status=$(cat answered)
+rm answered
+exit "$status"
+"""
+SMALL = "--response_length 12 --truncate_after 3 --query_length 16 --batch_size 4"
+SIZES = {
+    "ROUNDS": "2",
+    "QUERIES": "32",
+    "EPISODES": "8",
+    "REWARD_FLAGS": "--normalization_samples 8 --lr 1e-3",
+    "PPO_FLAGS": "--eval_queries 2 --lr 1e-3",
+}
+
+
+def test_two_rounds_of_the_loop(tmp_path: Path) -> None:
+    """Each begins with the policy of the one before, and keeps its labels."""
+    folder = tmp_path / "here"
+    programs = tmp_path / "bin"
+    folder.mkdir()
+    programs.mkdir()
+    (programs / "python").write_text(STAND_IN)
+    (programs / "python").chmod(0o755)
+    env = os.environ | SIZES | {"PYTHONPATH": str(ROOT)}
+    env["PATH"] = f"{programs}:{env['PATH']}"
+    ran = []
+    command = ["bash", str(ROOT / "docs/loop.sh"), *SMALL.split()]
+    with subprocess.Popen(command, cwd=folder, env=env) as loop:
+        while loop.poll() is None:
+            if (folder / "asked").exists():
+                script, *words = (folder / "asked").read_text().splitlines()
+                (folder / "asked").unlink()
+                status, _, errors = fork_tools.run(script, words, folder)
+                (folder / "answer").write_text(str(status))
+                (folder / "answer").rename(folder / "answered")
+                assert status == 0, errors
+                ran.append((script, words))
+            time.sleep(0.02)
+    assert loop.returncode == 0
+    assert [script for script, _ in ran] == ["rloo_rlhf.py", "train_reward.py", "ppo_rlhf.py"] * 2
+    for _, words in ran[3:]:
+        assert words[words.index("--base_model") + 1] == "runs/loop/1/ppo/policy"
+    for script, words in ran:
+        assert ("1e-3" in words) == (script != "rloo_rlhf.py")
+
+    labels = []
+    for name in ("1/labels", "2/labels", "2/all_labels"):
+        lines = (folder / f"runs/loop/{name}.jsonl").read_text().splitlines()
+        labels.append([json.loads(line) for line in lines])
+    first, second, all_labels = labels
+    assert first + second == all_labels
+    assert second
+    for label in all_labels:
+        texts = [label[f"sample{i}"] for i in range(4)]
+        happy = ("proud", "smile", "cheer", "love", "delight", "happy", "glad", "laugh", "wonder")
+        best = texts[label["best"]].lower()
+        assert any(word in best for word in happy), best
+    assert (folder / "runs/loop/2/ppo/samples.jsonl").exists()

@@ -1,0 +1,518 @@
+"""The methods of 2025 in benchmark/systems: runs of the patched copies equal those of the second
+implementation (helpers/reference.py), into which each method is put here as its paper has it, one
+response at a time. Metrics, samples and weights are compared.
+
+Each copy runs for one update of two minibatches in one process on the simulated device; and for two
+epochs of one minibatch in two processes. A minibatch consists of several micro-batches. No patch
+has a state of its own, but runs of two updates are stopped in between and resumed.
+"""
+
+import json
+import math
+import statistics
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fork_tools
+import numpy as np
+import patched
+import pytest
+import reference
+import reference_ppo
+import reference_rl
+import reference_tools
+import torch
+from accelerate import Accelerator
+from conftest import ROOT
+from fork_tools import PPO, REWARD, RLOO
+from reference import CLIP_EDGE, OFF, Numbers, note, read
+from reference_rloo import NAMES
+from run_tools import read_lines, read_metrics, to_lines
+from test_reference import RL, compare, compare_weights, words
+from tiny_models import save_classifier
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+RUNNER = str(ROOT / "tests/helpers/on_simulated_device.py")
+SETTINGS = RL | {
+    "base_model": "model",
+    "reward_model": "judge1",
+    "query_dataset": "queries.jsonl",
+    "start_text": None,
+    "end_text": None,
+    "response_length": 5,
+    "truncate_token": "w37",
+    "truncate_after": 1,
+    "mask_truncated": True,
+    "penalty_mode": "add",
+    "eval_queries": 1,
+    "total_episodes": 12,
+    "micro_batch_size": 3,
+    "num_epochs": 1,
+    "adaptive_kl_target": None,
+    "cliprange": 0.05,
+    "seed": 7,
+}
+TWO_PROCESSES = {"num_minibatches": 1, "num_epochs": 2}
+TWO_UPDATES = {"total_episodes": 24}
+K_RESPONSES = {"rloo_k": 3}
+CRITIC = {
+    "cliprange_value": 0.05,
+    "vf_coef": 0.3,
+    "gamma": 0.95,
+    "lam": 0.8,
+    "whiten_rewards": False,
+    "whiten_advantages": False,
+}
+FLATTER = 1.3  # a sampler that is not the trained model: its temperature, over the latter's
+SAMPLED = "= sample(policy, contexts, u, args.temperature)"
+
+
+# --- the methods, one response at a time ----------------------------------------------------------
+def clipped_loss(
+    high: float, log_ratio: Tensor, advantages: Any, low: float, means: Numbers, names: Any
+) -> Tensor:
+    """As that of reference.py, but ratios are clipped to 1 - low and 1 + high."""
+    ratio = log_ratio.exp()
+    gain = advantages * ratio
+    for edge in (1 - low, 1 + high):
+        assert (ratio - edge).abs().min() > CLIP_EDGE, "clipped or not: take another seed"
+    near_gain = advantages * ratio.clamp(1 - low, 1 + high)
+    loss = -torch.minimum(gain, near_gain)
+    note(means, names["loss"], loss)
+    note(means, names["ratio"], ratio)
+    note(means, names["approxkl"], log_ratio**2 / 2)
+    note(means, names["clipfrac"], near_gain < gain)
+    return loss
+
+
+def step(loss_of: Callable, policy: Any, parts: list, s: Any, means: Numbers) -> None:
+    """The gradient of a minibatch, to which each row adds its loss."""
+    every = [row for rows in parts for row in rows]
+    for row in every:
+        now = read(policy, row, s.temperature)
+        note(means, "rloo/entropy", now.entropies)
+        loss = loss_of(row, now.logprobs - row.logprobs, every, s, means)
+        if loss is not None:
+            loss.backward()
+
+
+def as_rloo(set_advantages: Callable, loss_of: Callable, s: Any) -> dict:
+    """What takes the place of RLOO in the second implementation."""
+    return {
+        (reference_rl, "set_leave_one_out"): set_advantages,
+        (reference_rl, "rloo_step"): partial(step, loss_of),
+    }
+
+
+def in_groups(eps: float, rows: list[Any], k: int, kl_coef: float) -> None:
+    """Shao et al. 2024, section 4.1.2: rewards of mean 0 and deviation 1 in each group."""
+    for i, row in enumerate(rows):
+        first = i // k * k
+        scores = [other.score for other in rows[first : first + k]]
+        row.kl_coef = kl_coef
+        row.differs = max(scores) > min(scores)
+        row.advantages = 0.0
+        if row.differs:
+            deviation = statistics.stdev(scores) + eps
+            row.advantages = (row.score - statistics.mean(scores)) / deviation
+
+
+def loss_of_grpo(row: Any, log_ratio: Tensor, every: list, s: Any, means: Numbers) -> Tensor:
+    """Shao et al. 2024, equations 3 and 4; and the ratio of DeepSeek-V3.2 before the KL."""
+    loss = reference.clipped_loss(log_ratio, row.advantages, s.cliprange, means, NAMES)
+    to_ref = -row.log_ratio - log_ratio
+    kl = to_ref.exp() - to_ref - 1
+    if s.unbiased_kl:
+        kl = log_ratio.exp() * kl
+    note(means, "rloo/loss/kl", row.kl_coef * kl)
+    return (loss + row.kl_coef * kl).mean() / len(every)
+
+
+def over_the_batch(rows: list[Any], k: int, kl_coef: float) -> None:
+    """Hu et al. 2025: score minus later KL, of mean 0 and variance 1 over all tokens."""
+    for row in rows:
+        kl_left = [row.log_ratio[t:].sum() for t in range(row.count)]
+        row.advantages = row.score - kl_coef * torch.stack(kl_left)
+    whitened = reference_ppo.whiten([row.advantages for row in rows], True)
+    for row, x in zip(rows, whitened, strict=True):
+        row.advantages = x
+
+
+def loss_of_tokens(row: Any, log_ratio: Tensor, every: list, s: Any, means: Numbers) -> Tensor:
+    """PPO's clipped loss, a mean over tokens."""
+    loss = reference.clipped_loss(log_ratio, row.advantages, s.cliprange, means, NAMES)
+    return loss.sum() / sum(other.count for other in every)
+
+
+def in_kept_groups(rows: list[Any], k: int, kl_coef: float) -> None:
+    """Yu et al. 2025, section 3.2, without new samples, and overlong filtering of section 3.4."""
+    in_groups(0.0, rows, k, kl_coef)
+    for row in rows:
+        row.kept = row.found_end and row.differs
+        row.counts = row.kept
+    if not any(row.kept for row in rows):
+        for row in rows:
+            row.counts = True
+            row.advantages = 0.0
+
+
+def loss_of_dapo(row: Any, log_ratio: Tensor, every: list, s: Any, means: Any) -> Tensor | None:
+    """Yu et al. 2025, equation 8."""
+    note(means, "objective/kept", row.kept)
+    if not row.counts:
+        return None
+    high = s.cliprange_high
+    loss = clipped_loss(high, log_ratio, row.advantages, s.cliprange, means, NAMES)
+    return loss.sum() / sum(other.count for other in every if other.counts)
+
+
+def loss_of_gspo(row: Any, log_ratio: Tensor, every: list, s: Any, means: Numbers) -> Tensor:
+    """Zheng et al. 2025, equations 5 and 7."""
+    ratio = log_ratio.sum() / row.count
+    high = s.cliprange_high
+    loss = clipped_loss(high, ratio, row.advantages, s.cliprange, means, NAMES)
+    return loss / len(every)
+
+
+def decoupled(rows: list[Any], kl_coef: float, s: Any) -> None:
+    """Yue et al. 2025: a lambda for values, and another for the policy, or for each length."""
+    for row in rows:
+        rewards = reference_ppo.token_rewards(row, kl_coef)
+        lam = s.lam
+        if s.lam_alpha is not None:
+            lam = max(0.0, 1 - 1 / (s.lam_alpha * row.count))
+        row.advantages = reference_ppo.gae(row.values, rewards, s.gamma, lam)
+        row.returns = row.values + reference_ppo.gae(row.values, rewards, s.gamma, s.lam_critic)
+
+
+def as_vapo(s: Any) -> dict:
+    """What takes the place of PPO's parts."""
+    return {
+        (reference_ppo, "set_advantages"): decoupled,
+        (reference_ppo, "clipped_loss"): partial(clipped_loss, s.cliprange_high),
+    }
+
+
+def as_tis(s: Any) -> dict:
+    """PPO or RLOO with another sampler, and with Yao et al.'s weights of tokens or responses."""
+    flatter = SimpleNamespace(**vars(s) | {"temperature": FLATTER * s.temperature})
+    make_row = reference_rl.make_row
+    note_rollout = reference_rl.note_rollout
+    of_ppo = reference_ppo.set_advantages
+    of_rloo = reference_rl.set_leave_one_out
+
+    def sample(lm: Any, context: list[int], u: list[float], _: Any) -> list[int]:
+        return reference.sample(lm, context, u, flatter)
+
+    def make_weighted_row(policy: Any, *given: Any) -> Any:
+        row = make_row(policy, *given)
+        with torch.no_grad():
+            row.log_weights = row.logprobs - read(policy, row, flatter.temperature).logprobs
+        return row
+
+    def note_mismatch(rows: list[Any], kl_coef: float, means: Numbers) -> None:
+        note_rollout(rows, kl_coef, means)
+        for row in rows:
+            note(means, "objective/mismatch", row.log_weights.abs().mean())
+
+    def of_tokens(rows: list[Any], kl_coef: float, s: Any) -> None:
+        of_ppo(rows, kl_coef, s)
+        for row in rows:
+            row.advantages = row.advantages * row.log_weights.exp().clamp(max=s.tis_cap)
+
+    def of_responses(rows: list[Any], k: int, kl_coef: float) -> None:
+        of_rloo(rows, k, kl_coef)
+        for row in rows:
+            row.advantages *= min(row.log_weights.sum().exp().item(), s.tis_cap)
+
+    return {
+        (reference_rl, "sample"): sample,
+        (reference_rl, "make_row"): make_weighted_row,
+        (reference_rl, "note_rollout"): note_mismatch,
+        (reference_ppo, "set_advantages"): of_tokens,
+        (reference_rl, "set_leave_one_out"): of_responses,
+    }
+
+
+def as_ensemble(s: Any) -> dict:
+    """PPO or RLOO with the mean or the minimum of several judges' scores."""
+    one_judge = reference_rl.Judge
+
+    def make_judge(s: Any, folder: Path, tokenizer: Any) -> Callable:
+        judges = []
+        for name in (s.reward_model, *s.more_reward_models):
+            one = SimpleNamespace(**vars(s) | {"reward_model": name})
+            judges.append(one_judge(one, folder, tokenizer))
+        join = min if s.ensemble == "minimum" else statistics.mean
+        return lambda query, response: join([judge(query, response) for judge in judges])
+
+    return {(reference_rl, "Judge"): make_judge}
+
+
+@dataclass
+class Method:
+    """A patch of a script, and what takes the place of functions of the reference. Flags on the
+    device and, where they differ, on two processes."""
+
+    patch: str
+    script: str
+    replaced: Callable[[Any], dict]
+    flags: dict[str, Any]
+    other: dict[str, Any] = field(default_factory=dict)
+
+
+GRPO = partial(as_rloo, partial(in_groups, 1e-4), loss_of_grpo)
+GSPO = partial(as_rloo, partial(in_groups, 1e-4), loss_of_gspo)
+DAPO = partial(as_rloo, in_kept_groups, loss_of_dapo)
+REINFORCE_PP = partial(as_rloo, over_the_batch, loss_of_tokens)
+OF_DAPO = {"kl_coef": 0.0, "reward_model": None, "reward_fn": "reference_tools:coarse"}
+OF_DAPO |= {"penalty_reward_value": 0.0, "cliprange_high": 0.08}
+OF_GSPO = {"kl_coef": 0.0, "cliprange": 3e-3, "cliprange_high": 4e-3}
+OF_VAPO = {"cliprange_high": 0.08, "lam_critic": 1.0, "lam_alpha": None}
+LATER = {"lam_critic": 0.9, "lam_alpha": 0.4, "critic": "reward", "critic_warmup": 1}
+LATER |= TWO_UPDATES
+THREE_EACH = {"rloo_k": 3} | TWO_UPDATES
+JUDGES = {"more_reward_models": ("judge2", "judge3"), "ensemble": "minimum"}
+MEAN = {"ensemble": "mean"}
+METHODS = {
+    "grpo": Method("grpo", RLOO, GRPO, {"unbiased_kl": True}, {"unbiased_kl": False}),
+    "reinforce_pp": Method("reinforce_pp", RLOO, REINFORCE_PP, {"rloo_k": 1}, THREE_EACH),
+    "dapo": Method("dapo", RLOO, DAPO, OF_DAPO, TWO_UPDATES),
+    "dapo, no ends": Method("dapo", RLOO, DAPO, OF_DAPO, {"truncate_token": "w2"}),
+    "gspo": Method("gspo", RLOO, GSPO, OF_GSPO, {"lr": 1e-4}),
+    "vapo": Method("vapo", PPO, as_vapo, OF_VAPO, LATER),
+    "tis of PPO": Method("tis", PPO, as_tis, {"tis_cap": 1.1}),
+    "tis of RLOO": Method("tis", RLOO, as_tis, {"tis_cap": 1.2}),
+    "rm_ensemble of PPO": Method("rm_ensemble", PPO, as_ensemble, JUDGES, MEAN),
+    "rm_ensemble of RLOO": Method("rm_ensemble", RLOO, as_ensemble, JUDGES),
+}
+MARGIN = Method("margin", REWARD, dict, {})
+NOT_ON_DEVICE = ("dapo, no ends", "tis of RLOO", "rm_ensemble of RLOO")  # in other runs it was
+RUNS = [(name, False) for name in METHODS]
+RUNS += [(name, True) for name in METHODS if name not in NOT_ON_DEVICE]
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """fork_tools' kit, with reward models that have a gain, and labels with margins."""
+    folder = fork_tools.copy(fork_tools.kit(), tmp_path_factory.mktemp("methods"))
+    torch.manual_seed(1)
+    for i in (1, 2, 3):
+        save_classifier(folder / f"judge{i}", "gpt2", reward_gain=0.5 + i / 4, reward_bias=0.3 - i)
+    labels = read_lines(folder / "labels.jsonl")[:8]
+    for i, label in enumerate(labels):
+        label["margin"] = (None, 1, 0.5)[i % 3]
+    (folder / "pairs.jsonl").write_text(to_lines(*labels))
+    for label in labels:
+        label["sample2"] = label["query"]
+    (folder / "triples.jsonl").write_text(to_lines(*labels))
+    return folder
+
+
+def copy_of(method: Method, folder: Path) -> str:
+    """The path of a copy with the patch. That of `tis` samples at another temperature."""
+    file = patched.SYSTEMS / f"{method.patch}.patch"
+    path = folder / f"{method.patch}_copy.py"
+    command = ["patch", "--fuzz=0", "-o", str(path), str(ROOT / method.script), str(file)]
+    subprocess.run(command, check=True, capture_output=True)
+    if method.patch == "tis":
+        text = path.read_text()
+        assert text.count(SAMPLED) == 1
+        path.write_text(text.replace(SAMPLED, SAMPLED.replace("args", f"{FLATTER} * args")))
+    (folder / "tf_adam.py").write_text((ROOT / "tf_adam.py").read_text())
+    return str(path)
+
+
+def launch(method: Method, flags: list[str], is_on_device: bool, kit: Path, folder: Path) -> None:
+    """Runs a copy with these words, on the device or on two processes."""
+    script = copy_of(method, folder)
+    if is_on_device:
+        flags = ["--report", str(folder / "report.json"), script, *flags]
+        status, _, errors = fork_tools.run(RUNNER, flags, kit)
+    else:
+        if "total_episodes" in method.other:
+            stop = (reference_tools.stop_in_update, 1)
+            status, _, errors = fork_tools.run_on(2, script, flags, kit, stop)
+            assert status == 130, errors
+            flags = [*flags, "--resume"]
+        status, _, errors = fork_tools.run_on(2, script, flags, kit)
+    assert status == 0, errors
+
+
+@pytest.mark.parametrize(("name", "is_on_device"), RUNS)
+def test_a_method_is_what_its_paper_says(
+    name: str, is_on_device: bool, kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = METHODS[name]
+    settings = SETTINGS | (CRITIC if method.script == PPO else K_RESPONSES) | method.flags
+    if not is_on_device:
+        settings |= TWO_PROCESSES | method.other
+    for place, replacement in method.replaced(SimpleNamespace(**OFF | settings)).items():
+        monkeypatch.setattr(*place, replacement)
+    world = 1 if is_on_device else 2
+    out = tmp_path / "out"
+    with ThreadPoolExecutor() as pool:
+        reinforce = reference_rl.reinforce
+        future = pool.submit(reinforce, method.script, settings, kit, world)
+        flags = [*words(settings), "--output_dir", str(out)]
+        launch(method, flags, is_on_device, kit, tmp_path)
+        expected = future.result()
+
+    made = read_metrics(out)
+    for row in made:
+        for metric in ("first_ratio_error", "sampling_error"):
+            assert math.isfinite(row.pop(metric))
+    if name == "grpo":
+        for row in expected.metrics:  # the KL is no part of the reward
+            del row["objective/non_score_reward"]
+            row["objective/score_total"] = row["objective/scores"]
+    odd = compare(made, expected.metrics, "metrics")
+    odd += compare(read_lines(out / "samples.jsonl"), expected.samples, "samples")
+    assert not odd + compare_weights(out, expected)
+
+
+# --- rewards of labels ----------------------------------------------------------------------------
+LABELS = {
+    "base_model": "judge1",
+    "query_dataset": "queries.jsonl",
+    "start_text": None,
+    "end_text": None,
+    "num_labels": 8,
+    "normalization_samples": 0,
+    "truncate_token": None,
+    "batch_size": 4,
+    "micro_batch_size": 1,
+    "center_rewards": 0.3,
+    "lr_schedule": "constant",
+    "lr": 1e-3,
+    "adam": "tf",
+    "adam_eps": 1e-4,
+    "seed": 7,
+}
+
+
+def train_with_margins(rows: list[dict[str, Any]], s: Any, kit: Path) -> SimpleNamespace:
+    """Touvron et al. 2023, equation 2, which for more than two responses is a softmax's; and the
+    square of the sum of Eisenstein et al. 2023."""
+    model = reference.load(AutoModelForSequenceClassification, kit / s.base_model)
+    files = {"reward_model/model": model}
+    start = reference.weights_of(files)
+    gain = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
+    adam = reference.Adam([*model.parameters(), gain, bias], [], s)
+    order = np.random.RandomState(s.seed).permutation(len(rows))
+    metrics = []
+    for first in range(0, len(rows), s.batch_size):
+        means = defaultdict(list)
+        for i in order[first : first + s.batch_size]:
+            responses = [x for name, x in rows[i].items() if name.startswith("sample")]
+            texts = [rows[i]["query"] + response for response in responses]
+            others = [gain * reference.logit(model, text) + bias for text in texts]
+            best = others.pop(rows[i]["best"])
+            margin = rows[i]["margin"] or 0.0
+            loss = (1 + sum((other + margin - best).exp() for other in others)).log()
+            centering = s.center_rewards * (best + sum(others)) ** 2
+            ((loss + centering) / s.batch_size).backward()
+            note(means, "train/loss", loss)
+            note(means, "train/centering", centering)
+            note(means, "train/accuracy", best > max(others))
+        note(means, "train/gradient_norm", adam.step(s.lr, 0.0))
+        metrics.append({name: reference.mean_of(numbers) for name, numbers in means.items()})
+        metrics[-1]["train/lr"] = s.lr
+    found = SimpleNamespace(metrics=metrics, start=start, weights=reference.weights_of(files))
+    found.results = {"gain": gain.item(), "bias": bias.item()}
+    return found
+
+
+@pytest.mark.parametrize("is_on_device", [True, False], ids=["device", "two processes"])
+def test_margins_and_centering_are_what_the_papers_say(
+    is_on_device: bool, kit: Path, tmp_path: Path
+) -> None:
+    """Pairs on the device, labels of three responses on two processes."""
+    table = "pairs.jsonl" if is_on_device else "triples.jsonl"
+    flags = [*words(LABELS), "--label_dataset", table, "--output_dir", str(tmp_path / "out")]
+    launch(MARGIN, flags, is_on_device, kit, tmp_path)
+    rows = read_lines(kit / table)
+    expected = train_with_margins(rows, SimpleNamespace(**OFF | LABELS), kit)
+    odd = compare(read_metrics(tmp_path / "out"), expected.metrics, "metrics")
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    odd += compare(results, expected.results, "results")
+    assert not odd + compare_weights(tmp_path / "out", expected)
+
+
+# --- what whole runs do not show ------------------------------------------------------------------
+PUBLISHED = {
+    "dapo": {"cliprange": 0.2, "cliprange_high": 0.28, "dual_clip": None},
+    "gspo": {"cliprange": 3e-4, "cliprange_high": 4e-4},
+    "reinforce_pp": {"rloo_k": 1},
+    "tis": {"tis_cap": 2.0},
+    "vapo": {"lam": 0.95, "lam_critic": 1.0, "lam_alpha": None, "cliprange_high": 0.28},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_flags_are_as_published(name: str) -> None:
+    args = vars(patched.module(name).Args())
+    assert {flag: args[flag] for flag in PUBLISHED[name]} == PUBLISHED[name]
+
+
+def test_a_dual_clip_limits_the_loss_where_the_advantage_is_negative() -> None:
+    """Ye et al. 2020, equation 5, with ratios on both sides of all three limits."""
+    dapo = patched.module("dapo")
+    logprobs = torch.tensor([4.0, 1.1, 0.5]).log().expand(3, 3)
+    about = dict.fromkeys("contexts responses lengths found_end sampled_logprobs loss_mask".split())
+    parts = {"logprobs": torch.zeros(3, 3), "advantages": torch.tensor([1.0, -2.0, 0.0])}
+    losses, _ = dapo.rloo_loss(logprobs, dapo.Batch(**about, **parts), dapo.Args(dual_clip=3.0))
+    expected = torch.tensor([[-1.28, -1.1, -0.5], [6.0, 2.2, 1.6], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(losses, expected)
+
+
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_which_kl_has_the_gradient_of_k3(unbiased: bool) -> None:
+    """Of all seven responses of one token, weighted with their probabilities in the rollout."""
+    grpo = patched.module("grpo")
+    logits, old_logits, ref_logits = torch.randn(3, 7, dtype=torch.float64)
+    if not unbiased:  # without the ratio, samples have to be the policy's own
+        old_logits = logits.clone()
+    logits.requires_grad_()
+    logprobs = logits.log_softmax(0)
+    old = old_logits.log_softmax(0)
+    ref = ref_logits.log_softmax(0)
+    about = dict.fromkeys("contexts responses lengths found_end sampled_logprobs".split())
+    parts = {"logprobs": old.view(7, 1), "ref_logprobs": ref.view(7, 1)}
+    mask = torch.ones(7, 1, dtype=torch.bool)
+    batch = grpo.Batch(**about, **parts, loss_mask=mask, advantages=torch.zeros(7))
+    losses, _ = grpo.rloo_loss(logprobs.view(7, 1), batch, 1.0, grpo.Args(unbiased_kl=unbiased))
+    (gradient,) = torch.autograd.grad(old.exp().dot(losses), logits, retain_graph=True)
+
+    kl = ref.exp().dot(ref - logprobs)
+    if unbiased:
+        kl = logprobs.exp().dot(logprobs - ref)
+    (expected,) = torch.autograd.grad(kl, logits)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_more_reward_models_need_a_reward_model() -> None:
+    script = patched.module("rm_ensemble")
+    for flags in ({}, {"reward_model": "judge1", "reward_fn": "rewards:count"}):
+        args = script.Args(more_reward_models=("judge2",), **flags)
+        with pytest.raises(script.UserError, match="^--more_reward_models needs a --reward_model"):
+            script.load_reward("reward_model", args, "tiny", None, 9)
+
+
+def test_a_margin_is_a_number(kit: Path) -> None:
+    Accelerator(cpu=True)
+    script = patched.module("margin")
+    tokenizer = AutoTokenizer.from_pretrained(kit / "model")
+    row = read_lines(kit / "pairs.jsonl")[0] | {"margin": "large"}
+    args = script.Args(truncate_token=None)
+    with pytest.raises(script.UserError, match="row 0: margin must be a number: 'large'"):
+        script.read_labels("label_dataset", [row], range(1), tokenizer, args)

@@ -1,0 +1,142 @@
+"""The commands of docs/own_model.md run, with a small random Qwen2 and a file of the data's form.
+Its numbers are those of the table of memory and of a record."""
+
+import json
+import re
+from pathlib import Path
+
+import fork_tools
+import pytest
+import torch
+from conftest import ROOT
+from fork_tools import PPO, REWARD, RLOO
+from run_tools import read_lines, to_lines
+from test_readme import commands
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+from benchmark.speed import memory_table
+
+PAGE = "docs/own_model.md"
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+DATA = "trl-lib/hh-rlhf-helpful-base"
+MARKS = ["<|im_start|>", "<|im_end|>"]
+# As Qwen2.5's: a system message where the chat has none
+SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+# Last words of a command, which count: everything is small.
+SMALL = "--response_length 8 --micro_batch_size 4 --batch_size 8 --dtype fp32 --query_length 64"
+SMALLER = {
+    REWARD: f"{SMALL} --num_labels 24 --normalization_samples 8",
+    PPO: f"{SMALL} --total_episodes 16 --eval_queries 2 --num_epochs 1",
+}
+SMALLER[RLOO] = SMALLER[PPO]
+
+
+def turn(role: str, text: str) -> list[dict[str, str]]:
+    """A chat of one message."""
+    return [{"role": role, "content": text}]
+
+
+def save_model(folder: Path) -> None:
+    """A random Qwen2 and a tokenizer whose end of sequence ends a turn, as Qwen2.5's does."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny/model")
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS, "eos_token": MARKS[1]})
+    tokenizer.bos_token = None
+    tokenizer.chat_template = SYSTEM + TURNS + ASK
+    tokenizer.save_pretrained(folder)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer) + 7,  # more embeddings than tokens, as Qwen2.5 has
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def save_data(folder: Path) -> None:
+    """Pairs in the columns of the data set, in its two splits."""
+    folder.mkdir(parents=True)
+    for split, count in (("train", 32), ("test", 8)):
+        rows = []
+        for i in range(count):
+            asked = turn("user", f"Is the lamp {i} lit?")
+            row = {"prompt": asked, "chosen": turn("assistant", "Yes, it is.")}
+            row["rejected"] = turn("assistant", f"{i} is a number.")
+            rows.append(row)
+        (folder / f"{split}.jsonl").write_text(to_lines(*rows))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the page's names of model and data are folders, and all its commands have run."""
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("own") / "own"
+    save_model(place / MODEL)
+    save_data(place / DATA)
+    found = commands(PAGE)
+    assert [words[0] for words in found] == [REWARD, PPO, RLOO, PPO]
+    for script, *words in found:
+        status, printed, errors = fork_tools.run(script, words + SMALLER[script].split(), place)
+        assert status == 0, errors
+        name = words[words.index("--output_dir") + 1]
+        (place / f"{Path(name).name}.txt").write_text(printed)
+    return place
+
+
+def test_every_run_of_the_page_ends(folder: Path) -> None:
+    for name in ("qwen_ppo", "qwen_rloo", "qwen_lora"):
+        lines = read_lines(folder / f"runs/{name}/metrics.jsonl")
+        assert len(lines) == 2
+        assert abs(lines[0]["objective/kl"]) < 1e-3
+        assert (folder / f"runs/{name}/samples.jsonl").exists()
+    results = json.loads((folder / "runs/qwen_reward/results.json").read_text())
+    assert 0 <= results["test/accuracy"] <= 1
+
+
+def test_what_is_printed_is_what_the_page_says_to_look_for(folder: Path) -> None:
+    printed = (folder / "qwen_reward.txt").read_text()
+    assert "24 of 24 rows" in printed
+    (label,) = re.findall(r"^--label_dataset: 24, first (\[.*\])", printed, re.M)
+    assert label.count("<|im_start|>assistant\\n'") == 1
+    assert label.count("<|im_end|>'") == 2
+    for name in ("qwen_reward", "qwen_ppo"):
+        text = (folder / f"{name}.txt").read_text()
+        (first,) = re.findall(r"^--query_dataset: .*first '(.*)'$", text, re.M)
+        assert first.startswith("<|im_start|>system\\n")
+        assert first.endswith("<|im_start|>assistant\\n")
+
+
+def test_every_metric_of_the_page_is_logged(folder: Path) -> None:
+    (line, _) = read_lines(folder / "runs/qwen_ppo/metrics.jsonl")
+    page = (ROOT / PAGE).read_text()
+    names = re.findall(r"^\| `([a-z_/]+)`", page, re.M)
+    assert len(names) == 10
+    assert [name for name in names if name not in line] == []
+
+
+def test_the_memory_is_that_of_the_table() -> None:
+    page = (ROOT / PAGE).read_text()
+    full, checkpointing, _, lora, _ = memory_table.SETTINGS
+    sizes = {"query": 512, "sampled": 128}
+    shown = []
+    for setting, rows in ((full, 4), (checkpointing, 4), (lora, 4), (full, 8)):
+        own = memory_table.replace(setting, micro_batch=rows, **sizes)
+        peak = memory_table.memory(memory_table.MODELS["0.5B"], own)["peak"]
+        shown.append(f"{peak:.1f}")
+    *table, eight = shown
+    assert re.findall(r"^\| .* \| (\d+\.\d) \|$", page, re.M) == table
+    assert f"would need {eight} GB" in page
+
+
+def test_the_measured_run_is_that_of_the_record() -> None:
+    page = (ROOT / PAGE).read_text()
+    record = ROOT / "benchmark/studies/real_model/held.json"
+    (run,) = [row for row in json.loads(record.read_text())["rows"] if "PPO" in row["arm"]]
+    first, *_, last = run["objective/kl"][:10]
+    assert f"KL went from {first:.1f} to {last:.1f} nats" in page.replace("\n", " ")
+    first, *_, last = run["objective/scores"][:10]
+    assert f"score from {first:.2f} to {last:.2f}" in page.replace("\n", " ")

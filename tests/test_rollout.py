@@ -1,0 +1,429 @@
+"""Rollouts, truncation, scores and evaluations: sampling through a cache against full forward
+passes, and what is made of the responses."""
+
+import itertools
+import weakref
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import fork_tools
+import pytest
+import tiny_models as tiny
+import torch
+from accelerate import Accelerator
+from fork_tools import PPO, REWARD, RLOO, WORDS, kit
+from run_tools import call, read_lines
+from tiny_models import CONFIGS, full_logits, make_policy, make_queries, random_rows, rows_of
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoTokenizer
+
+import ppo_rlhf
+import rloo_rlhf
+import train_reward
+
+BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
+TEMPERATURE = 0.7
+LARGEST = 1 - 2.0**-24  # of the fp32 numbers that a generator draws from [0, 1)
+CONTEXTS = random_rows((1, 3, 6, 2, 9), seed=4)
+LENGTH = 12
+
+
+# --- sampling -------------------------------------------------------------------------------------
+def probabilities(lm: nn.Module, contexts: list[list[int]], responses: Tensor) -> Tensor:
+    """Of all tokens (B, R, V) before each of the given responses, from full forward passes."""
+    rows = []
+    for context, response in zip(contexts, responses.tolist(), strict=True):
+        rows.append(context + response)
+    length = responses.shape[1]
+    before = slice(-length - 1, -1)
+    logits = torch.stack([x[before] for x in full_logits(lm, rows)])
+    scaled = logits / TEMPERATURE
+    return scaled.softmax(-1)
+
+
+def assert_near(ours: Tensor, expected: Tensor) -> None:
+    """Equal but for rounding."""
+    assert (ours - expected).abs().max() < 1e-4
+
+
+def inverted(probs: Tensor, u: Tensor) -> Tensor:
+    """The tokens (B, R) at which the cumulative distribution passes u."""
+    cdf = probs.double().cumsum(-1)
+    is_before = cdf < u.double().unsqueeze(2)
+    return is_before.sum(-1)
+
+
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(CONFIGS))
+def test_cached_sampling_draws_what_full_forward_passes_give(name: str, attention: str) -> None:
+    """In the policies of all scripts, three responses to each context."""
+    lm = tiny.make_lm(name, attention)
+    contexts = [context for context in CONTEXTS for _ in range(3)]
+    u = ppo_rlhf.uniforms(35, 1, len(contexts), LENGTH)  # all 1e-5 off a border, or more
+    responses, logprobs = ppo_rlhf.sample(make_policy(lm, 1), contexts, u, TEMPERATURE)
+    assert not logprobs.requires_grad
+    probs = probabilities(lm, contexts, responses)
+    assert torch.equal(inverted(probs, u), responses)
+    drawn = probs.gather(2, responses.unsqueeze(2)).squeeze(2)
+    assert_near(logprobs, drawn.log())
+    assert len(responses.unique()) > 10
+    assert len(responses.unique(dim=0)) == len(contexts)
+    others = inverted(probabilities(lm, contexts[::-1], responses), u)
+    assert not torch.equal(others, responses)  # contexts matter
+    reference = train_reward.Reference(lm, tiny.VOCABULARY)
+    for policy in (make_policy(lm, 3), reference):
+        others, same = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
+        assert torch.equal(others, responses)
+        assert_near(same, logprobs)
+
+
+@pytest.mark.parametrize("value", [0.0, LARGEST])
+def test_extreme_uniforms_draw_no_token_of_probability_zero(value: float) -> None:
+    lm = tiny.make_lm("gpt2", tie_word_embeddings=False)
+    contexts = random_rows([4] * 64, seed=8)
+    # Most tokens underflow to 0, and some cumulative sums end below 1.
+    lm.lm_head.weight.data *= 30
+    policy = make_policy(lm, 1)
+    u = torch.full((64, 4), value)
+    responses, _ = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
+    probs = probabilities(lm, contexts, responses)
+    num_zeros = (probs == 0).sum(-1)
+    assert num_zeros.min() > 10
+    assert probs[..., -1].min() == 0
+    totals = probs.cumsum(-1)[..., -1]
+    assert totals.min() <= LARGEST
+    of_drawn = probs.gather(2, responses.unsqueeze(2))
+    assert of_drawn.min() > 0
+    beyond, _ = ppo_rlhf.sample(policy, contexts, torch.ones(64, 2), TEMPERATURE)
+    assert beyond.max() < tiny.VOCABULARY
+
+
+def test_the_distribution_of_a_large_vocabulary_is_drawn_as_it_is() -> None:
+    """The part of [0, 1) that draws a token is the token's probability in exact numbers, however
+    rare it is and whatever comes before it."""
+    size = 150_000
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(1, size, generator=generator)
+    logits[0, -1] = logits.max()  # a likely one at the end
+    exact = logits.double().softmax(-1).squeeze(0)
+    probs = logits.softmax(-1)
+
+    # By bisection: the least number that draws token i or a later one, i from 1.
+    tokens = torch.arange(1, size)
+    low = torch.zeros(size - 1, dtype=torch.float64)
+    high = torch.ones(size - 1, dtype=torch.float64)
+    for _ in range(40):
+        middle = (low + high) / 2
+        drawn = ppo_rlhf.inverse_cdf(probs, middle.unsqueeze(0))
+        is_later = drawn.squeeze(0) >= tokens
+        high = torch.where(is_later, middle, high)
+        low = torch.where(is_later, low, middle)
+    ends = nn.functional.pad(high, (0, 1), value=1.0)
+    drawn = ends.diff(prepend=torch.zeros(1))
+    assert (drawn - exact).abs().sum() / 2 < 1e-5  # total variation
+
+    # Those of about 3e-7 are drawn by a number of fp32, too, as all u are.
+    is_rare = (exact - 3e-7).abs() < 1e-8
+    rare = is_rare.nonzero().squeeze(1)
+    assert len(rare) > 100
+    ratios = drawn[rare] / exact[rare]
+    assert (ratios - 1).abs().max() < 1e-3
+    middle = ends[rare] - exact[rare] / 2
+    u = middle.float().unsqueeze(0)
+    found = ppo_rlhf.inverse_cdf(probs, u)
+    assert torch.equal(found.squeeze(0), rare)
+
+
+def test_uniforms_and_shuffles_follow_from_seed_update_and_process_alone() -> None:
+    Accelerator(cpu=True)
+    seen = []
+    for seed, draw in rows_of("1 0 / 1 1 / 2 0 / 3999999999 1000000"):
+        u = ppo_rlhf.uniforms(seed, draw, 3, 4)
+        assert torch.equal(u, ppo_rlhf.uniforms(seed, draw, 5, 4)[:3])
+        assert u.dtype == torch.float32
+        seen += u.flatten().tolist()
+    assert len(set(seen)) == 48
+    args = ppo_rlhf.Args(num_epochs=3, num_minibatches=2)
+    orders = []
+    for seed, rank, update in rows_of("1 0 0 / 1 1 0 / 1 0 1 / 2 0 0"):
+        args.seed = seed
+        order = ppo_rlhf.shuffle(args, rank, update, 40)
+        assert torch.equal(order, ppo_rlhf.shuffle(args, rank, update, 40))
+        assert order.shape == (3, 2, 20)
+        for epoch in order.flatten(1).tolist():
+            assert sorted(epoch) == list(range(40))
+            orders.append(tuple(epoch))
+    assert len(set(orders)) == 12
+
+
+class Casts(TorchDispatchMode):
+    """Counts the copies of weights in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any, named: Any = None) -> Any:
+        named = named or {}
+        if named.get("dtype") is torch.bfloat16:
+            self.count += isinstance(args[0], nn.Parameter)
+        return func(*args, **named)
+
+
+@BOTH
+def test_trained_weights_are_rounded_to_bf16_once_and_not_at_every_token(
+    module: ModuleType, tmp_path: Path
+) -> None:
+    folder = tiny.save_model(tmp_path, "gpt2")
+    counts = []
+    for length in (1, 6):
+        lm = tiny.load(folder, dtype="bf16")
+        policy = make_policy(lm, 1 if module is ppo_rlhf else 2)
+        args = module.Args(response_length=length, dtype="bf16")
+        u = module.uniforms(1, 1, 2, length)
+        queries = make_queries(rows_of("1 2 / 1 2"))
+        with Casts() as casts:
+            module.rollout(policy, queries, u, None, args)
+        counts.append(casts.count)
+    assert counts[0] == counts[1] > 4
+
+
+# --- rollouts -------------------------------------------------------------------------------------
+def test_a_truncated_response_ends_with_the_first_end_token_from_an_index_on() -> None:
+    responses = torch.tensor(rows_of("7 1 7 7 / 1 1 7 1 / 7 1 1 1 / 1 2 3 7"))
+    mask, found_end = ppo_rlhf.truncate(responses, 7, 1)
+    assert mask.sum(1).tolist() == [3, 3, 4, 4]
+    assert mask.long().diff(dim=1).max() <= 0
+    assert found_end.tolist() == [True, True, False, True]
+    assert responses[0, 0] == 7
+    mask, found_end = ppo_rlhf.truncate(responses, None, 1)
+    assert mask.all()
+    assert found_end.all()
+
+
+@BOTH
+def test_masked_responses_are_sampled_to_the_end(module: ModuleType) -> None:
+    """What is sampled is the same with a mask and without, what counts ends with the token, and
+    nothing has a graph. Old log-probabilities are those of full passes, after the end, too."""
+    k = 1 if module is ppo_rlhf else 2
+    lm = tiny.make_lm("gpt2", vocab_size=7)
+    policy = make_policy(lm, k)
+    contexts = random_rows((3, 1, 5, 2, 4), seed=4, vocabulary=7)
+    batches = []
+    for end in (None, 2, 2):
+        args = module.Args(truncate_after=0, response_length=LENGTH, micro_batch_size=2 * k)
+        args.mask_truncated = len(batches) != 1
+        if k > 1:
+            args.rloo_k = k
+        batches.append(tiny.roll_out(module, policy, args, contexts, end))
+    whole, unmasked, masked = batches
+    assert whole.loss_mask.all()
+    assert unmasked.loss_mask.all()
+    assert set(whole.lengths.tolist()) == {LENGTH}
+    assert module.truncated(whole) == whole.responses.tolist()
+    expected = probabilities(lm, whole.contexts, whole.responses).log()
+    expected = expected.gather(2, whole.responses.unsqueeze(2)).squeeze(2)
+    for batch in batches:
+        assert torch.equal(batch.responses, whole.responses)
+        for logprobs in (batch.sampled_logprobs, batch.logprobs, batch.ref_logprobs):
+            assert_near(logprobs, expected)
+        tensors = [x for x in vars(batch).values() if isinstance(x, Tensor)]
+        assert len(tensors) >= 7
+        assert not any(x.requires_grad for x in tensors)
+    mask, found_end = module.truncate(whole.responses, 2, 0)
+    assert torch.equal(masked.loss_mask, mask)
+    for batch in (unmasked, masked):
+        assert torch.equal(batch.found_end, found_end)
+        lists = module.truncated(batch)
+        for row, length, found in zip(lists, batch.lengths, found_end, strict=True):
+            assert len(row) == length
+            assert (row[-1] == 2) == found
+            assert 2 not in row[:-1]
+    assert 0 < found_end.sum() < len(found_end)
+
+    numbers = torch.arange(5).flip(0)
+    parts = [module.select(masked, rows) for rows in numbers.split(2)]
+    again = module.select(module.concatenate(parts), numbers)
+    first = module.select(masked, numbers.flip(0))
+    for name, x in vars(first).items():
+        same = getattr(again, name)
+        if isinstance(x, Tensor):
+            x, same = x.tolist(), same.tolist()
+        assert x == same, name
+
+
+@BOTH
+def test_the_policys_log_probabilities_of_all_tokens_go_before_the_references_come(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(b, R, V) is the largest tensor of a rollout: two of them need twice the memory."""
+    alive = []
+    forward = module.forward_response
+
+    def watched(*arguments: Any) -> tuple:
+        alive.append(sum(ref() is not None for ref in refs))
+        all_logprobs, values = forward(*arguments)
+        refs.append(weakref.ref(all_logprobs))
+        return all_logprobs, values
+
+    refs = []
+    monkeypatch.setattr(module, "forward_response", watched)
+    args = module.Args(response_length=4)
+    policy = make_policy(tiny.make_lm("gpt2"), 1)
+    tiny.roll_out(module, policy, args, [[1, 2]] * 2)
+    assert alive == [0, 0]
+
+
+@BOTH
+def test_empty_responses_count_as_their_end(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Responses that are only the end, or have it in the fourth place, or nowhere."""
+    script = f"{module.__name__}.py"
+    draw = module.inverse_cdf
+    ends = torch.tensor([0, 5, 0, 3])
+    is_end = torch.arange(5) == ends.unsqueeze(1)
+    steps = itertools.cycle(range(5))
+    batches = []
+
+    def changed(probs: Tensor, u: Tensor) -> Tensor:
+        step = next(steps)
+        drawn = draw(probs, u).clamp(min=1)
+        return drawn * ~is_end[: len(probs), step : step + 1]
+
+    name = "ppo_update" if script == PPO else "rloo_update"
+    update = getattr(module, name)
+    monkeypatch.setattr(module, "inverse_cdf", changed)
+
+    def watched(*args: Any) -> Any:
+        batches.append(args[3])
+        return update(*args)
+
+    monkeypatch.setattr(module, name, watched)
+    folder = fork_tools.copy(kit(), tmp_path)
+    flags = "--adaptive_kl_target none --kl_coef 0 --total_episodes 8 --truncate_token eos"
+    flags += " --truncate_after 0 --mask_truncated"
+    shared = ["--critic", "shared"] if script == PPO else []
+    words = [*WORDS[script], *shared, *flags.split()]
+    call(script, words, folder, monkeypatch)
+    metrics = read_lines(folder / "out/metrics.jsonl")
+    for batch, row in zip(batches, metrics, strict=True):
+        assert batch.loss_mask.sum(1).tolist() == [1, 5, 1, 4]
+        assert list(map(len, module.truncated(batch))) == [1, 5, 1, 4]
+        assert row["objective/length"] == 11 / 4
+        assert row["objective/found_end"] == 3 / 4
+        log_ratio = batch.logprobs - batch.ref_logprobs
+        log_ratio = log_ratio[batch.loss_mask]
+        total = pytest.approx(log_ratio.sum().item(), abs=1e-5)  # five steps of fp32 at 17
+        assert row["objective/kl"] * 4 == total
+        assert row["first_ratio_error"] == 0
+
+
+def test_rloo_runs_with_responses_of_one_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fork_tools.copy(kit(), tmp_path)
+    flags = "--response_length 1 --total_episodes 8"
+    call(RLOO, WORDS[RLOO] + flags.split(), folder, monkeypatch)
+    metrics = read_lines(folder / "out/metrics.jsonl")
+    assert len(metrics) == 2
+    for row in metrics:
+        assert row["objective/length"] == 1
+        assert row["first_ratio_error"] == 0
+    assert abs(metrics[0]["objective/kl"]) < 1e-6
+    assert abs(metrics[1]["objective/kl"]) > 1e-4  # the first update has moved the weights
+
+
+# --- scores and evaluations -----------------------------------------------------------------------
+GAINS = {"reward_gain": 2.0, "reward_bias": -0.5}
+
+
+@pytest.mark.parametrize("gain", [{}, GAINS])
+@BOTH
+def test_a_classifier_scores_texts_at_their_ends_by_its_logit_with_gain_and_bias_if_it_has_them(
+    module: ModuleType, gain: dict[str, float]
+) -> None:
+    """In passes of a micro-batch, on what the reward model reads of queries; no graph is kept."""
+    Accelerator(cpu=True)
+    model = tiny.make_classifier(**gain)
+    rows = random_rows((3, 1, 5, 2, 4, 6, 2), seed=3)
+    responses = random_rows((2, 4, 1, 3, 2, 4, 1), seed=4)
+    queries = []
+    expected = []
+    for row, response in zip(rows, responses, strict=True):
+        queries.append(module.Query(row, [9, *row, 9], {}))
+        (states,) = tiny.full_states(model, [row + response])
+        expected.append(model.score(states[-1]).item())
+    sizes = []
+    trunk = model.base_model
+    trunk.register_forward_hook(lambda _, __, made: sizes.append(len(made[0])))
+    args = module.Args(micro_batch_size=3)
+    batch = tiny.make_responses(responses)
+    scores = module.score_by_model(model, module.reward_head(model), args, queries, batch)
+    assert sizes == [3, 3, 1]
+    assert not scores.requires_grad
+    factor, shift = gain.values() or (1.0, 0.0)
+    expected = factor * torch.tensor(expected) + shift
+    assert_near(scores, expected)
+    assert scores.std() > 0.1
+
+
+def test_a_reward_model_gives_runs_the_scores_of_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the gain and bias of its config."""
+    folder = fork_tools.copy(kit(), tmp_path)
+    call(REWARD, [*WORDS[REWARD], "--lr", "1e-2"], folder, monkeypatch)
+    tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
+    reward_model = str(folder / "out/reward_model")
+    args = ppo_rlhf.Args(reward_model=reward_model)
+    score = ppo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, tiny.LONGEST)
+    queries = []
+    responses = []
+    rewards = []
+    for row in read_lines(folder / "out/samples.jsonl"):
+        query = tokenizer(row["query"]).input_ids
+        queries += tiny.make_queries([query] * len(row["responses"]))
+        responses += tokenizer(row["responses"]).input_ids
+        rewards += row["rewards"]
+    scores = score(queries, tiny.make_responses(responses))
+    assert_near(scores, torch.tensor(rewards))
+    assert scores.std() > 0.1
+
+
+@BOTH
+def test_an_evaluation_draws_the_same_numbers_in_every_call_and_pays_as_training_does(
+    module: ModuleType,
+) -> None:
+    Accelerator(cpu=True)
+    k = 1 if module is ppo_rlhf else 2
+    args = module.Args(seed=5, response_length=6, truncate_after=0, mask_truncated=True)
+    args.penalty_reward_value = -7.0
+    lm = tiny.make_lm("gpt2")
+    ref = make_policy(tiny.make_lm("gpt2"), k)
+    policy = make_policy(lm, k)
+    with torch.no_grad():
+        policy.lm.transformer.wte.weight[3] *= 1.5
+    rows = random_rows((4, 2, 3), seed=2)
+    queries = make_queries([row for row in rows for _ in range(k)])
+    u = module.uniforms(5, 0, 3 * k, 6)
+    batch = module.rollout(policy, queries, u, None, args)
+    end = batch.responses[0, 2].item()
+    batch = module.rollout(policy, queries, u, end, args)
+    order = torch.arange(3 * k).view(1, -1)
+    module.set_logprobs(batch, policy, ref, order, args)
+    words: Any = SimpleNamespace(batch_decode=lambda rows: [str(row) for row in rows])
+    scores = torch.arange(3.0 * k)
+    for _ in range(2):
+        table = module.evaluate(ref, queries, lambda *_: scores, words, end, args, policy)
+        assert table["query"].tolist() == [str(query.input_ids) for query in queries]
+        assert table.response.tolist() == [str(row) for row in module.truncated(batch)]
+        assert table.found_end.tolist() == batch.found_end.tolist()
+        penalized = torch.where(batch.found_end, scores, -7.0)
+        assert table.score.tolist() == penalized.tolist()
+        log_ratio = batch.logprobs - batch.ref_logprobs
+        kl = (log_ratio * batch.loss_mask).sum(1)
+        assert_near(torch.tensor(table.kl), kl)
+    assert kl.abs().max() > 1e-2
+    assert 0 < table.found_end.sum() < 3 * k

@@ -1,0 +1,353 @@
+"""Settings: defaults of all flags, presets, what goes together, the entry point, and runs of every
+preset and of the defaults."""
+
+import ast
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import fork_tools
+import hub_tools
+import huggingface_hub.constants
+import pytest
+import tiny_models as tiny
+import torch
+from conftest import GOLDEN
+from fork_tools import PPO, REWARD, RLOO, WORDS, kit
+from hub_tools import GPT2, LABELS
+from huggingface_hub import HfFileSystem
+from run_tools import call, read_lines, read_metrics
+from safetensors.torch import load_file
+from tiny_models import Stop, stop
+from transformers import AutoModelForCausalLM
+
+import ppo_rlhf
+import rloo_rlhf
+import train_reward
+
+SCRIPTS = [ppo_rlhf, rloo_rlhf, train_reward]
+BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
+ALL = """seed=1 output_dir=None resume=False checkpoint_every=25 track=False base_model='tiny/model'
+dtype='fp32' gradient_checkpointing=False query_dataset='tiny/queries' query_length=32
+long_queries=None query_prefix='' query_suffix='' start_text='.' end_text='.' response_length=24
+temperature=0.7 truncate_token='.' truncate_after=16 micro_batch_size=128 lr_schedule='linear'
+lr_warmup=0 adam='tf' adam_eps=1e-5 adam_betas=(0.9,0.999) weight_decay=0.0 max_grad_norm=None"""
+POLICY = """eval_queries=64 reward_model=None reward_fn=None lora_rank=0 lora_alpha=16.0
+penalty_reward_value=-1.0 penalty_mode='replace' mask_truncated=False total_episodes=12800
+batch_size=128 num_minibatches=1 num_epochs=4 lr=2e-4 kl_coef=0.15 adaptive_kl_target=6.0
+kl_horizon=2000.0 max_kl=200.0 cliprange=0.2"""
+OWN = {
+    ppo_rlhf: f"""{POLICY} cliprange_value=0.2 vf_coef=0.1 gamma=1.0 lam=0.95 whiten_rewards=True
+whiten_advantages=True critic='shared' critic_lr=None critic_warmup=0""",
+    rloo_rlhf: f"{POLICY} rloo_k=4",
+    train_reward: """label_dataset='tiny/labels' num_labels=None eval_labels=512 lr=2e-3
+normalization_samples=512 batch_size=8""",
+}
+# OpenAI's launch.py: a table for each task. The queries of its label files are cut to start and end
+# text already.
+FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
+BOOKS = """query_length=64 response_length=24 temperature=0.7 query_prefix='' query_suffix=''
+truncate_token='.' long_queries=None"""
+BOOKS_RL = """lr=1e-5 batch_size=512 truncate_after=16 kl_coef=0.15 adaptive_kl_target=6.0
+kl_horizon=1e4"""
+POSTS = r"""query_length=500 response_length=75 truncate_token='\n' long_queries='keep_start'
+query_suffix='\n\nTL;DR:'"""
+POSTS_RL = "lr=2e-6 batch_size=32 truncate_after=55 adaptive_kl_target=None kl_horizon=2e3"
+NEWS = rf"{POSTS} temperature=0.5 query_prefix='Article:\n\n'"
+TASKS = {  # the number in the file's name, the task, PPO and RLOO, the reward model, PPO
+    "sentiment": ("5k", BOOKS, BOOKS_RL, "num_labels=4992 batch_size=32 lr=5e-5"),
+    "descriptiveness": ("5k", BOOKS, BOOKS_RL, "num_labels=4992 batch_size=32 lr=5e-5"),
+    "cnndm": ("60k", NEWS, f"{POSTS_RL} kl_coef=0.01", "num_labels=46000 batch_size=16 lr=2.5e-5"),
+    "tldr": (
+        "60k",
+        f"{POSTS} temperature=0.7 query_prefix=''",
+        f"{POSTS_RL} kl_coef=0.03",
+        "num_labels=46000 batch_size=16 lr=2.5e-5",
+    ),
+}
+ALL_TASKS = "base_model='gpt2' start_text=None end_text=None adam='tf' adam_eps=1e-5"
+ALL_RL = """total_episodes=1000000 num_epochs=4 num_minibatches=1 cliprange=0.2
+mask_truncated=False penalty_reward_value=-1.0 penalty_mode='replace'"""
+ALL_PPO = "vf_coef=0.1 cliprange_value=0.2 gamma=1.0 lam=0.95"
+
+
+def values(text: str) -> dict[str, Any]:
+    """Settings, of words with a name and a Python literal."""
+    pairs = [word.split("=") for word in text.split()]
+    return {name: ast.literal_eval(value) for name, value in pairs}
+
+
+def parse(module: ModuleType, *words: str) -> tuple[str, Any]:
+    """What the script makes of a command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["script", *words])
+        return module.parse_args()
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_defaults_of_all_flags_are_the_preset_tiny_and_flags_win(module: ModuleType) -> None:
+    expected = values(f"{ALL} {OWN[module]}")
+    assert {field.name for field in fields(module.Args)} == set(expected)
+    assert vars(module.Args()) == expected
+    assert parse(module) == parse(module, "tiny") == ("tiny", module.Args())
+    preset, args = parse(module, "tldr", "--temperature", "0.9")
+    assert (preset, args.temperature, args.query_length) == ("tldr", 0.9, 500)
+    with pytest.raises(module.UserError, match="no preset 'sentimant': choose one of tiny, "):
+        parse(module, "sentimant")
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_words_of_a_command_line(module: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    """`none` in any form, the largest seed, and -h, which is no preset."""
+    given = "--end_text none --start_text=none --truncate_token None --seed 3999999999".split()
+    _, args = parse(module, *given)
+    assert args.end_text is args.start_text is args.truncate_token is None
+    assert args.seed == 3_999_999_999
+    for seed in ("4000000000", "-1"):
+        with pytest.raises(module.UserError, match=f"^--seed {seed}: "):
+            parse(module, "--seed", seed)
+    with pytest.raises(module.UserError, match="^--resume needs --output_dir"):
+        parse(module, "--resume")
+    for word in ("-h", "--help"):
+        with pytest.raises(SystemExit) as end:
+            parse(module, word)
+        assert end.value.code == 0
+        assert "A preset may come first" in capsys.readouterr().out
+
+
+# --- what goes together ---------------------------------------------------------------------------
+TOGETHER = [
+    (ppo_rlhf, "batch_size=12 num_minibatches=3", True),
+    (ppo_rlhf, "batch_size=9 num_minibatches=3", False),
+    (ppo_rlhf, "batch_size=8 num_minibatches=3", False),
+    (rloo_rlhf, "batch_size=8 rloo_k=4", True),
+    (rloo_rlhf, "batch_size=12 rloo_k=4", False),
+    (rloo_rlhf, "batch_size=8 rloo_k=4 micro_batch_size=12", True),
+    (rloo_rlhf, "batch_size=8 rloo_k=4 micro_batch_size=2", False),
+    (rloo_rlhf, "batch_size=8 rloo_k=4 micro_batch_size=6", False),
+    (train_reward, "batch_size=4 normalization_samples=6", True),
+    (train_reward, "batch_size=4 normalization_samples=0", True),
+    (train_reward, "batch_size=4 normalization_samples=3", False),
+    (train_reward, "batch_size=3 normalization_samples=6", False),
+    (ppo_rlhf, "response_length=17", True),
+    (ppo_rlhf, "response_length=16", False),
+    (ppo_rlhf, "response_length=16 truncate_token=None", True),
+    # a fifth of the batch is 12.8: the coefficient would be times 1 - 0.2 * 64 / 12.8 = 0
+    (rloo_rlhf, "batch_size=64 kl_horizon=12.8", False),
+    (rloo_rlhf, "batch_size=64 kl_horizon=12.9", True),
+    (rloo_rlhf, "batch_size=64 kl_horizon=1.0 adaptive_kl_target=None", True),
+    (rloo_rlhf, "total_episodes=384 lr_warmup=2", True),
+    (rloo_rlhf, "total_episodes=384 lr_warmup=3", False),
+    (ppo_rlhf, "total_episodes=257 critic_warmup=2", True),
+    (ppo_rlhf, "total_episodes=256 critic_warmup=2", False),
+]
+
+
+@pytest.mark.parametrize(("module", "settings", "passes"), TOGETHER)
+def test_sizes_that_go_together(
+    module: ModuleType, settings: str, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two processes."""
+    accelerator = SimpleNamespace(num_processes=2, process_index=0)
+    monkeypatch.setattr(module, "make_accelerator", lambda dtype: accelerator)
+    monkeypatch.setattr(module, "choose_folder", stop)
+    with pytest.raises(Stop if passes else module.UserError):
+        module.main("tiny", module.Args(**values(settings)))
+
+
+@BOTH
+@pytest.mark.parametrize("lengths", [[9, 2, 2, 2], [2, 9, 2, 2], [2, 2, 2, 9]])
+def test_the_window_holds_every_query_and_its_response(
+    module: ModuleType, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of the four are held out. With a prefix and a suffix the policy's query is the longer.
+    A query must be left to train on."""
+    queries = [module.Query([1], length * [token], {}) for token, length in enumerate(lengths)]
+    monkeypatch.setattr(module, "load_queries", lambda *_: queries)
+    seen = []
+
+    def load_both(args: Any, tokenizer: Any, longest: int) -> None:
+        seen.append(longest)
+        raise Stop
+
+    monkeypatch.setattr(module, "load_policy_and_reference", load_both)
+    monkeypatch.setattr(module, "load_reward", lambda *args: seen.append(args[-1]))
+    with pytest.raises(Stop):
+        module.main("tiny", module.Args(eval_queries=2, output_dir=str(tmp_path / "out")))
+    assert seen == [9 + 24] * 2
+    with pytest.raises(module.UserError, match="^--eval_queries 4: no query is left to "):
+        module.main("tiny", module.Args(eval_queries=4, output_dir=str(tmp_path / "out")))
+
+
+LABEL_OF_9 = train_reward.Comparison([1, 2], [[3], 7 * [4]], 0)  # 2 + 7 tokens
+LABEL_OF_3 = train_reward.Comparison([1, 2], [[3], [4]], 0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "held_out", "query", "longest"),
+    [
+        ([LABEL_OF_3, LABEL_OF_9], [LABEL_OF_3], 1, 9),
+        ([LABEL_OF_9, LABEL_OF_3], [LABEL_OF_3], 1, 9),
+        ([LABEL_OF_3], [LABEL_OF_3, LABEL_OF_9], 1, 9),
+        ([LABEL_OF_3], [], 8, 13),
+    ],
+)
+def test_the_window_holds_every_label_and_every_sample(
+    labels: Any, held_out: Any, query: int, longest: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    queries = [train_reward.Query([1], [1] * size, {}) for size in (1, query, 1)]
+    monkeypatch.setattr(train_reward, "load_queries", lambda *_: queries)
+    monkeypatch.setattr(train_reward, "load_labels", lambda *_: (labels, held_out))
+    seen = []
+
+    def load(flag: str, args: Any, auto_class: Any, tokenizer: Any, size: int) -> Any:
+        seen.append(size)
+        if auto_class is not AutoModelForCausalLM:  # the second model, for the rewards
+            raise Stop
+        return tiny.make_lm("gpt2")
+
+    monkeypatch.setattr(train_reward, "load_model", load)
+    with pytest.raises(Stop):
+        args = train_reward.Args(response_length=5, output_dir=str(tmp_path / "out"))
+        train_reward.main("tiny", args)
+    assert seen == [longest, longest]
+
+
+# --- presets --------------------------------------------------------------------------------------
+SMALL = {  # the reward model comes first: the others take it
+    train_reward: "--batch_size 4 --num_labels 4 --normalization_samples 2",
+    ppo_rlhf: "--batch_size 2 --total_episodes 2 --eval_queries 1",
+    rloo_rlhf: "--batch_size 4 --total_episodes 4 --eval_queries 1",
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The cache folder: what HF_HOME does to a process that starts with it. What the hub would say
+    of names in hf://, the files of the cache say."""
+    folder = tmp_path_factory.mktemp("cache")
+
+    def glob(_: Any, name: str, **options: Any) -> dict[str, dict[str, str]]:
+        found = folder.glob(f"{LABELS}/snapshots/*/{name.partition('preferences/')[2]}")
+        return {name: {"type": "file"}} if any(found) else {}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
+        patch.setattr(HfFileSystem, "glob", glob)
+        patch.setattr(HfFileSystem, "_repo_and_revision_exist", lambda *_: (True, None))
+        yield hub_tools.fill(folder)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_values_are_those_of_openais_launch_file(task: str) -> None:
+    size, of_task, rl, reward = TASKS[task]
+    file = f"{FILES}/{task}/offline_{size}.json"
+    shared = values(f"{ALL_TASKS} {of_task}") | {"query_dataset": file}
+    rl = values(f"{ALL_RL} {rl}")
+    # The original takes 512 samples when asked for 256.
+    of_labels = {"label_dataset": file, "normalization_samples": 512}
+    whitening = {"whiten_rewards": size == "5k", "whiten_advantages": True}
+    for module, expected in (
+        (train_reward, values(reward) | of_labels),
+        (ppo_rlhf, rl | values(ALL_PPO) | whitening),
+        (rloo_rlhf, rl),
+    ):
+        expected = shared | expected
+        preset, args = parse(module, task)
+        assert preset == task
+        assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("task", ["sentiment", "cnndm"])
+def test_every_command_line_runs_offline(
+    task: str, cache: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """No query is left out; a label would leave too few. The others are like these."""
+    for module, small in SMALL.items():
+        name = module.__name__
+        call(f"{name}.py", [task, *small.split()], tmp_path, monkeypatch)
+        (folder,) = tmp_path.glob(f"runs/{name}-{task}-1-*")
+        assert len(read_lines(folder / "metrics.jsonl")) == 1
+        model = "reward_model" if module is train_reward else "policy"
+        assert (folder / model / "config.json").exists()
+    for like in (task, {"sentiment": "descriptiveness", "cnndm": "tldr"}[task]):
+        _, args = parse(ppo_rlhf, like)
+        tokenizer = ppo_rlhf.load_tokenizer("base_model", args)
+        queries = ppo_rlhf.load_queries("query_dataset", args, tokenizer, 2 * hub_tools.ROWS)
+        assert len(queries) == hub_tools.ROWS
+
+
+MISSING = [
+    (f"{LABELS}/snapshots/*/sentiment/*", "train_reward sentiment", "sentiment/offline_5k.json"),
+    (f"{LABELS}/snapshots/*/cnndm/*", "ppo_rlhf cnndm", "cnndm/offline_60k.json"),
+    (f"{LABELS}/snapshots/*/tldr/*", "rloo_rlhf tldr", "tldr/offline_60k.json"),
+    (f"{GPT2}/snapshots/*/model.safetensors", "train_reward sentiment", "model.safetensors"),
+    (f"{GPT2}/refs/main", "train_reward tldr", "base_model gpt2: "),
+]
+
+
+@pytest.mark.parametrize(("file", "command", "says"), MISSING)
+def test_a_missing_file_is_named_in_one_line(
+    file: str, command: str, says: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = cache.glob(file)
+    name, task = command.split()
+    module = importlib.import_module(name)
+    away = path.with_name("away")
+    path.rename(away)
+    try:
+        with pytest.raises(module.UserError, match=f"^--[^\n]*{says}[^\n]*$"):
+            call(f"{name}.py", [task, *SMALL[module].split()], tmp_path, monkeypatch)
+    finally:
+        away.rename(path)
+    assert not (tmp_path / "runs").exists()
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+def test_critic_warmup_moves_no_bit_of_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does weight decay in it; value head and critic learn."""
+    folder = fork_tools.copy(kit(), tmp_path)
+    flags = "--critic policy --critic_lr 1e-2 --weight_decay 0.1 --max_grad_norm 1"
+    flags += " --total_episodes 12 --critic_warmup 2"
+    call(PPO, [*WORDS[PPO], *flags.split()], folder, monkeypatch)
+    base = load_file(kit() / "model/model.safetensors")
+    warm, after = (
+        load_file(folder / f"out/checkpoints/000000{i}/model.safetensors") for i in (2, 3)
+    )
+    for name, x in base.items():
+        assert torch.equal(warm[f"lm.{name}"], x), name
+        assert not torch.equal(after[f"lm.{name}"], x), name
+    assert warm["value_head.weight"].any()
+    assert not torch.equal(warm["critic.wte.weight"], base["transformer.wte.weight"])
+    metrics = read_metrics(folder / "out")
+    assert [row["objective/kl"] for row in metrics] == [0, 0, 0]
+    assert [row["ppo/lr"] > 0 for row in metrics] == [False, False, True]
+
+
+def test_defaults_give_the_recorded_metrics(tmp_path: Path) -> None:
+    """Three updates of each script, from tiny/."""
+    recorded = json.loads((GOLDEN / "defaults.json").read_text())
+    few = f"--reward_model {REWARD}/reward_model --eval_queries 2"
+    few += " --batch_size 32 --total_episodes 96"
+    flags = {
+        REWARD: "--num_labels 24 --normalization_samples 64 --seed 40",
+        PPO: f"{few} --seed 38",
+        RLOO: f"{few} --seed 15",
+    }
+    far = (fork_tools.refuse_near_draws, 5e-6)
+    for script in flags:
+        words = ["--output_dir", script, *flags[script].split()]
+        status, _, errors = fork_tools.run(script, words, tmp_path, far)
+        assert status == 0, errors
+        made = read_metrics(tmp_path / script)
+        assert len(made) == 3
+        for mine, theirs in zip(made, recorded[script], strict=True):
+            assert mine.pop("sampling_error", 0) < 1e-4
+            # RLOO's ratio has the rounding of 24 log-probabilities, of 5e-7 each.
+            assert mine == pytest.approx(theirs, rel=3e-5, abs=1e-5)
