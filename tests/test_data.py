@@ -1,10 +1,12 @@
 """What the scripts make of queries, labels and preferences: prompts, chats, BOS, EOS, long texts,
 reward functions."""
 
+import colorsys
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -494,58 +496,12 @@ def test_a_coin_says_which_of_a_pair_comes_first() -> None:
     assert all(label.responses[label.best] == [6] for label in labels)
 
 
-def test_two_chats_with_other_questions_are_refused() -> None:
-    two = {
-        "chosen": FAR + TALL,
-        "rejected": EARLIER[:1] + YARDS,
-    }
-    says = ("row 0: an answer's chat is '<|im_start|>user\\n", " and does not continue ")
-    refuse(read_labels, two, *says, **ASK)
-
-
-def test_answers_that_are_neither_texts_nor_chats_are_refused() -> None:
-    rows = [
-        PAIR | {"prompt": ["w5", "w6"]},
-        PAIR | {"chosen": ["w6"], "rejected": ["w7"]},
-        PAIR | {"rejected": [7]},
-        PAIR | {"chosen": 6, "rejected": 7},
-        PAIR | {"rejected": YARDS},  # one of each
-        PAIR | {"chosen": TALL},
-        {"chosen": ["w6"], "rejected": ["w7"]},
-    ]
-    for row in rows:
-        refuse(read_labels, row, "row 0: ", chat=CHATML)
-
-
-@pytest.mark.parametrize("first", ["0 metres.", "0 yards."])
-def test_answers_of_several_turns_without_their_question_are_refused(first: str) -> None:
-    rest = EARLIER[2:] + TALL
-    row = {"chosen": TALL + rest, "rejected": turn(first) + rest}
-    for prompt in (FAR, FAR[0]["content"]):
-        refuse(read_labels, row | {"prompt": prompt}, "row 0: ", **ASK)
-
-
-GAPS = [
-    {"sample1": []},
-    {"sample1": [PAD]},
-    {"query": [PAD]},
-    {"sample0": None},
-]
-NO_BEST = [2, -1, None, 0.5]
-
-
-def test_labels_with_gaps_are_refused_in_a_line() -> None:
-    for change in GAPS:
-        says = "2 of 3 labels are of use: {'left out, for a prompt or an answer that is empty"
-        refuse(read_labels, [LABEL, LABEL, LABEL | change], says)
-    for best in NO_BEST:
-        rows = [LABEL, LABEL, LABEL | {"best": best}]
-        says = "row 2: neither query, sample0, .., best, nor chosen, rejected: {"
-        refuse(read_labels, rows, says)
-    for bad in ([5, 50], [5, -1], [5, None]):
-        refuse(read_labels, [LABEL, LABEL | {"sample1": bad}], f"row 1: {NO_IDS}{bad}")
-        refuse(read_labels, [LABEL, LABEL | {"query": bad}], f"row 1: {NO_IDS}{bad}")
-        refuse(read_labels, PAIR | {"chosen": bad}, "row 0: ")
+@pytest.mark.parametrize(
+    "change", [{"sample1": []}, {"sample1": [PAD]}, {"query": [PAD]}, {"sample0": None}]
+)
+def test_labels_with_gaps_are_counted(change: Row) -> None:
+    says = "2 of 3 labels are of use: {'left out, for a prompt or an answer that is empty"
+    refuse(read_labels, [LABEL, LABEL, LABEL | change], says)
 
 
 def test_more_labels_than_rows_are_refused_by_their_flag() -> None:
@@ -709,6 +665,45 @@ def test_chats_that_would_lose_their_end_are_refused(changes: dict[str, str]) ->
     assert query == [BOS, *read_queries(rows, **ASK)[0][-12:]]
 
 
+NEITHER = "row 0: neither query, sample0, .., best, nor chosen, rejected: {"
+TWO = "row 0: chosen and rejected must be two texts or two chats: ["
+NOT_ITS = "and does not continue "
+REST = EARLIER[2:] + TALL
+BAD_LABELS = [
+    (LABEL | {"best": 2}, NEITHER),
+    (LABEL | {"best": -1}, NEITHER),
+    (LABEL | {"best": None}, NEITHER),
+    (LABEL | {"best": 0.5}, NEITHER),
+    (LABEL | {"query": [5, 50]}, f"row 0: {NO_IDS}[5, 50]"),
+    (LABEL | {"sample1": [5, -1]}, f"row 0: {NO_IDS}[5, -1]"),
+    (LABEL | {"sample1": [5, None]}, f"row 0: {NO_IDS}[5, None]"),
+    (PAIR | {"prompt": ["w5", "w6"]}, f"row 0: {NO_IDS}['w5', 'w6']"),
+    (PAIR | {"chosen": [5, 6]}, TWO),
+    (PAIR | {"rejected": [7]}, TWO),
+    (PAIR | {"chosen": 6, "rejected": 7}, TWO),
+    (PAIR | {"rejected": YARDS}, TWO),  # one of each
+    (PAIR | {"chosen": TALL}, TWO),
+    ({"chosen": ["w6"], "rejected": ["w7"]}, TWO),
+    # chats about other questions, and answers of several turns without their question
+    ({"chosen": FAR + TALL, "rejected": EARLIER[:1] + YARDS}, NOT_ITS),
+    ({"prompt": FAR, "chosen": TALL + REST, "rejected": TALL + REST}, "row 0: "),
+    ({"prompt": FAR, "chosen": TALL + REST, "rejected": YARDS + REST}, "row 0: "),
+    ({"question": "How?", "chosen": TALL + REST, "rejected": TALL + REST}, "row 0: "),
+    # ids could be of another tokenizer
+    (CHATS | {"prompt": [5, 6]}, "row 0: prompt must be a text or a chat, like `chosen`: {"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), BAD_LABELS)
+def test_labels_that_are_none_are_refused_in_a_line(row: Row, says: str) -> None:
+    refuse(read_labels, row, says, chat=CHATML)
+
+
+def test_the_number_of_a_bad_row_is_named() -> None:
+    refuse(read_labels, [LABEL, LABEL, LABEL | {"best": 2}], NEITHER.replace("0", "2", 1))
+    refuse(read_queries, CHATS | {"prompt": [5, 6]}, "row 0: prompt must be a text or a chat")
+
+
 TOWER = {"question": "How tall is tower 0?"}
 OF_TEXTS = [
     (TOWER, "How tall is tower 0?"),
@@ -796,18 +791,6 @@ def test_the_longer_of_prompt_and_chosen_is_asked() -> None:
     assert read_query(asked | {"chosen": FAR + TALL}, **ASK) == read_query(asked, **ASK)
 
 
-def test_token_ids_beside_a_chat_are_refused() -> None:
-    """They could be of another tokenizer, and would be one message too few."""
-    row = {
-        "prompt": [5, 6],
-        "chosen": FAR + TALL,
-        "rejected": FAR + YARDS,
-    }
-    says = "row 0: prompt must be a text or a chat, like `chosen`: {"
-    refuse(read_labels, row, says, **ASK)
-    refuse(read_queries, row, says, **ASK)
-
-
 def test_an_answer_without_a_text_is_left_out_and_counted(capsys: pytest.CaptureFixture) -> None:
     rows = [ANSWERS | {"prompt": FAR}] * 19
     texts = [TEXTS | TOWER] * 19
@@ -826,46 +809,34 @@ def test_an_answer_without_a_text_is_left_out_and_counted(capsys: pytest.Capture
 
 
 # --- reward functions -----------------------------------------------------------------------------
-def named(completions: list[str], answers: list[str], level: Any, **others: Any) -> list[float]:
-    """A float for each completion, of columns that it names."""
-    scores = []
-    for text, answer, x in zip(completions, answers, level, strict=True):
-        scores.append(float(answer in text.split()) + 10 * x)
-    return scores
-
-
 def score(script: Any, function: Any, columns: dict[str, Any] | None = None) -> Any:
     """Scores by a function of two responses, of one token and of two."""
-    tokenizer, _ = start(script)
+    tokenizer, args = start(script, reward_fn="colorsys:mine")
     row = {"query": "w5"} | (columns or {})
     queries = [script.Query([token], [token], row) for token in (5, 6)]
-    return script.score_by_function(function, tokenizer, queries, make_responses([[7], [8, 9]]))
+    with mock.patch.object(colorsys, "mine", function, create=True):
+        reward = script.load_reward("reward_model", args, "tiny", tokenizer, 14)
+    return reward(queries, make_responses([[7], [8, 9]]))
 
 
 NO_FLOATS = [
     {},
     {"w7": 0.0, "w8": 0.0},
-    {1.0: "a", 2.0: "b"}.keys(),
     1.0,
     None,
     [1.0],
     [1.0] * 3,
     [1.0, np.nan],
     torch.tensor([1.0, np.inf]),
-    [None, None],
     [1.0, None],
     ["yes", "no"],
     [[1.0], [2.0]],
     [[1.0], [0.5, 1.5]],  # of tokens
-    [[], [1.0, 2.0]],
     [torch.tensor(1.0), torch.tensor([2.0, 0.0])],
-    [np.array([1.0]), np.array([0.5, 1.5])],
 ]
 FLOATS = [
     [1, 2],
-    (1.0, 2.0),
     torch.tensor([1.0, 2.0]),
-    torch.tensor([1, 2]),
     torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
     torch.tensor([1.0, 2.0], requires_grad=True),
     [torch.tensor(1.0), torch.tensor(2.0)],
@@ -892,25 +863,6 @@ def test_what_is_no_float_for_each_response_is_an_error(script: Any) -> None:
 
 
 @pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
-def test_a_function_gets_the_columns_that_it_names(script: Any) -> None:
-    """Its parameters have TRL's names, whatever the table has under these."""
-    rows = []
-    for i in (6, 7):
-        row = {
-            "query": words(5, i),
-            "answers": f"w{i}",
-            "level": i,
-            "completions": "no",
-        }
-        rows.append(row)
-    tokenizer, args = start(script, query_dataset=rows, reward_fn="test_data:named")
-    reward = script.load_reward("reward_model", args, "tiny", tokenizer, 14)
-    queries = script.load_queries("query_dataset", args, tokenizer, 2)
-    queries = sorted(queries, key=lambda query: query.columns["level"])
-    assert reward(queries, make_responses([[6], [6]])).tolist() == [61, 70]
-
-
-@pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
 def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explained(
     script: Any,
 ) -> None:
@@ -925,6 +877,7 @@ def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explai
         "query": "w5",
         "prompt": "left out, as TRL does",
         "input_ids": "column",
+        "completions": "not these",
         "queries": 3,
         "tags": ["a"],
     }
@@ -967,18 +920,11 @@ def test_a_function_gets_chats_where_the_table_has_chats(script: Any) -> None:
 
 
 # --- none -----------------------------------------------------------------------------------------
-def test_none_is_none_with_and_without_an_equals_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    for script, own in zip(
-        SCRIPTS, ("adaptive_kl_target", "adaptive_kl_target", "num_labels"), strict=True
-    ):
-        given = [
-            "--start_text=none",
-            "--end_text",
-            "none",
-            "--truncate_token=None",
-            f"--{own}=none",
-        ]
-        monkeypatch.setattr(sys, "argv", [script.__name__, "tiny", *given])
-        args = script.parse_args()[1]
-        names = "start_text end_text truncate_token".split()
-        assert [getattr(args, name) for name in (own, *names)] == [None] * 4
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_none_is_none_with_and_without_an_equals_sign(script: Any, monkeypatch: Any) -> None:
+    own = "num_labels" if script is train_reward else "adaptive_kl_target"
+    given = f"tiny --start_text=none --end_text none --truncate_token=None --{own}=none"
+    monkeypatch.setattr(sys, "argv", [script.__name__, *given.split()])
+    _, args = script.parse_args()
+    names = ("start_text", "end_text", "truncate_token", own)
+    assert [getattr(args, name) for name in names] == [None] * 4

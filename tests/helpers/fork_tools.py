@@ -412,15 +412,15 @@ def log_whole_tensors(log: str) -> None:
 
     def whole() -> list[Any]:
         weights = [x for x in gc.get_objects() if type(x) is torch.nn.Parameter]
-        weights = [x for x in weights if x.requires_grad and not hasattr(x, "to_local")]
-        return [x for x in weights if x.untyped_storage().size() > 0]
+        return [x for x in weights if x.requires_grad and not hasattr(x, "to_local")]
 
     def counted(self: Any, loss: Any) -> None:
         backward(self, loss)
-        note("gradients", sum(x.numel() for x in whole() if x.grad is not None))
+        note("gradients", sum(x.grad.numel() for x in whole() if x.grad is not None))
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        note("weights", sum(x.numel() for x in whole()))
+        here = [x for x in whole() if x.untyped_storage().size() > 0]  # others are in shards now
+        note("weights", sum(x.numel() for x in here))
         note("copies", torch.is_autocast_cache_enabled())
         return search(*args, **kwargs)
 
