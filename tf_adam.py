@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, reduce
 from filelock import FileLock
@@ -217,11 +217,11 @@ def patch_layers(model: PreTrainedModel, args: Any) -> None:
         model.get_output_embeddings().register_forward_pre_hook(make_contiguous)
 
 
-def run_in_bf16(forward: Callable, ids: Tensor, **named: Any) -> ModelOutput:
+def run_in_bf16(forward: Callable, *inputs: Any, **named: Any) -> ModelOutput:
     """A trunk's output by autocast, but its states in fp32: bf16 would round a logit of about 100
     by up to 0.25."""
-    with torch.autocast(ids.device.type, torch.bfloat16):
-        output = forward(ids, **named)
+    with torch.autocast(PartialState().device.type, torch.bfloat16):
+        output = forward(*inputs, **named)
     output.last_hidden_state = output.last_hidden_state.float()
     return output
 
