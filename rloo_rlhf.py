@@ -747,6 +747,12 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
+def check_vocabulary(flag: str, args: Args, tokenizer: Tokenizer) -> None:
+    """UserError if the flag's model has other token ids than --base_model."""
+    if load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"--{flag} has another tokenizer than --base_model: use a --reward_fn")
+
+
 def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
     """A function from queries and batch to scores (B,): --reward_fn, the model that the flag names,
     or else the newest that train_reward.py made for the preset, whose path is then set in args."""
@@ -763,6 +769,7 @@ def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longes
             raise UserError(f"--{flag} None: `python train_reward.py {preset}` makes one")
         setattr(args, flag, str(newest.with_name("reward_model")))
     PartialState().print(f"--{flag} {getattr(args, flag)}")
+    check_vocabulary(flag, args, tokenizer)
     model = load_model(flag, args, AutoClassifier, tokenizer, longest)
     hold_in_bf16(model.requires_grad_(False), args)
     model = model.to(PartialState().device)
@@ -794,8 +801,6 @@ def load_model(
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-    if flag != "base_model" and load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
     head = "score" if auto_class is AutoClassifier else "lm_head"
     with explained(what):
         model, info = auto_class.from_pretrained(

@@ -534,8 +534,6 @@ def load_model(
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-    if flag != "base_model" and load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
     head = "score" if auto_class is AutoClassifier else "lm_head"
     with explained(what):
         model, info = auto_class.from_pretrained(

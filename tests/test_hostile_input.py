@@ -212,7 +212,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, "--base_model tiny/nothing", "@."),
     (REWARD, "--base_model ./nowhere", "@."),
     (RLOO, "--reward_model ~/nowhere", "@."),
-    (PPO, "--base_model narrow", "@40 embeddings for token 49, "),
+    (PPO, "--base_model narrow", "@token id 49 with 40 embeddings"),
     (PPO, "--base_model no_weights", WEIGHTS),
     (PPO, "--base_model pickle", WEIGHTS),
     (PPO, "--base_model index", WEIGHTS),
@@ -225,7 +225,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (REWARD, "--base_model three_layers", f"{NO_FIT}GPT2LMHeadModel: .*h.2"),
     (PPO, "--base_model another_type", f"{NO_FIT}GPTNeoXForCausalLM: "),
     *((script, "--base_model code", "@.*custom code") for script in SCRIPTS),
-    *((script, "--response_length 60", "--.*_model .* a window of 64 for 6") for script in SCRIPTS),
+    *((script, "--response_length 60", "--.*_model .* 6\\d tokens in a window of 64") for script in SCRIPTS),
     # rewards
     (PPO, "--reward_model short", "@.*a window of 8"),
     (PPO, "--reward_model two_labels", "@.*`ignore_mismatched_sizes` to `False`"),
