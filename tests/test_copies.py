@@ -73,12 +73,12 @@ def test_pytest_runs_tests_against_a_copy_of_a_script(tmp_path: Path) -> None:
     script = change(RLOO, tmp_path / "it's mine", imports, fault)
     with script.with_name("tf_adam.py").open("a") as file:
         file.write("\n\nof_my_own = 1\n")
-    tests = ["tests/test_ppo_math.py", "tests/test_consistency.py"]
+    tests = ["tests/test_algorithm.py", "tests/test_consistency.py"]
     names = "every_argument_is_read or leave_one_out_advantage"
     status, printed = pytest_with(script, *tests, "-k", names)
     assert f"{script} in the place of {RLOO}" in printed
     assert status == 1, printed
-    assert "FAILED tests/test_ppo_math.py::test_leave_one_out_advantage" in printed
+    assert "FAILED tests/test_algorithm.py::test_leave_one_out_advantage" in printed
     assert "1 failed, 1 passed" in printed
 
 

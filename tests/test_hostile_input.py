@@ -225,10 +225,13 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (REWARD, "--base_model three_layers", f"{NO_FIT}GPT2LMHeadModel: .*h.2"),
     (PPO, "--base_model another_type", f"{NO_FIT}GPTNeoXForCausalLM: "),
     *((script, "--base_model code", "@.*custom code") for script in SCRIPTS),
-    *((script, "--response_length 60", "--.*_model .* 6\\d tokens in a window of 64") for script in SCRIPTS),
+    *(
+        (script, "--response_length 60", "--.*_model .* tokens in a window of 64")
+        for script in SCRIPTS
+    ),
     # rewards
     (PPO, "--reward_model short", "@.*a window of 8"),
-    (PPO, "--reward_model two_labels", "@.*`ignore_mismatched_sizes` to `False`"),
+    (PPO, "--reward_model two_labels", f"{NO_FIT}GPT2ForSequenceClassification: .*score.weight"),
     (
         RLOO,
         "--reward_model other_words",

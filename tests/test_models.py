@@ -401,8 +401,8 @@ def test_the_last_embedding_and_the_whole_window_can_be_used(make: Callable) -> 
     with torch.no_grad():
         ppo_rlhf.check_model(model, with_top_token(size - 1), WINDOW)
         for top, longest in ((size, WINDOW), (1, WINDOW + 1)):
-            says = f"^token id {top} with {size} embeddings, or {longest} tokens in a window of {WINDOW}$"
-            with pytest.raises(UserError, match=says):
+            says = f"^token id {top} with {size} embeddings, or {longest} tokens in a window of "
+            with pytest.raises(UserError, match=f"{says}{WINDOW}$"):
                 ppo_rlhf.check_model(model, with_top_token(top), longest)
 
 

@@ -19,9 +19,12 @@ TESTS_OF_COPIES = (
     "test_end_to_end.py",
     "test_run_folder.py",
     "test_hostile_input.py",
-    "test_sampler.py",
+    "test_checks.py",
+    "test_rollout.py",
+    "test_forward_passes.py",
     "test_models.py",
     "test_data.py",
+    "test_tokens.py",
     "test_engines.py",
     "test_simulated_device.py",
 )
