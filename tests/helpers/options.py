@@ -19,9 +19,11 @@ TESTS_OF_COPIES = (
     "test_end_to_end.py",
     "test_run_folder.py",
     "test_hostile_input.py",
-    "test_sampler.py",
+    "test_rollout.py",
+    "test_forward_passes.py",
     "test_models.py",
     "test_data.py",
+    "test_tokens.py",
     "test_engines.py",
     "test_simulated_device.py",
 )
@@ -67,7 +69,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     flags = config.getoption("--script_flags")
     env = os.environ | {"COPIED_SCRIPT": original, "SCRIPT_FLAGS": flags}
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("tests", "benchmark", "tiny"):
+        for name in ("tests", "benchmark", "tiny", "docs"):
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, f"{folder}/{name}", ignore=ignored)
         for pattern in ("*.py", "*.toml", "*.md"):
