@@ -814,6 +814,12 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
+def check_vocabulary(flag: str, args: Args, tokenizer: Tokenizer) -> None:
+    """UserError if the flag's model has other token ids than --base_model."""
+    if load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"--{flag} has another tokenizer than --base_model: use a --reward_fn")
+
+
 def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
     """A function from queries and batch to scores (B,): --reward_fn, the model that the flag names,
     or else the newest that train_reward.py made for the preset, whose path is then set in args."""
@@ -830,6 +836,7 @@ def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longes
             raise UserError(f"--{flag} None: `python train_reward.py {preset}` makes one")
         setattr(args, flag, str(newest.with_name("reward_model")))
     PartialState().print(f"--{flag} {getattr(args, flag)}")
+    check_vocabulary(flag, args, tokenizer)
     model = load_model(flag, args, AutoClassifier, tokenizer, longest)
     hold_in_bf16(model.requires_grad_(False), args)
     model = model.to(PartialState().device)
@@ -858,6 +865,7 @@ def load_critic(args: Args, tokenizer: Tokenizer, longest: int) -> Model | None:
     if args.critic == "reward":
         if args.reward_model is None:
             raise UserError("--critic reward needs --reward_model beside a --reward_fn")
+        check_vocabulary("reward_model", args, tokenizer)
         return load_model("reward_model", args, AutoClassifier, tokenizer, longest)
     return load_model("base_model", args, AutoModelForCausalLM, tokenizer, longest)
 
@@ -872,8 +880,6 @@ def load_model(
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-    if flag != "base_model" and load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
     head = "score" if auto_class is AutoClassifier else "lm_head"
     with explained(what):
         model, info = auto_class.from_pretrained(
@@ -883,14 +889,16 @@ def load_model(
             attn_implementation="eager" if PartialState().device.type == "cpu" else None,
             use_safetensors=True,
             trust_remote_code=False,  # None would ask
+            ignore_mismatched_sizes=True,  # they are refused below
             output_loading_info=True,
             **({"num_labels": 1} if head == "score" else {}),
         )
 
-    # transformers only warns about weights that are missing or left over. What is left over may
-    # belong to another head, but not to a layer (`h.3.`) or to this head (a bias, for example).
+    # transformers only warns about weights that are missing, left over or of another size. What is
+    # left over may belong to another head, but not to a layer (`h.3.`) or to this head (a bias).
     wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
     wrong |= info["missing_keys"] - ({"score.weight"} if flag == "base_model" else set())
+    wrong |= {str(key) for key in info["mismatched_keys"]}
     if wrong:
         raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
     with explained(what):

@@ -211,7 +211,7 @@ def patch_layers(model: PreTrainedModel, args: Any) -> None:
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if args.dtype == "bf16":
-        trunk = model.base_model
+        trunk = model.get_decoder()  # not base_model: OPT calls only the decoder in it
         trunk.forward = partial(run_in_bf16, trunk.forward)
     if model.get_output_embeddings() is not None:
         model.get_output_embeddings().register_forward_pre_hook(make_contiguous)

@@ -534,8 +534,6 @@ def load_model(
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-    if flag != "base_model" and load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
     head = "score" if auto_class is AutoClassifier else "lm_head"
     with explained(what):
         model, info = auto_class.from_pretrained(
@@ -545,14 +543,16 @@ def load_model(
             attn_implementation="eager" if PartialState().device.type == "cpu" else None,
             use_safetensors=True,
             trust_remote_code=False,  # None would ask
+            ignore_mismatched_sizes=True,  # they are refused below
             output_loading_info=True,
             **({"num_labels": 1} if head == "score" else {}),
         )
 
-    # transformers only warns about weights that are missing or left over. What is left over may
-    # belong to another head, but not to a layer (`h.3.`) or to this head (a bias, for example).
+    # transformers only warns about weights that are missing, left over or of another size. What is
+    # left over may belong to another head, but not to a layer (`h.3.`) or to this head (a bias).
     wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
     wrong |= info["missing_keys"] - ({"score.weight"} if flag == "base_model" else set())
+    wrong |= {str(key) for key in info["mismatched_keys"]}
     if wrong:
         raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
     with explained(what):

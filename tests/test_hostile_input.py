@@ -228,13 +228,13 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     *((script, "--response_length 60", "--.* 6. tokens in a window of 64$") for script in SCRIPTS),
     # rewards
     (PPO, "--reward_model short", "@.*a window of 8"),
-    (PPO, "--reward_model two_labels", "@.*`ignore_mismatched_sizes` to `False`"),
+    (PPO, "--reward_model two_labels", f"{NO_FIT}GPT2ForSequenceClassification: .*score.weight"),
     (
         RLOO,
         "--reward_model other_words",
-        "@has another tokenizer than --base_model: use",
+        "--reward_model has another tokenizer than --base_model: use",
     ),
-    (RLOO, "--reward_model encoder", "@has another tokenizer than --b"),
+    (RLOO, "--reward_model encoder", "--reward_model has another tokenizer than --b"),
     (PPO, "--reward_model model", f"{NO_FIT}GPT2ForSequenceClassification: score.weight$"),
     (PPO, "--reward_model none", "--reward_model None: `python train_reward.py tiny` makes one"),
     (PPO, f"{OWN} functions:none_such", "@.*none_such"),

@@ -401,8 +401,8 @@ def test_the_last_embedding_and_the_whole_window_can_be_used(make: Callable) -> 
     with torch.no_grad():
         ppo_rlhf.check_model(model, with_top_token(size - 1), WINDOW)
         for top, longest in ((size, WINDOW), (1, WINDOW + 1)):
-            says = f"^{size} embeddings for token {top}, a window of {WINDOW} for {longest}$"
-            with pytest.raises(UserError, match=says):
+            says = f"^token id {top} with {size} embeddings, or {longest} tokens in a window of "
+            with pytest.raises(UserError, match=f"{says}{WINDOW}$"):
                 ppo_rlhf.check_model(model, with_top_token(top), longest)
 
 
@@ -412,7 +412,7 @@ def test_the_window_of_a_model_of_texts_and_images_is_that_of_texts() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert not hasattr(config, "max_position_embeddings")
-    with pytest.raises(UserError, match=f"a window of {WINDOW} for {WINDOW + 1}$"):
+    with pytest.raises(UserError, match=f"{WINDOW + 1} tokens in a window of {WINDOW}$"):
         ppo_rlhf.check_model(model, with_top_token(1), WINDOW + 1)
 
 

@@ -324,7 +324,7 @@ def test_rloo_runs_with_responses_of_one_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = fork_tools.copy(kit(), tmp_path)
-    flags = "--response_length 1 --total_episodes 8"
+    flags = "--response_length 1 --truncate_after 0 --total_episodes 8"
     call(RLOO, WORDS[RLOO] + flags.split(), folder, monkeypatch)
     metrics = read_lines(folder / "out/metrics.jsonl")
     assert len(metrics) == 2

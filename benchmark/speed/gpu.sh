@@ -38,7 +38,7 @@ lora=(--total_episodes 256 --batch_size 64 --micro_batch_size 16)
 if [ -n "${SMALL:-}" ]; then
     gpu=small-$gpu
     records=$out/records
-    tests=(tests/test_ppo_math.py)
+    tests=(tests/test_algorithm.py)
     real=2x64
     sentiment=(--query_length 64 --batch_size 16 --micro_batch_size 8 --total_episodes 32)
     shapes=(2x64)

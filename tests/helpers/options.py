@@ -19,6 +19,7 @@ TESTS_OF_COPIES = (
     "test_end_to_end.py",
     "test_run_folder.py",
     "test_hostile_input.py",
+    "test_checks.py",
     "test_rollout.py",
     "test_forward_passes.py",
     "test_models.py",
