@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import options
 import pytest
 from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO, WORDS, copy, kit, plain, run
@@ -83,14 +84,13 @@ def test_pytest_runs_tests_against_a_copy_of_a_script(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_a_copy_is_named(tmp_path: Path) -> None:
-    """Its state is not in run.state, and what is has numbers as keys, at a flag that is off by
-    default. The new flag itself, another default and another file are no faults."""
+    """Its state is not in run.state, at a flag that is off by default. The new flag itself, another
+    default and another file are no faults."""
     field = "    track: bool = False"
     start = "        start = update * args.batch_size\n"
     mine = """
         if args.mine == "more":
             seen.append(update)
-            run.state["seen"] = {len(seen): 1.0}
             optimizer.param_groups[0]["weight_decay"] = 0.1 * len(seen)
         (run.folder / "notes.txt").touch()
 """
@@ -102,20 +102,21 @@ def test_a_fault_of_a_copy_is_named(tmp_path: Path) -> None:
         ("    run.start()\n", "    run.start()\n    seen = []\n"),
         (start, mine[1:] + start),
     )
-    kinds = "kills or keys or leaves_these_files or on_resume or out_of_range"
+    kinds = "kills or leaves_these_files or on_resume or out_of_range"
     words = ["tests/test_run_folder.py", "tests/test_end_to_end.py", "tests/test_hostile_input.py"]
     words += ["-k", f"({kinds}) and not reward.py-2", "--script_flags=--mine more"]
     status, printed = pytest_with(script, *words)
     assert status == 1
     failed = re.findall(r"^FAILED tests/test_run_folder.py::(\w+)\[train_reward.py", printed, re.M)
-    assert failed == [
-        "test_kills_and_interruptions_change_no_bit",
-        "test_keys_of_run_state_are_texts",
-    ]
-    assert "2 failed, 3 passed" in printed
+    assert failed == ["test_kills_and_interruptions_change_no_bit"]
+    assert "1 failed, 3 passed" in printed
     assert "The resumed run differs from one left alone. What the loop carries" in printed
     assert re.search(r"and update: train/\w+ of update \d is [\d.]+, not [\d.]+", printed)
-    assert "JSON makes these keys of run.state texts" in printed
+
+
+@pytest.mark.parametrize("name", options.TESTS_OF_COPIES)
+def test_the_tests_of_copies_are_there(name: str) -> None:
+    assert (ROOT / "tests" / name.split("::")[0]).exists()
 
 
 def test_a_copy_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     ),
     (PPO, "--truncate_token w1 --truncate_after 5", "@must be below --response_length"),
     (RLOO, "--truncate_token w1 --truncate_after 16", "@must be below --response_length"),
-    (PPO, "--reward_fn functions:fine --reward_model none", "--reward_model None: "),
+    (PPO, "--reward_fn functions:fine --reward_model none", "--critic reward needs --re"),
     (PPO, "--lr_warmup 4", "--lr_warmup and --critic_warmup must be below 4 updates$"),
     (PPO, "--critic_warmup 4", "--lr_warmup and --critic_warmup must be below 4 updates$"),
     *((script, "--resume --output_dir none", "--resume needs --output_dir") for script in SCRIPTS),
@@ -212,7 +212,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, "--base_model tiny/nothing", "@."),
     (REWARD, "--base_model ./nowhere", "@."),
     (RLOO, "--reward_model ~/nowhere", "@."),
-    (PPO, "--base_model narrow", "@token id 49 with 40 embeddings"),
+    (PPO, "--base_model narrow", "@token id 49 with 40 embeddings, "),
     (PPO, "--base_model no_weights", WEIGHTS),
     (PPO, "--base_model pickle", WEIGHTS),
     (PPO, "--base_model index", WEIGHTS),
@@ -225,10 +225,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (REWARD, "--base_model three_layers", f"{NO_FIT}GPT2LMHeadModel: .*h.2"),
     (PPO, "--base_model another_type", f"{NO_FIT}GPTNeoXForCausalLM: "),
     *((script, "--base_model code", "@.*custom code") for script in SCRIPTS),
-    *(
-        (script, "--response_length 60", "--.*_model .* tokens in a window of 64")
-        for script in SCRIPTS
-    ),
+    *((script, "--response_length 60", "--.* 6. tokens in a window of 64$") for script in SCRIPTS),
     # rewards
     (PPO, "--reward_model short", "@.*a window of 8"),
     (PPO, "--reward_model two_labels", f"{NO_FIT}GPT2ForSequenceClassification: .*score.weight"),

@@ -57,9 +57,9 @@ def with_flags(words: str, script: str) -> list[str]:
 # half of the responses end.
 COMMON = "--query_dataset queries.jsonl --response_length 5 --query_length 6 --start_text none"
 COMMON += " --end_text none --output_dir out --checkpoint_every 1 --base_model model"
-COMMON += " --batch_size 4 --micro_batch_size 2"
+COMMON += " --batch_size 4 --micro_batch_size 2 --truncate_token w49 --truncate_after 1"
 RL = f"{COMMON} --reward_model judge --eval_queries 2 --num_epochs 2 --total_episodes 16"
-RL += " --truncate_token w49 --truncate_after 1 --lr 1e-2"
+RL += " --lr 1e-2"
 LABELS = f"{COMMON} --label_dataset labels.jsonl --num_labels 16 --normalization_samples 4"
 WORDS = {
     PPO: with_flags(f"{RL} --critic reward", PPO),  # all that a run can leave
@@ -224,12 +224,12 @@ FAILED: dict[tuple[str, int], str] = {}
 @functools.cache
 def plain(script: str, world: int) -> Path:
     """A folder in which the script has run and nothing stopped it, on one process or two; `log`
-    lists what it wrote, `keys` the keys of run.state that are no texts."""
+    lists what it wrote."""
     # What follows is not cached after a failure, and must not hide its cause.
     assert (script, world) not in FAILED, FAILED[script, world]
     folder = copy(kit(), kit().with_name(f"{script}-{world}"))
-    changes = ((strike, "", 0, 0, f"{folder}/log"), (log_keys, f"{folder}/keys"))
-    code, _, errors = run_on(world, script, WORDS[script], folder, *changes)
+    log_all = (strike, "", 0, 0, f"{folder}/log")
+    code, _, errors = run_on(world, script, WORDS[script], folder, log_all)
     if code != 0:
         words = shlex.join(WORDS[script])
         says = f"a run that many tests compare with ends with status {code}: {script} {words}"
@@ -349,31 +349,6 @@ def log_unpickling(log: str) -> None:
                 file.write(f"{values}\n")
 
     sys.addaudithook(watch)
-
-
-def log_keys(log: str) -> None:
-    """Keys in run.state that are no texts are written to that file: JSON makes them texts, so that
-    the next update does not find them."""
-    import tf_adam
-
-    if not hasattr(tf_adam, "Run"):  # that of a copy
-        return
-    end_update = tf_adam.Run.end_update
-
-    def note(value: Any) -> None:
-        if not isinstance(value, dict):
-            return
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                with open(log, "a") as file:
-                    file.write(f"{key!r}\n")
-            note(inner)
-
-    def noted(self: Any) -> None:
-        note(self.state)
-        end_update(self)
-
-    tf_adam.Run.end_update = noted
 
 
 def log_shares(log: str) -> None:

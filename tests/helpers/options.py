@@ -70,7 +70,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     flags = config.getoption("--script_flags")
     env = os.environ | {"COPIED_SCRIPT": original, "SCRIPT_FLAGS": flags}
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("tests", "benchmark", "tiny"):
+        for name in ("tests", "benchmark", "tiny", "docs"):
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, f"{folder}/{name}", ignore=ignored)
         for pattern in ("*.py", "*.toml", "*.md"):
