@@ -1094,9 +1094,11 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
 
 def bos(tokenizer: Tokenizer) -> list[int]:
     """What the tokenizer puts before every text: Llama's and Gemma's one token, others nothing."""
-    first = tokenizer("a", add_special_tokens=False).input_ids[0]
+    first = tokenizer("a", add_special_tokens=False).input_ids[:1]
+    if not first:
+        raise UserError("--base_model has a tokenizer without tokens")
     tokens = tokenizer("a").input_ids  # not of "": then an EOS at the end would look like it
-    return tokens[: tokens.index(first)]
+    return tokens[: tokens.index(first[0])]
 
 
 PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token

@@ -916,7 +916,7 @@ def test_rewards_of_tokens_are_paid_at_their_tokens(tmp_path: Path) -> None:
         return update(*given)
 
     flags = "--adaptive_kl_target none --kl_coef 0 --reward_fn test_systems:of_tokens"
-    flags += " --critic shared"
+    flags += " --critic shared --truncate_token none"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "ppo_update", noted)
         call("trlx.py", [*WORDS[PPO], *flags.split()], folder, patch)

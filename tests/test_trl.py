@@ -263,7 +263,7 @@ def run_main(
         "shuffle": lambda _, __, update, ___: shuffles[update],
     } | recording.replaced()
     given["evaluate"] = lambda *_: pd.DataFrame({"query": [""], "score": [0.0]})
-    for name in "check_update save_policy write_samples".split():
+    for name in "check_update check_vocabulary save_policy write_samples".split():
         given[name] = lambda *_: None  # the first because the policy starts off the reference
     for name, function in given.items():
         patch.setattr(script, name, function)

@@ -411,6 +411,7 @@ class PPO112(Recording):
             "whiten": "batch",
             "value_after_end": True,
             "critic": "reward",
+            "reward_model": "recorded",
         }
 
     def not_reproduced(self) -> dict[str, bool]:
@@ -623,7 +624,7 @@ class RLOO116(Recording):
         return torch.from_numpy(responses).long()
 
     def shuffles(self, arrays: Arrays) -> Tensor:
-        order = torch.arange(len(self.queries(arrays)))
+        order = torch.arange(len(arrays["prompt_ids"]))  # the rows of a query are side by side
         return order.view(1, self.num_minibatches, -1).repeat(self.config["num_iterations"], 1, 1)
 
     def models(self) -> tuple[Module, Module]:
