@@ -384,10 +384,7 @@ def choose_folder(script: Path, preset: str, args: Any) -> None:
             f"--output_dir {folder} is not empty: choose another, or --resume if it has checkpoints"
         )
     if "args.json" in files:
-        about = json.loads((folder / "args.json").read_text())
-        if about["script"] != script.stem:
-            raise UserError(f"--output_dir {folder} has a run of {about['script']}.py")
-        before = vars(type(args)()) | about["args"]
+        before = vars(type(args)()) | json.loads((folder / "args.json").read_text())["args"]
         for name, value in vars(args).items():
             # --reward_model None: load_reward chooses the newest later, and Run.start compares it.
             is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
