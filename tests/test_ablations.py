@@ -82,7 +82,7 @@ def test_finer_averages_tell_a_faster_run_from_a_worse_one(tmp_path: Path) -> No
     rows = {}
     for name, step in (("default", 0.08), ("lambda 1 (default: 0.95)", 0.4)):
         kls = [step * i for i in range(1, 101)]
-        metrics = [{"objective/kl": kl, "true_score": kl**0.5} for kl in kls]
+        metrics = [{"kl": kl, "true_score": kl**0.5} for kl in kls]
         (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
         rows[name] = ablations.with_curves({"failed": False}, tmp_path)
     fine = ablations.at_equal_kl(rows["lambda 1 (default: 0.95)"], rows["default"])

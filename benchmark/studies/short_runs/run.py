@@ -81,6 +81,7 @@ JUDGED = (
         '            "objective/scores": batch.scores,\n',
         '            "objective/scores": batch.scores,\n'
         '            "true_score": read,\n'
+        '            "kl": (batch.logprobs - batch.ref_logprobs).sum(1),\n'  # of all tokens
         '            "reward": raw_scores,\n',
     ),
 )
@@ -91,12 +92,14 @@ INTERRUPTED = 130  # a script's exit status: by Ctrl-C or SIGTERM
 CURVES = {
     "true_score": "true_score",
     "reward": "reward",
-    "kl": "objective/kl",
+    "kl": "kl",
     "var_explained": "ppo/val/var_explained",
 }
 BINS = 16  # points of a curve in the picture
 FINE_WINDOW = 2  # updates whose means make a point of the curves that are compared
 SHIFTED = (("mask, shift_mean=False)", "mask, shift_mean=True)"),)
+CRITIC = "--critic reward --critic_warmup 5"
+FIXED = "--adaptive_kl_target none --mask_truncated"
 
 
 class Choice(NamedTuple):
@@ -123,7 +126,7 @@ CHOICES = {
     "no ratio clipping": Choice(PPO, "--cliprange 1e9"),
     "critic from the policy": Choice(PPO, "--critic policy"),
     "critic from the reward model": Choice(PPO, "--critic reward"),
-    "critic from the reward model, warmed up": Choice(PPO, "--critic reward --critic_warmup 5"),
+    "critic from the reward model, warmed up": Choice(PPO, CRITIC),
     "reward model not normalised": Choice(PPO, reward="--normalization_samples 0"),
     "fixed KL coefficient": Choice(PPO, "--adaptive_kl_target none"),
     "k3 as the KL penalty": Choice(PPO, "--kl_estimator k3", "trl_1.12"),
@@ -166,8 +169,23 @@ CHOICES = {
     "RLOO of tokens": Choice(RLOO, system="dr_grpo"),
     "RLOO, normalised": Choice(RLOO, "--normalize_advantages", "trl_rloo"),
     "GRPO": Choice(RLOO, system="grpo"),
+    # the study which_method: newer methods with the default's settings, then with their own
+    "GRPO, unbiased KL": Choice(RLOO, "--unbiased_kl", "grpo"),
+    "REINFORCE++": Choice(RLOO, system="reinforce_pp"),
+    "DAPO": Choice(RLOO, system="dapo"),
+    "GSPO": Choice(RLOO, system="gspo"),
+    "VAPO": Choice(PPO, CRITIC, "vapo"),
+    "GRPO, published": Choice(RLOO, f"--kl_coef 0.04 {FIXED}", "grpo"),
+    "Dr. GRPO, published": Choice(RLOO, f"--kl_coef 0 {FIXED}", "dr_grpo"),
+    "REINFORCE++, published": Choice(RLOO, "--mask_truncated", "reinforce_pp"),
+    "DAPO, published": Choice(RLOO, f"--kl_coef 0 {FIXED}", "dapo"),
+    "GSPO, published": Choice(
+        RLOO, f"--kl_coef 0 {FIXED} --num_minibatches 4 --num_epochs 1", "gspo"
+    ),
+    "VAPO, published": Choice(PPO, f"{CRITIC} --no-whiten_rewards --mask_truncated", "vapo"),
 }
 BASES = ("default", "RLOO, K 4")
+NEWER = tuple(CHOICES)[tuple(CHOICES).index("GRPO, unbiased KL") :]  # those of which_method
 LONG = (
     "lambda 1 (default: 0.95)",
     "critic from the reward model",
@@ -513,7 +531,9 @@ def main(program: str = __file__, **defaults: Any) -> None:
     torch.set_num_threads(1)
     is_long = args.episodes >= EPISODES
     if args.choices is None:
-        others = LONG if is_long else [name for name in CHOICES if name not in LONG]
+        others = LONG
+        if not is_long:
+            others = [name for name in CHOICES if name not in (*LONG, *NEWER)]
         args.choices = list(dict.fromkeys((*BASES, *others)))
     folder = Path(args.folder) / common.commit()
     sizes = ["--total_episodes", str(args.episodes), "--batch_size", str(args.batch_size)]
