@@ -27,7 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,18 +35,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
-from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, reduce
 from filelock import FileLock
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionMaskInterface, Conv1D, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
-
-logger = get_logger(__name__)
 
 
 # --- Adam -----------------------------------------------------------------------------------------
@@ -56,37 +52,16 @@ class AdamTF(torch.optim.Adam):
     Args:
         params: parameters, named ones, or groups; a group may set its own lr, betas and eps.
         lr: learning rate, >= 0.
-        betas: decay rates of the two moving averages, each in [0, 1).
-        eps: TensorFlow's "epsilon hat", added to sqrt(v) before any bias correction.
-        weight_decay: decoupled, as in AdamW: p -= lr * weight_decay * p before the step.
-        fused: use PyTorch's fused kernel (None: where all parameters are floats on CPU or CUDA).
+        options: those of torch.optim.Adam. `eps` is TensorFlow's "epsilon hat", added to sqrt(v)
+            before any bias correction. `weight_decay` is decoupled, as in AdamW:
+            p -= lr * weight_decay * p before the step.
 
     Raises:
         ValueError: lr, betas or eps out of range (from torch.optim.Adam).
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        fused: bool | None = None,
-    ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            decoupled_weight_decay=True,
-            fused=fused,
-        )
-        tensors = [p for group in self.param_groups for p in group["params"]]
-        if fused is None and all(can_be_fused(p) for p in tensors):
-            for options in (self.defaults, *self.param_groups):
-                options["fused"] = True
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(params, lr, decoupled_weight_decay=True, **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -107,11 +82,6 @@ class AdamTF(torch.optim.Adam):
         finally:
             for group, eps in zip(self.param_groups, epsilons, strict=True):
                 group["eps"] = eps
-
-
-def can_be_fused(p: Tensor) -> bool:
-    """Whether PyTorch has a fused kernel for it."""
-    return p.is_floating_point() and p.device.type in ("cpu", "cuda")
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -160,7 +130,7 @@ def full_sdpa_mask(**named: Any) -> Tensor:
 
 def make_accelerator(dtype: str) -> Accelerator:
     """The processes and their devices: GPUs, or else CPUs. Prints what they are. UserError for a
-    launch that cannot work, as by check_launch."""
+    launch that cannot work, or would train wrongly."""
     set_up_torch(dtype)
     with explained("launch"):
         accelerator = Accelerator(
@@ -280,12 +250,11 @@ def make_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
         for params, decay in ((matrices, args.weight_decay), (others, 0.0)):
             if params:
                 groups.append({"params": params, "weight_decay": decay, "is_critic": is_critic})
-    num_weights = sum(p.numel() for group in groups for p in group["params"])
-    if num_weights > 1e8 and args.lr > 1e-4:
-        logger.warning(f"--lr {args.lr} suits small models: for {num_weights:.1e} weights try 1e-5")
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
     with explained("optimizer"):
-        return optimizer(groups, lr=args.lr, betas=tuple(args.adam_betas), eps=args.adam_eps)
+        return optimizer(
+            groups, args.lr, betas=tuple(args.adam_betas), eps=args.adam_eps, fused=True
+        )
 
 
 def set_learning_rates(
@@ -326,13 +295,8 @@ def averaging(
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scales the gradients down to max_norm, if it is given. Returns their norm before that."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    if max_norm is not None:
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    if hasattr(norm, "full_tensor"):  # of weights in shards
-        norm = norm.full_tensor()
-    return norm
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of weights in shards
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
@@ -373,22 +337,21 @@ def choose_folder(script: Path, preset: str, args: Any) -> None:
     if that run had other settings."""
     default = f"runs/{script.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     # All processes take the first one's: their clocks differ.
-    name = broadcast_object_list([args.output_dir or default])[0]
+    (name,) = broadcast_object_list([args.output_dir or default])
     folder = Path(name).expanduser().absolute()
     args.output_dir = str(folder)
-    files = {path.name for path in folder.glob("*")}
-    is_run = "args.json" in files or files <= {"lock", "args.tmp"}  # it may have been killed early
-    can_go_on = "samples.jsonl" not in files or "checkpoints" in files  # else it would start anew
-    if files - {"lock"} and not (args.resume and is_run and can_go_on):
+    files = {path.name for path in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
+    would_start_anew = "samples.jsonl" in files and "checkpoints" not in files
+    if files and ("args.json" not in files or would_start_anew or not args.resume):
         raise UserError(
             f"--output_dir {folder} is not empty: choose another, or --resume if it has checkpoints"
         )
-    if "args.json" in files:
+    if files:
         before = vars(type(args)()) | json.loads((folder / "args.json").read_text())["args"]
         for name, value in vars(args).items():
             # --reward_model None: load_reward chooses the newest later, and Run.start compares it.
             is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
-            if json.dumps(value) != json.dumps(before[name]) and not is_open:
+            if not is_open and json.dumps(value) != json.dumps(before[name]):
                 raise UserError(f"--{name} {value}: {folder} was started with {before[name]}")
 
 
@@ -408,26 +371,20 @@ class Run:
     # are texts, no tensors). A resumed run goes on with the newest checkpoint's. It is refused if
     # "data", a checksum of the queries or labels, is another one.
     state: dict
-    # The same for tensors, on the CPU, which may differ between processes: a copy may keep a replay
-    # buffer here.
-    tensors: dict[str, Tensor] = field(default_factory=dict)
     stopped_at: float = 0.0  # when the first signal came
 
     def start(self) -> None:
         """Starts the run, or continues it at its newest checkpoint. The order matters: the folder
-        is looked at with the lock held (until this process ends); no process writes before all have
+        is read with the lock held (until this process ends); no process writes before all have
         read; and signals end the process, as usual, until all is ready."""
         accelerator = self.accelerator
         self.folder = Path(self.args.output_dir)
         self.lock = FileLock(self.folder / "lock", is_singleton=True)
         self.state |= {"update": 0, "processes": accelerator.num_processes}
         self.state_as_json()  # fails now, if it would fail after the first update
-
-        # the folder; until wait_for_everyone all processes only read what is in it
         if accelerator.is_main_process:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
         choose_folder(self.script, "", self.args)  # again, with the lock: a run may have used it
-
         for newest in self.checkpoints()[-1:]:  # the newest checkpoint, if there is one
             saved = json.loads((newest / "state.json").read_text())
             for name in ("data", "processes"):  # shuffles are per process
@@ -435,9 +392,6 @@ class Run:
                     raise UserError(f"--resume: other {name} than before, see {newest}/state.json")
             self.state = saved
             accelerator.load_state(str(newest))
-            for file in newest.glob(self.tensors_file()):
-                self.tensors = load_file(file)
-
         if self.args.track:
             wandb = {"id": self.folder.name, "resume": "allow"}
             accelerator.init_trackers("rlhf", vars(self.args), {"wandb": wandb})
@@ -452,19 +406,20 @@ class Run:
     def write_records(self) -> None:
         """args.json and the scripts, as they were when the run began; metrics.jsonl without the
         updates after the checkpoint. A resumed run says if a script has changed since."""
-        log = self.folder / "metrics.jsonl"
-        if not log.exists():
+        is_new = self.state["update"] == 0
+        if is_new:  # first args.json: a folder that has other files, but not this one, is refused
             versions = {"script": self.script.stem, "torch": torch.__version__}
-            about = versions | {"args": vars(self.args)}
-            write(self.folder / "args.json", json.dumps(about, indent=2))
-            for path in (self.script, Path(__file__)):
-                shutil.copy(path, self.folder)
-            log.touch()
+            record = versions | {"args": vars(self.args)}
+            write(self.folder / "args.json", json.dumps(record, indent=2))
         for path in (self.script, Path(__file__)):
-            record = self.folder / path.name
-            if record.exists() and record.read_bytes() != path.read_bytes():
-                print(f"{path.name} is no longer as it was when the run began, see {record}")
+            copy = self.folder / path.name
+            if is_new:
+                shutil.copy(path, copy)
+            elif copy.read_bytes() != path.read_bytes():
+                print(f"{path.name} is no longer as it was when the run began, see {copy}")
         (self.folder / "samples.jsonl").unlink(missing_ok=True)
+        log = self.folder / "metrics.jsonl"
+        log.touch()
         lines = log.read_text().splitlines(keepends=True)
         write(log, "".join(lines[: self.state["update"]]))
 
@@ -492,41 +447,34 @@ class Run:
         """The folders of complete checkpoints, checkpoints/<updates made>, the newest last."""
         return sorted(path.parent for path in self.folder.glob("checkpoints/???????/state.json"))
 
-    def tensors_file(self) -> str:
-        """The name of this process's file of tensors in a checkpoint."""
-        return f"tensors_{self.accelerator.process_index}.safetensors"
-
     def end_update(self) -> None:
         """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
         any process. No random state is needed: uniforms and shuffles follow from seed, update and
         row."""
         self.state["update"] += 1
         made = self.state["update"]
-        text = self.state_as_json()
+        state = self.state_as_json()
+        stops, states = zip(*gather_object([(self.stopped_at, state)]), strict=True)
+        if len(set(states)) > 1:
+            raise UserError(f"run.state differs between processes, gather it first: {state}")
         every = self.args.checkpoint_every or self.num_updates
-        is_stopping = any(gather_object([self.stopped_at]))  # a signal may reach one process only
-        if is_stopping or made % every == 0 or made == self.num_updates:
-            self.save_checkpoint(self.folder / f"checkpoints/{made:07d}", text)
-        if is_stopping:
+        if any(stops) or made % every == 0 or made == self.num_updates:
+            self.save_checkpoint(self.folder / f"checkpoints/{made:07d}", state)
+        if any(stops):  # a signal may reach one process only
             words = f"{shlex.join(sys.argv)} --resume --output_dir {shlex.quote(str(self.folder))}"
             self.accelerator.print(f"stopped by a signal; to go on:\n{words}")
             raise SystemExit(130)
 
     def state_as_json(self) -> str:
         """The state in JSON. UserError if a resumed run would not read the same from it."""
-        with explained("run.state must be of JSON's types"):
-            text = json.dumps(self.state)
+        text = json.dumps(self.state)
         if json.loads(text) != self.state:
             raise UserError("run.state needs texts as keys, and lists in place of tuples")
         return text
 
     def save_checkpoint(self, path: Path, state: str) -> None:
         """Writes a checkpoint, and removes all but the newest two."""
-        if len(set(gather_object([state]))) > 1:
-            raise UserError(f"run.state differs between processes, gather it first: {state}")
         self.accelerator.save_state(str(path))
-        if self.tensors:
-            save_file(self.tensors, path / self.tensors_file())
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             write(path / "state.json", state)  # last: now it is complete
@@ -539,7 +487,6 @@ class Run:
 def write(path: Path, text: str) -> None:
     """Writes the file so that it is there as a whole or not at all."""
     unfinished = path.with_suffix(".tmp")
-    unfinished.unlink(missing_ok=True)
-    with open(unfinished, "x") as file:  # a new file: no link is followed
-        file.write(text)
+    unfinished.unlink(missing_ok=True)  # a link would be followed
+    unfinished.write_text(text)
     unfinished.rename(path)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from accelerate.utils import DistributedType
 from golden_tools import load_golden
 from tiny_models import make_lm
@@ -19,7 +18,6 @@ from tf_adam import (
     AdamTF,
     UserError,
     averaging,
-    can_be_fused,
     check_launch,
     clip_gradients,
     explained,
@@ -92,9 +90,9 @@ def test_groups_keep_their_own_settings_and_step_count_and_the_eps_that_was_give
     first, second, idle = zeros(3)
     alone, other = zeros(2)
     settings = {"lr": 1e-2, "betas": (0.5, 0.9), "eps": 1e-2}
-    optimizer = AdamTF([first], eps=1e-5)
-    first_alone = AdamTF([alone], eps=1e-5)
-    second_alone = AdamTF([other], **settings)
+    optimizer = AdamTF([first], eps=1e-5, fused=True)
+    first_alone = AdamTF([alone], eps=1e-5, fused=True)
+    second_alone = AdamTF([other], fused=True, **settings)
     for i, gradient in enumerate(torch.randn(40, 6) * 10 ** torch.linspace(-7, 1, 6)):
         if i == 30:
             optimizer.add_param_group({"params": [second, idle], **settings})
@@ -118,7 +116,6 @@ def test_groups_keep_their_own_settings_and_step_count_and_the_eps_that_was_give
 
 @pytest.mark.parametrize("form", ["weights", "named", "group of a generator", "group of one"])
 def test_weights_may_be_given_in_all_forms_that_torch_takes(form: str) -> None:
-    """A generator is read once: after the search for a fused kernel it was empty."""
     model = nn.Linear(2, 2)
     forms = {
         "weights": model.parameters(),
@@ -131,7 +128,6 @@ def test_weights_may_be_given_in_all_forms_that_torch_takes(form: str) -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     torch.testing.assert_close(before - model.weight, torch.full((2, 2), 0.1))
-    assert optimizer.param_groups[0]["fused"]
 
 
 def test_a_step_returns_what_its_closure_gives() -> None:
@@ -178,20 +174,6 @@ def test_groups_are_matrices_and_the_rest_of_policy_and_critic() -> None:
     assert type(optimizer) is AdamTF
     optimizer = make_optimizer(model, with_settings(adam="torch"))
     assert type(optimizer) is torch.optim.AdamW
-
-
-@pytest.mark.parametrize(("lr", "is_said"), [(1.1e-4, True), (1e-4, False)])
-def test_a_rate_of_small_models_is_said_to_be_one(
-    lr: float, is_said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    PartialState()
-    said = "--lr 0.00011 suits small models: for 1.0e+08 weights"
-    large = nn.Linear(10_001, 10_000, device="meta")
-    make_optimizer(large, with_settings(lr=lr))
-    assert (said in caplog.text) == is_said
-    small = nn.Linear(9_998, 10_000, device="meta")
-    make_optimizer(small, with_settings(lr=1.0))
-    assert "--lr 1.0" not in caplog.text
 
 
 RATES = [  # settings; update, progress, the policy's rate, the critic's
@@ -271,20 +253,10 @@ def test_settings_of_torch_for_each_dtype(dtype: str, precision: str) -> None:
     assert AttentionMaskInterface()["sdpa"] is full_sdpa_mask
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_float", "expected"),
-    [
-        ("cpu", True, True),
-        ("cuda", True, True),
-        ("cuda", False, False),
-        ("meta", True, False),
-    ],
-)
-def test_adam_is_fused_for_floats_on_cpus_and_gpus(
-    kind: str, is_float: bool, expected: bool
-) -> None:
-    p: Any = SimpleNamespace(device=torch.device(kind), is_floating_point=lambda: is_float)
-    assert can_be_fused(p) == expected
+@pytest.mark.parametrize("adam", ["tf", "torch"])
+def test_the_optimizer_uses_one_kernel_for_all_weights(adam: str) -> None:
+    optimizer = make_optimizer(nn.Linear(3, 1), with_settings(adam=adam))
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
 
 
 def test_layers_are_patched() -> None:

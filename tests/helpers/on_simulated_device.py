@@ -42,11 +42,6 @@ def reduce_on_device_alone(module: ModuleType) -> None:
     module.reduce = checked
 
 
-def use_fused_adam(tf_adam: ModuleType) -> None:
-    """tf_adam takes torch's fused kernels on CUDA: so it should here."""
-    tf_adam.can_be_fused = torch.is_floating_point
-
-
 def main() -> None:
     """Runs the script; its errors are shown as a whole."""
     options = parse()
@@ -58,7 +53,6 @@ def main() -> None:
     else:
         ledger = simulated_device.install(tf32=options.tf32)
         simulated_device.OWN_FILES.append(__file__)
-        use_fused_adam(importlib.import_module("tf_adam"))
     module = importlib.import_module(script.stem)
     if not options.cpu:
         reduce_on_device_alone(importlib.import_module("tf_adam"))
