@@ -259,9 +259,10 @@ def main(preset: str, args: Args) -> None:
     truncate_id = token_id("truncate_token", tokenizer, args)
     num_queries = args.eval_queries + num_updates * args.batch_size
     queries = load_queries("query_dataset", args, tokenizer, num_queries)
-    first = queries[: args.eval_queries + args.batch_size]  # --total_episodes may change the rest
-    data = crc32(np.concatenate([query.context for query in first]))  # see Run
-    longest = max(len(query.context) for query in queries) + args.response_length
+    contexts = [query.context for query in queries]
+    longest = max(map(len, contexts)) + args.response_length
+    # for Run, see there; --total_episodes may change the later queries
+    data = crc32(np.concatenate(contexts[: args.eval_queries + args.batch_size]))
     held_out, queries = hold_out(queries, args.eval_queries)
     score_fn = load_reward("reward_model", args, preset, tokenizer, longest)
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
@@ -284,8 +285,8 @@ def main(preset: str, args: Args) -> None:
         kl_coef = run.state["kl_coef"]
 
         # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
-        episodes = range(update * args.batch_size, (update + 1) * args.batch_size)[my_rows]
-        my_queries = [queries[i % len(queries)] for i in episodes]
+        start = update * args.batch_size + rank * share
+        my_queries = [queries[i % len(queries)] for i in range(start, start + share)]
         u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
         batch = rollout(policy, my_queries, u, truncate_id, args)
         epochs = shuffle(args, rank, update, share)  # (num_epochs, num_minibatches, b)
@@ -317,10 +318,9 @@ def main(preset: str, args: Args) -> None:
         }
         metrics = reduce_means([*records, sums_over(torch.ones_like(raw_scores), per_response)])
         metrics["objective/kl_coef"] = kl_coef
-        metrics["ppo/episode"] = (update + 1) * args.batch_size
-        metrics["ppo/lr"] = optimizer.param_groups[0]["lr"]
-        unexplained = metrics["ppo/val/error"] / (metrics["ppo/returns/var"] + 1e-8)
-        metrics["ppo/val/var_explained"] = 1 - unexplained
+        metrics["episode"] = (update + 1) * args.batch_size
+        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        metrics["val/var_explained"] = 1 - metrics["val/error"] / (metrics["returns/var"] + 1e-8)
         run.log(metrics)  # adds seconds and peak_memory_gb
         accelerator.print(
             f"update {update + 1} of {num_updates}: score {metrics['objective/scores']:.2f}, "
@@ -422,14 +422,14 @@ def ppo_loss(
     value_loss_clipped = (values.clamp(low, high) - old.returns) ** 2
     value_loss_max = 0.5 * torch.maximum(value_loss, value_loss_clipped)
     metrics = {
-        "ppo/loss/policy": policy_loss_max,
-        "ppo/policy/approxkl": 0.5 * log_ratio**2,
-        "ppo/policy/clipfrac": policy_loss_clipped > policy_loss,
-        "ppo/val/ratio": ratio,
-        "ppo/loss/value": value_loss_max,
-        "ppo/val/vpred": values,
-        "ppo/val/error": value_loss,
-        "ppo/val/clipfrac": value_loss_clipped > value_loss,
+        "loss/policy": policy_loss_max,
+        "policy/approxkl": 0.5 * log_ratio**2,
+        "policy/clipfrac": policy_loss_clipped > policy_loss,
+        "policy/ratio": ratio,
+        "loss/value": value_loss_max,
+        "val/vpred": values,
+        "val/error": value_loss,
+        "val/clipfrac": value_loss_clipped > value_loss,
     }
     return policy_loss_max, value_loss_max, metrics
 
@@ -453,12 +453,13 @@ def ppo_update(
         set_advantages(mini, args)  # here, as whitening is over this process's minibatch
         for name, x in (("returns", mini.returns), ("val", mini.values)):
             mean, variance = moments(x, mini.loss_mask)
-            terms = {f"ppo/{name}/mean": mean, f"ppo/{name}/var": variance}
+            terms = {f"{name}/mean": mean, f"{name}/var": variance}
             records.append(sums_over(once, terms))
 
         # The loss is the mean over the minibatches of all processes. Each micro-batch adds its
         # share. DDP and FSDP then average over processes, which num_processes undoes.
-        loss_scale = accelerator.num_processes / sum_over_ranks(mini.loss_mask)
+        counted = mini.loss_mask  # (b, R)
+        loss_scale = accelerator.num_processes / sum_over_ranks(counted)
         groups = micro_batches(torch.arange(len(minibatch)), mini.contexts, args.micro_batch_size)
         for rows in groups:
             micro = select(mini, rows)
@@ -467,10 +468,11 @@ def ppo_update(
                 logprobs = selected_logprobs(all_logprobs, micro.responses)
                 policy_loss, value_loss, metrics = ppo_loss(logprobs, values, micro, args)
                 loss = policy_loss + args.vf_coef * value_loss  # a loss of your own: add it here
-                accelerator.backward((loss * micro.loss_mask).sum() * loss_scale)
+                accelerator.backward((loss * counted[rows]).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
-            metrics["ppo/loss/total"] = loss
-            metrics["ppo/policy/entropy"] = entropy(all_logprobs.detach())
+            metrics["loss/total"] = loss
+            records.append(sums_over(counted[rows], metrics))
+            metrics = {"policy/entropy": entropy(all_logprobs.detach())}
             records.append(sums_over(micro.loss_mask, metrics))
             if step == 0:
                 ratio_errors.append((logprobs.detach() - micro.logprobs).abs().max())
@@ -478,8 +480,10 @@ def ppo_update(
         records.append(sums_over(once, {"gradient_norm": norm}))
         optimizer.step()
         optimizer.zero_grad()
-    first_ratio_error = gather(torch.stack(ratio_errors)).max()
-    return [*records, sums_over(once, {"first_ratio_error": first_ratio_error})]
+    return [
+        *records,
+        sums_over(once, {"first_ratio_error": gather(torch.stack(ratio_errors)).max()}),
+    ]
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
@@ -505,7 +509,7 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
     # In the first update the policy is the reference: the KL of each token is rounding.
     kl_limit = args.max_kl if update > 0 else ratio_limit * args.response_length
     limits = {
-        "gradient_norm": (sys.float_info.max, "the loss is not finite, or --lr is too high"),
+        "gradient_norm": (1e308, "the loss is not finite, or --lr is too high"),
         "first_ratio_error": (ratio_limit, "the passes of rollout and update differ"),
         "sampling_error": (sampling_limit, "tokens are sampled from other logits"),
         "objective/kl": (
@@ -648,8 +652,7 @@ def score_by_model(
     model: Model, head: nn.Linear, args: Args, queries: list[Query], batch: Batch
 ) -> Tensor:
     """Scores (B,) of a classifier with one label, by its reward_head, at the responses' ends."""
-    responses = truncated(batch)
-    texts = [query.input_ids + row for query, row in zip(queries, responses, strict=True)]
+    texts = [query.input_ids + row for query, row in zip(queries, truncated(batch), strict=True)]
     scores = []
     for i in range(0, len(texts), args.micro_batch_size):
         ids, mask = pad_rows(texts[i : i + args.micro_batch_size])
@@ -696,7 +699,7 @@ def evaluate(
     processes. Scores have their penalty, as in training."""
     u = uniforms(args.seed, 0, len(queries), args.response_length)
     batch = rollout(policy, queries, u, truncate_id, args)
-    set_logprobs(batch, policy, ref, torch.arange(len(queries)).view(1, -1), args)
+    set_logprobs(batch, policy, ref, torch.arange(len(queries))[None], args)
     scores = penalize_missing_end(score_fn(queries, batch), batch.found_end, args)
     kl = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask
     columns = {
@@ -741,7 +744,7 @@ class ActorCritic(Module):
         self.lm = lm
         self.tie_weights = lm.tie_weights  # accelerate calls it where it loads weights anew
         self.num_tokens = num_tokens
-        self.critic = None if critic is None else critic.base_model
+        self.critic = getattr(critic, "base_model", None)
         self.value_head = nn.Linear(lm.get_output_embeddings().weight.shape[1], 1)
         for p in self.value_head.parameters():
             nn.init.zeros_(p)
@@ -946,15 +949,16 @@ KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"
 def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
     """The splits of a file, a folder or a data set on the hub. :config and :split may follow a
     folder or a hub id; then only that split is returned, under the name `train`."""
-    name = getattr(args, flag)
+    name = local_path(getattr(args, flag))
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
-    path, config, split = [*name.split(":"), "", ""][:3]
+    parts = [name] if os.path.exists(name) else name.split(":")
+    path, config, split = [*parts, "", ""][:3]
     path = local_path(path)
     files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
     kinds = {KINDS.get(file.suffix) for file in files} - {None}
     with explained(f"--{flag} {name}"):
         if kind:
-            return datasets.load_dataset(kind, data_files=escape(local_path(name)))
+            return datasets.load_dataset(kind, data_files=escape(name))
         splits = datasets.load_dataset(path, config or None)
     if len(kinds) > 1 or (split or "train") not in splits:
         raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name one, as in data::test")
@@ -989,8 +993,10 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
                 break
     if not queries:
         raise UserError(f"--{flag}: no query is left: see --query_length, --start_text, --end_text")
-    first = tokenizer.decode(queries[0].context)
-    PartialState().print(f"--{flag}: {len(queries)} of {len(table)} rows, first {first!r}")
+    PartialState().print(
+        f"--{flag}: {len(queries)} of {len(table)} rows, first "
+        f"{tokenizer.decode(queries[0].context)!r}"
+    )
     return queries
 
 

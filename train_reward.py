@@ -600,15 +600,16 @@ KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"
 def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
     """The splits of a file, a folder or a data set on the hub. :config and :split may follow a
     folder or a hub id; then only that split is returned, under the name `train`."""
-    name = getattr(args, flag)
+    name = local_path(getattr(args, flag))
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
-    path, config, split = [*name.split(":"), "", ""][:3]
+    parts = [name] if os.path.exists(name) else name.split(":")
+    path, config, split = [*parts, "", ""][:3]
     path = local_path(path)
     files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
     kinds = {KINDS.get(file.suffix) for file in files} - {None}
     with explained(f"--{flag} {name}"):
         if kind:
-            return datasets.load_dataset(kind, data_files=escape(local_path(name)))
+            return datasets.load_dataset(kind, data_files=escape(name))
         splits = datasets.load_dataset(path, config or None)
     if len(kinds) > 1 or (split or "train") not in splits:
         raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name one, as in data::test")
@@ -643,8 +644,10 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
                 break
     if not queries:
         raise UserError(f"--{flag}: no query is left: see --query_length, --start_text, --end_text")
-    first = tokenizer.decode(queries[0].context)
-    PartialState().print(f"--{flag}: {len(queries)} of {len(table)} rows, first {first!r}")
+    PartialState().print(
+        f"--{flag}: {len(queries)} of {len(table)} rows, first "
+        f"{tokenizer.decode(queries[0].context)!r}"
+    )
     return queries
 
 

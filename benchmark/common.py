@@ -126,7 +126,8 @@ def make_parser(text: str, program: str) -> argparse.ArgumentParser:
 
 def episode(row: dict[str, float]) -> float | None:
     """The episodes up to a line of metrics.jsonl, if that is one of PPO or RLOO."""
-    return row.get("ppo/episode", row.get("rloo/episode"))
+    names = ("episode", "ppo/episode", "rloo/episode")  # the last two before 0.9.0
+    return next((row[name] for name in names if name in row), None)
 
 
 # --- models and data ------------------------------------------------------------------------------

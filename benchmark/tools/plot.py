@@ -24,17 +24,22 @@ Metrics = list[dict[str, float]]
 PANELS = {
     "objective/scores": "score",
     "objective/kl": "KL (nats per response)",
-    "ppo/policy/entropy": "entropy (nats per token)",
-    "ppo/val/error": "squared error of values",
+    "policy/entropy": "entropy (nats per token)",
+    "val/error": "squared error of values",
     "objective/length": "length (tokens)",
     "train/loss": "loss of the reward model",
     "train/accuracy": "accuracy of the reward model",
 }
-STEPS = {"ppo/episode": "episodes"}
-SAME = {"rloo/entropy": "ppo/policy/entropy", "rloo/episode": "ppo/episode"}  # as PPO calls it
+STEPS = {"episode": "episodes"}
+OLD = {"rloo/entropy": "policy/entropy"}  # names before 0.9.0; others began with ppo/ or rloo/
 # Okabe and Ito's colours, which colour-blind people can tell; then the same again, dashed.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
+
+
+def new_name(name: str) -> str:
+    """A metric as it is called now."""
+    return OLD.get(name, name.removeprefix("ppo/").removeprefix("rloo/"))
 
 
 def read_metrics(folder: Path) -> Metrics:
@@ -50,7 +55,7 @@ def read_metrics(folder: Path) -> Metrics:
             break
         try:
             row = dict(json.loads(line))
-            metrics.append({SAME.get(name, name): x for name, x in row.items()})
+            metrics.append({new_name(name): x for name, x in row.items()})
         except ValueError:
             raise SystemExit(f"plot.py: {file}: line {number} is not one of a run") from None
     return metrics

@@ -93,7 +93,7 @@ CURVES = {
     "true_score": "true_score",
     "reward": "reward",
     "kl": "kl",
-    "var_explained": "ppo/val/var_explained",
+    "var_explained": "val/var_explained",
 }
 BINS = 16  # points of a curve in the picture
 FINE_WINDOW = 2  # updates whose means make a point of the curves that are compared
