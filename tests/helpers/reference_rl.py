@@ -227,8 +227,8 @@ def reinforce(script: str, settings: dict[str, Any], folder: Path, world: int) -
         row = {name: mean_of(numbers) for name, numbers in means.items()}
         row["objective/kl_coef"] = kl_coef
         name = "rloo" if is_rloo else "ppo"
-        row[f"{name}/episode"] = (update + 1) * s.batch_size
-        row[f"{name}/lr"] = lr
+        row["episode"] = (update + 1) * s.batch_size
+        row["lr"] = lr
         if not is_rloo:
             row["loss/total"] = row["loss/policy"] + s.vf_coef * row["loss/value"]
             variance = row["returns/var"] + 1e-8
