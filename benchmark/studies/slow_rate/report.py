@@ -33,13 +33,6 @@ def bases(*records: Record) -> list[Row]:
     return tested(records, "equal_kl")
 
 
-def pooled(*records: Record) -> dict[str, float]:
-    """The pooled deviation of the differences from the default's rate."""
-    rows = [row["beside_differences"] for row in beside(*records)]
-    deviation, freedom = differences.pooled_deviation(rows)
-    return {"deviation": deviation, "freedom": freedom}
-
-
 # --- the picture ----------------------------------------------------------------------------------
 def scores(run: Row) -> list[float]:
     """The true score where a run first passes each level of KL, or NaN; and that at its end."""
