@@ -10,6 +10,7 @@ from conftest import ROOT
 
 from benchmark import differences
 from benchmark.studies.short_runs import run as ablations
+from benchmark.studies.slow_rate import report as slow_rate
 
 
 def run(choice: str, seed: int, true_score: list[float], kl: list[float]) -> dict[str, Any]:
@@ -142,6 +143,21 @@ def test_a_pooled_deviation_keeps_what_a_row_s_own_does_not() -> None:
     assert nothing["x_pooled_interval"] is None
     assert single["x_interval"] is None
     assert not single["x_holds"]
+
+
+def test_differences_of_two_records_are_one_family() -> None:
+    """Each record alone keeps its difference, whose p is 0.045, and both together keep none."""
+    records = []
+    for episodes in (100, 200):
+        line = {"choice": "default", "beside_differences": [0.11, 0.08, 0.17]}
+        other = {"choice": "RLOO, K 4", "beside_differences": []}
+        records.append({"args": {"episodes": episodes}, "table": [line, other]})
+    (alone,) = slow_rate.beside(records[0])
+    assert alone["bold_beside"] == "**"
+    both = slow_rate.beside(*records)
+    assert [row["bold_beside"] for row in both] == ["", ""]
+    assert [row["bold_beside_pooled"] for row in both] == ["**", "**"]
+    assert [row["episodes"] for row in both] == [100, 200]
 
 
 @pytest.mark.parametrize("name", ["short_runs/short", "slow_rate/slow"])
