@@ -24,7 +24,8 @@ that is pooled over the rows (benchmark/differences.py). With --beside RECORD ea
 with that of the same choice and seed in another record, too: say all runs with --lr 5e-5.
 
 Runs of the same scripts and flags are used again, from --folder or from the record. Writes
-<tag>.json.
+<tag>.json. --tabulate RECORD runs nothing: it makes the table of a record anew from its rows (call
+the run.py of that record's study, which knows what it is compared with).
 """
 
 import contextlib
