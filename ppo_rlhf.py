@@ -317,10 +317,10 @@ def main(preset: str, args: Args) -> None:
         }
         metrics = reduce_means([*records, sums_over(torch.ones_like(raw_scores), per_response)])
         metrics["objective/kl_coef"] = kl_coef
-        metrics["ppo/episode"] = (update + 1) * args.batch_size
-        metrics["ppo/lr"] = optimizer.param_groups[0]["lr"]
-        unexplained = metrics["ppo/val/error"] / (metrics["ppo/returns/var"] + 1e-8)
-        metrics["ppo/val/var_explained"] = 1 - unexplained
+        metrics["episode"] = (update + 1) * args.batch_size
+        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        unexplained = metrics["val/error"] / (metrics["returns/var"] + 1e-8)
+        metrics["val/var_explained"] = 1 - unexplained
         run.log(metrics)  # adds seconds and peak_memory_gb
         accelerator.print(
             f"update {update + 1} of {num_updates}: score {metrics['objective/scores']:.2f}, "
@@ -422,14 +422,14 @@ def ppo_loss(
     value_loss_clipped = (values.clamp(low, high) - old.returns) ** 2
     value_loss_max = 0.5 * torch.maximum(value_loss, value_loss_clipped)
     metrics = {
-        "ppo/loss/policy": policy_loss_max,
-        "ppo/policy/approxkl": 0.5 * log_ratio**2,
-        "ppo/policy/clipfrac": policy_loss_clipped > policy_loss,
-        "ppo/val/ratio": ratio,
-        "ppo/loss/value": value_loss_max,
-        "ppo/val/vpred": values,
-        "ppo/val/error": value_loss,
-        "ppo/val/clipfrac": value_loss_clipped > value_loss,
+        "loss/policy": policy_loss_max,
+        "policy/approxkl": 0.5 * log_ratio**2,
+        "policy/clipfrac": policy_loss_clipped > policy_loss,
+        "policy/ratio": ratio,
+        "loss/value": value_loss_max,
+        "val/vpred": values,
+        "val/error": value_loss,
+        "val/clipfrac": value_loss_clipped > value_loss,
     }
     return policy_loss_max, value_loss_max, metrics
 
@@ -453,7 +453,7 @@ def ppo_update(
         set_advantages(mini, args)  # here, as whitening is over this process's minibatch
         for name, x in (("returns", mini.returns), ("val", mini.values)):
             mean, variance = moments(x, mini.loss_mask)
-            terms = {f"ppo/{name}/mean": mean, f"ppo/{name}/var": variance}
+            terms = {f"{name}/mean": mean, f"{name}/var": variance}
             records.append(sums_over(once, terms))
 
         # The loss is the mean over the minibatches of all processes. Each micro-batch adds its
@@ -469,8 +469,8 @@ def ppo_update(
                 loss = policy_loss + args.vf_coef * value_loss  # a loss of your own: add it here
                 accelerator.backward((loss * micro.loss_mask).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
-            metrics["ppo/loss/total"] = loss
-            metrics["ppo/policy/entropy"] = entropy(all_logprobs.detach())
+            metrics["loss/total"] = loss
+            metrics["policy/entropy"] = entropy(all_logprobs.detach())
             records.append(sums_over(micro.loss_mask, metrics))
             if step == 0:
                 ratio_errors.append((logprobs.detach() - micro.logprobs).abs().max())

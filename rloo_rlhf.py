@@ -313,8 +313,8 @@ def main(preset: str, args: Args) -> None:
         }
         metrics = reduce_means([*records, sums_over(torch.ones_like(raw_scores), per_response)])
         metrics["objective/kl_coef"] = kl_coef
-        metrics["rloo/episode"] = (update + 1) * args.batch_size
-        metrics["rloo/lr"] = optimizer.param_groups[0]["lr"]
+        metrics["episode"] = (update + 1) * args.batch_size
+        metrics["lr"] = optimizer.param_groups[0]["lr"]
         run.log(metrics)  # adds seconds and peak_memory_gb
         accelerator.print(
             f"update {update + 1} of {num_updates}: score {metrics['objective/scores']:.2f}, "
@@ -359,10 +359,10 @@ def rloo_loss(logprobs: Tensor, old: Batch, args: Args) -> tuple[Tensor, dict[st
     policy_loss_clipped = -old.advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     policy_loss_max = torch.maximum(policy_loss, policy_loss_clipped)
     metrics = {
-        "rloo/loss/policy": policy_loss_max,
-        "rloo/approxkl": 0.5 * log_ratio**2,
-        "rloo/clipfrac": policy_loss_clipped > policy_loss,
-        "rloo/ratio": ratio,
+        "loss/policy": policy_loss_max,
+        "policy/approxkl": 0.5 * log_ratio**2,
+        "policy/clipfrac": policy_loss_clipped > policy_loss,
+        "policy/ratio": ratio,
     }
     return policy_loss_max, metrics
 
@@ -397,7 +397,7 @@ def rloo_update(
                 accelerator.backward((loss * counted[rows]).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
             records.append(sums_over(counted[rows], metrics))
-            metrics = {"rloo/entropy": entropy(all_logprobs.detach())}
+            metrics = {"policy/entropy": entropy(all_logprobs.detach())}
             records.append(sums_over(micro.loss_mask, metrics))
             if step == 0:
                 ratio_errors.append((logprobs.detach() - micro.logprobs).abs().max())

@@ -198,8 +198,8 @@ def test_a_value_within_the_clip_range_never_counts_as_clipped() -> None:
     args = ppo_rlhf.Args(cliprange_value=0.2)
     _, loss, metrics = ppo_rlhf.ppo_loss(before.logprobs, values, before, args)
     loss.sum().backward()
-    assert metrics["ppo/val/clipfrac"][:7].all()
-    assert not metrics["ppo/val/clipfrac"][7:].any()
+    assert metrics["val/clipfrac"][:7].all()
+    assert not metrics["val/clipfrac"][7:].any()
     assert torch.equal(values.grad[7:], (values - returns)[7:])
     assert not values.grad[:7].any()
 
@@ -211,8 +211,8 @@ def test_the_value_loss_is_half_the_larger_squared_error() -> None:
     args = ppo_rlhf.Args(cliprange_value=0.2)
     _, loss, metrics = ppo_rlhf.ppo_loss(before.logprobs, values, before, args)
     assert_close(loss, "0.32 0.405 0.18")  # 0.8 ** 2 / 2, 0.9 ** 2 / 2, 0.6 ** 2 / 2
-    assert torch.equal(metrics["ppo/loss/value"], loss)
-    assert_close(metrics["ppo/val/error"], "0.25 0.81 0.36")
+    assert torch.equal(metrics["loss/value"], loss)
+    assert_close(metrics["val/error"], "0.25 0.81 0.36")
     loss.sum().backward()
     assert_close(values.grad, "0 -0.9 -0.6")
 
@@ -231,7 +231,7 @@ def test_ratios_are_clipped_where_that_makes_the_loss_larger() -> None:
     loss.sum().backward()
     assert_close(loss, losses)
     assert_close(logprobs.grad, gradient)
-    assert torch.equal(metrics["ppo/policy/clipfrac"], is_clipped)
+    assert torch.equal(metrics["policy/clipfrac"], is_clipped)
 
     # the same of six responses of one token
     logprobs = logprobs.detach().view(6, 1).requires_grad_()
@@ -241,7 +241,7 @@ def test_ratios_are_clipped_where_that_makes_the_loss_larger() -> None:
     loss.sum().backward()
     assert_close(loss, losses.flatten())
     assert_close(logprobs.grad, numbers(gradient).view(6, 1))
-    assert torch.equal(metrics["rloo/clipfrac"], is_clipped.flatten())
+    assert torch.equal(metrics["policy/clipfrac"], is_clipped.flatten())
 
 
 def test_the_ratio_of_a_response_is_the_product_of_those_of_its_tokens() -> None:
@@ -254,10 +254,10 @@ def test_the_ratio_of_a_response_is_the_product_of_those_of_its_tokens() -> None
     loss.sum().backward()
     assert_close(loss, [2 * 1.155, -3 * 1.2])
     assert_close(logprobs.grad, "2.31 2.31 0 / 0 0 0")
-    assert metrics["rloo/clipfrac"].tolist() == [False, True]
-    assert_close(metrics["rloo/ratio"], [1.155, 2.25])
+    assert metrics["policy/clipfrac"].tolist() == [False, True]
+    assert_close(metrics["policy/ratio"], [1.155, 2.25])
     logs = np.log([1.155, 2.25])
-    assert_close(metrics["rloo/approxkl"], logs**2 / 2)
+    assert_close(metrics["policy/approxkl"], logs**2 / 2)
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
@@ -342,14 +342,14 @@ def plain_update(module: ModuleType, policy: nn.Module, batch: Any, epochs: Tens
             module.set_advantages(mini, args)
             loss, value_loss, metrics = module.ppo_loss(logprobs, values, mini, args)
             loss = loss + args.vf_coef * value_loss
-            metrics |= {"ppo/loss/total": loss}
+            metrics |= {"loss/total": loss}
             metrics = {name: x[mask] for name, x in metrics.items()}
-            metrics |= {"ppo/policy/entropy": entropy, "ppo/val/mean": mini.values[mask].mean()}
-            metrics["ppo/returns/var"] = mini.returns[mask].var(correction=0)
+            metrics |= {"policy/entropy": entropy, "val/mean": mini.values[mask].mean()}
+            metrics["returns/var"] = mini.returns[mask].var(correction=0)
             loss = loss[mask]
         else:
             loss, metrics = module.rloo_loss(logprobs, mini, args)
-            metrics["rloo/entropy"] = entropy
+            metrics["policy/entropy"] = entropy
         for name, x in metrics.items():
             sums[name] += x.sum().item()
             counts[name] += x.numel()

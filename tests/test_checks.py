@@ -120,7 +120,7 @@ def test_first_ratio_is_exactly_one(
     assert metrics["first_ratio_error"] == 0
     assert metrics["sampling_error"] < module.TOLERANCES[dtype][1]
     prefix = "ppo/policy" if module is ppo_rlhf else "rloo"
-    assert metrics["ppo/val/ratio" if module is ppo_rlhf else "rloo/ratio"] == 1
+    assert metrics["policy/ratio" if module is ppo_rlhf else "policy/ratio"] == 1
     assert metrics[f"{prefix}/approxkl"] == 0
     assert metrics[f"{prefix}/clipfrac"] == 0
     assert_largest_is_found(module, policy, batch, epochs, args)

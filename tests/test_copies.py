@@ -38,7 +38,7 @@ def test_an_entropy_bonus_is_one_line(tmp_path: Path) -> None:
     assert status == 0, errors
     with_bonus = read_lines(folder / "out" / "metrics.jsonl")
     without = read_lines(plain(PPO, 1) / "out" / "metrics.jsonl")
-    gained = with_bonus[-1]["ppo/policy/entropy"] - without[-1]["ppo/policy/entropy"]
+    gained = with_bonus[-1]["policy/entropy"] - without[-1]["policy/entropy"]
     assert gained > 0.05
 
 

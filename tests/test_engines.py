@@ -131,7 +131,7 @@ SAME = (
     "Two processes give other metrics than one. A mean or sum over the batch must be over all "
     "processes (reduce_means, sum_over_ranks, gather)"
 )
-PER_PROCESS = {"ppo/returns/var", "ppo/val/var", "ppo/val/var_explained"}
+PER_PROCESS = {"returns/var", "val/var", "val/var_explained"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

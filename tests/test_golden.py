@@ -222,13 +222,13 @@ def assert_metrics(records: list, arrays: Arrays, prefix: str) -> None:
     """Of these records the means that were recorded, if any were."""
     metrics = ppo_rlhf.reduce_means(records)
     # As main does, which test_reference.py holds to the same.
-    unexplained = metrics["ppo/val/error"] / (metrics["ppo/returns/var"] + 1e-8)
-    metrics["ppo/val/var_explained"] = 1 - unexplained
+    unexplained = metrics["val/error"] / (metrics["returns/var"] + 1e-8)
+    metrics["val/var_explained"] = 1 - unexplained
     recorded = below(arrays, prefix)
-    both = [name for name in recorded if f"ppo/{name}" in metrics]
+    both = [name for name in recorded if f"{name}" in metrics]
     assert len(both) > 10 or not recorded
     for name in both:
-        ours = metrics[f"ppo/{name}"]
+        ours = metrics[f"{name}"]
         theirs = recorded[name].item()
         assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-6), f"{prefix} {name}"
 
@@ -241,7 +241,7 @@ def update_one_rank(
     records = ppo_rlhf.ppo_update(accelerator, policy, optimizer, batch, epochs, args)
     assert_metrics(records, arrays, f"{step}/stats/ppo/")
     first = 0
-    minibatches = [x for x, record in enumerate(records) if "ppo/returns/mean" in record]
+    minibatches = [x for x, record in enumerate(records) if "returns/mean" in record]
     assert len(minibatches) == args.num_epochs * args.num_minibatches
     for i, last in enumerate([*minibatches[1:], len(records)]):
         assert_metrics(records[first:last], arrays, f"{step}/mb{i}/stats/")

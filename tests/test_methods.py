@@ -98,7 +98,7 @@ def step(loss_of: Callable, policy: Any, parts: list, s: Any, means: Numbers) ->
     every = [row for rows in parts for row in rows]
     for row in every:
         now = read(policy, row, s.temperature)
-        note(means, "rloo/entropy", now.entropies)
+        note(means, "policy/entropy", now.entropies)
         loss = loss_of(row, now.logprobs - row.logprobs, every, s, means)
         if loss is not None:
             loss.backward()
@@ -132,7 +132,7 @@ def loss_of_grpo(row: Any, log_ratio: Tensor, every: list, s: Any, means: Number
     kl = to_ref.exp() - to_ref - 1
     if s.unbiased_kl:
         kl = log_ratio.exp() * kl
-    note(means, "rloo/loss/kl", row.kl_coef * kl)
+    note(means, "loss/kl", row.kl_coef * kl)
     return (loss + row.kl_coef * kl).mean() / len(every)
 
 

@@ -39,7 +39,7 @@ def test_curves_of_real_runs_are_their_metrics() -> None:
         rows = read_lines(plain(REWARD if of_reward else PPO, 1) / "out/metrics.jsonl")
         drawn = panel.get_lines()[-1]
         assert drawn.get_label() == ("reward model" if of_reward else "policy")
-        steps = [row.get("ppo/episode", number) for number, row in enumerate(rows, 1)]
+        steps = [row.get("episode", number) for number, row in enumerate(rows, 1)]
         assert of_reward == (steps[0] == 1)
         np.testing.assert_allclose(drawn.get_xdata(), steps)
         np.testing.assert_allclose(drawn.get_ydata(), [row[metric] for row in rows])
@@ -53,7 +53,7 @@ def test_rloo_is_drawn_beside_ppo_over_its_episodes() -> None:
     shared = [
         "objective/scores",
         "objective/kl",
-        "ppo/policy/entropy",
+        "policy/entropy",
         "objective/length",
     ]
     for panel in plot.plot(runs, window=1).axes:

@@ -348,7 +348,7 @@ def test_the_entropy_bonus_of_the_readme_is_one_line(tmp_path: Path) -> None:
         words = [*WORDS[PPO], "--lr", "1e-3"]
         status, _, errors = fork_tools.run(str(folder / "mine.py"), words, folder)
         assert status == 0, errors
-        entropies.append(read_lines(folder / "out/metrics.jsonl")[-1]["ppo/policy/entropy"])
+        entropies.append(read_lines(folder / "out/metrics.jsonl")[-1]["policy/entropy"])
     assert entropies[1] > entropies[0] + 1e-4
 
 

@@ -177,7 +177,7 @@ class Run:
     later: tuple[str, ...] = ()
 
 
-FIRST_STEPS = "ppo/val/ratio ppo/val/clipfrac ppo/policy/approxkl ppo/policy/clipfrac"
+FIRST_STEPS = "policy/ratio val/clipfrac policy/approxkl policy/clipfrac"
 RUNS = {
     "ppo": Run(PPO, 1, PPO_A),
     "ppo, eos, two processes": Run(PPO, 2, PPO_A | ENDS | {"seed": 2}),
@@ -204,7 +204,7 @@ RUNS = {
         RLOO,
         1,
         RLOO_A | ONE_STEP | OF_ALL | {"rloo_k": 2},
-        "rloo/loss/policy rloo/ratio rloo/approxkl rloo/clipfrac",
+        "loss/policy policy/ratio policy/approxkl policy/clipfrac",
     ),
     "rloo, reward function, resumed": Run(
         RLOO,

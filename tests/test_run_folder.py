@@ -615,7 +615,7 @@ def test_what_may_change_takes_effect(
     assert sizes == {1}
     assert checkpoints(folder) == ["0000004", "0000006"]
     rows = read_lines(folder / "out/metrics.jsonl")
-    assert [row["ppo/lr"] for row in rows[4:]] == [0, 0]
+    assert [row["lr"] for row in rows[4:]] == [0, 0]
     was = load_file(folder / "out/checkpoints/0000004/model.safetensors")
     now = load_file(folder / "out/checkpoints/0000006/model.safetensors")
     for name in was:

@@ -327,7 +327,7 @@ def test_critic_warmup_moves_no_bit_of_the_policy(
     assert not torch.equal(warm["critic.wte.weight"], base["transformer.wte.weight"])
     metrics = read_metrics(folder / "out")
     assert [row["objective/kl"] for row in metrics] == [0, 0, 0]
-    assert [row["ppo/lr"] > 0 for row in metrics] == [False, False, True]
+    assert [row["lr"] > 0 for row in metrics] == [False, False, True]
 
 
 def test_defaults_give_the_recorded_metrics(tmp_path: Path) -> None:

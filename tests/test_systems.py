@@ -532,7 +532,7 @@ def test_dr_grpo_clips_ratios_of_tokens_and_sums_their_losses() -> None:
     assert loss.tolist() == pytest.approx([-1.2 - 0.5, 2 * (1.1 + 3.0 + 0.8)])
     clipped = [[True, False], [False, False, True]]
     assert [
-        row[inside].tolist() for row, inside in zip(metrics["rloo/clipfrac"], mask, strict=True)
+        row[inside].tolist() for row, inside in zip(metrics["policy/clipfrac"], mask, strict=True)
     ] == clipped
 
 
@@ -781,7 +781,7 @@ def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size: i
         ids = torch.tensor([text])
         loss = loss + plain_lm(ids, labels=ids).loss * (len(text) - 1)
     loss = loss / (6 + 1 + 3 + 4)
-    assert metrics["ppo/loss/ptx"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["loss/ptx"] == pytest.approx(loss.item(), rel=1e-5)
     loss.backward()
     for name, p in plain_lm.named_parameters():
         torch.testing.assert_close(steps[name], -2.0 * p.grad, atol=1e-6, rtol=1e-4)

@@ -214,9 +214,9 @@ class Rollout:
         found = []
         for group in groups[:-1]:
             metrics = script.reduce_means(group)
-            if "ppo/loss/value" in metrics:
-                value_loss = args.vf_coef * metrics["ppo/loss/value"]
-                metrics.setdefault("ppo/loss/total", metrics["ppo/loss/policy"] + value_loss)
+            if "loss/value" in metrics:
+                value_loss = args.vf_coef * metrics["loss/value"]
+                metrics.setdefault("loss/total", metrics["loss/policy"] + value_loss)
             found.append(metrics)
         return found
 

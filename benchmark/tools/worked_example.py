@@ -162,12 +162,12 @@ def update_by_ppo(
         every, values = ppo_rlhf.forward_response(policy, example.batch, args.temperature)
         logprobs = ppo_rlhf.selected_logprobs(every, example.batch.responses)
         policy_loss, value_loss, terms = ppo_rlhf.ppo_loss(logprobs, values, example.batch, args)
-    ratio = terms["ppo/val/ratio"]
+    ratio = terms["policy/ratio"]
     unclipped = -example.batch.advantages * ratio
     example.after = {"logprobs": logprobs, "ratio": ratio, "unclipped": unclipped}
     example.after["policy"] = policy_loss
     example.after["values"] = values
-    example.after["error"] = terms["ppo/val/error"]
+    example.after["error"] = terms["val/error"]
     example.after["value"] = value_loss
 
 
@@ -182,7 +182,7 @@ def update_by_rloo(accelerator: Accelerator, actor: Any, example: Example, args:
         every, _ = rloo_rlhf.forward_response(actor, example.batch, args.temperature)
         logprobs = rloo_rlhf.selected_logprobs(every, example.batch.responses)
         loss, terms = rloo_rlhf.rloo_loss(logprobs, example.batch, args)
-    ratio = terms["rloo/ratio"]
+    ratio = terms["policy/ratio"]
     unclipped = -example.batch.advantages * ratio
     example.after = {"ratio": ratio, "unclipped": unclipped, "policy": loss}
 

@@ -7,10 +7,10 @@ from reference import CLIP_EDGE, Numbers, clipped_loss, note, read
 from torch import Tensor
 
 NAMES = {
-    "loss": "ppo/loss/policy",
-    "ratio": "ppo/val/ratio",
-    "approxkl": "ppo/policy/approxkl",
-    "clipfrac": "ppo/policy/clipfrac",
+    "loss": "loss/policy",
+    "ratio": "policy/ratio",
+    "approxkl": "policy/approxkl",
+    "clipfrac": "policy/clipfrac",
 }
 
 
@@ -69,10 +69,10 @@ def value_loss(values: Tensor, row: Any, cliprange: float, means: Numbers) -> Te
     error = (values - row.returns) ** 2
     near_error = (near - row.returns) ** 2
     loss = torch.maximum(error, near_error) / 2
-    note(means, "ppo/loss/value", loss)
-    note(means, "ppo/val/vpred", values)
-    note(means, "ppo/val/error", error)
-    note(means, "ppo/val/clipfrac", near_error > error)
+    note(means, "loss/value", loss)
+    note(means, "val/vpred", values)
+    note(means, "val/error", error)
+    note(means, "val/clipfrac", near_error > error)
     return loss
 
 
@@ -90,15 +90,15 @@ def ppo_step(
         set_advantages(rows, kl_coef, s)
         returns = torch.cat([row.returns for row in rows])
         values = torch.cat([row.values for row in rows])
-        note(means, "ppo/returns/mean", returns.mean())
-        note(means, "ppo/returns/var", returns.var(correction=0))
-        note(means, "ppo/val/mean", values.mean())
-        note(means, "ppo/val/var", values.var(correction=0))
+        note(means, "returns/mean", returns.mean())
+        note(means, "returns/var", returns.var(correction=0))
+        note(means, "val/mean", values.mean())
+        note(means, "val/var", values.var(correction=0))
     num_tokens = sum(row.count for row in every)
     for row in every:
         now = read(policy, row, s.temperature)
         log_ratio = now.logprobs - row.logprobs
         loss = clipped_loss(log_ratio, row.advantages, s.cliprange, means, NAMES)
         error = value_loss(now.values, row, s.cliprange_value, means)
-        note(means, "ppo/policy/entropy", now.entropies)
+        note(means, "policy/entropy", now.entropies)
         ((loss + s.vf_coef * error).sum() / num_tokens).backward()

@@ -230,9 +230,9 @@ def reinforce(script: str, settings: dict[str, Any], folder: Path, world: int) -
         row[f"{name}/episode"] = (update + 1) * s.batch_size
         row[f"{name}/lr"] = lr
         if not is_rloo:
-            row["ppo/loss/total"] = row["ppo/loss/policy"] + s.vf_coef * row["ppo/loss/value"]
-            variance = row["ppo/returns/var"] + 1e-8
-            row["ppo/val/var_explained"] = 1 - row["ppo/val/error"] / variance
+            row["loss/total"] = row["loss/policy"] + s.vf_coef * row["loss/value"]
+            variance = row["returns/var"] + 1e-8
+            row["val/var_explained"] = 1 - row["val/error"] / variance
         metrics.append(row)
         kl_coef = adapt(kl_coef, row["objective/kl"], s)
 

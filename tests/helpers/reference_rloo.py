@@ -5,10 +5,10 @@ from typing import Any
 from reference import EDGE, Numbers, clipped_loss, mean_of, note, read
 
 NAMES = {
-    "loss": "rloo/loss/policy",
-    "ratio": "rloo/ratio",
-    "approxkl": "rloo/approxkl",
-    "clipfrac": "rloo/clipfrac",
+    "loss": "loss/policy",
+    "ratio": "policy/ratio",
+    "approxkl": "policy/approxkl",
+    "clipfrac": "policy/clipfrac",
 }
 
 
@@ -33,5 +33,5 @@ def rloo_step(policy: Any, parts: list[list[Any]], s: Any, means: Numbers) -> No
         now = read(policy, row, s.temperature)
         log_ratio = (now.logprobs - row.logprobs).sum()
         loss = clipped_loss(log_ratio, row.advantages, s.cliprange, means, NAMES)
-        note(means, "rloo/entropy", now.entropies)
+        note(means, "policy/entropy", now.entropies)
         (loss.sum() / len(every)).backward()

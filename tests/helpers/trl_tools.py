@@ -331,7 +331,7 @@ class PPO09(Recording):
         for name in names.split():
             values = arrays[f"minibatch/{name}"]
             values = values.reshape(-1, self.config["gradient_accumulation_steps"])
-            found[f"ppo/{name}"] = values.mean(1)
+            found[f"{name}"] = values.mean(1)
         return found
 
     def expected_metrics(self, step: int) -> Metrics:
@@ -343,7 +343,7 @@ class PPO09(Recording):
             "objective/entropy": self.scalar(step, "stats/objective/entropy"),
             "objective/scores_scaled": self.scalar(step, "stats/ppo/mean_scores"),
             "objective/kl_coef": self.scalar(step, "kl_coef_before"),
-            "ppo/lr": self.scalar(step, "stats/ppo/learning_rate"),
+            "lr": self.scalar(step, "stats/ppo/learning_rate"),
         }
         if self.config["kl_penalty"] == "kl":
             found["objective/kl"] = self.scalar(step, "stats/objective/kl")
@@ -487,13 +487,13 @@ class PPO112(Recording):
         num_cells = is_token[0].size
         ratio_sums = arrays["stats/ratio"].ravel() * num_cells - (num_cells - num_tokens)
         return {
-            "ppo/loss/policy": arrays["micro/pg_loss"],
-            "ppo/loss/value": arrays["micro/vf_loss"],
-            "ppo/loss/total": arrays["micro/loss"],
-            "ppo/policy/clipfrac": arrays["stats/pg_clipfrac"].ravel(),
-            "ppo/val/clipfrac": arrays["stats/vf_clipfrac"].ravel(),
-            "ppo/policy/approxkl": arrays["stats/approxkl"].ravel() * num_cells / num_tokens,
-            "ppo/val/ratio": ratio_sums / num_tokens,
+            "loss/policy": arrays["micro/pg_loss"],
+            "loss/value": arrays["micro/vf_loss"],
+            "loss/total": arrays["micro/loss"],
+            "policy/clipfrac": arrays["stats/pg_clipfrac"].ravel(),
+            "val/clipfrac": arrays["stats/vf_clipfrac"].ravel(),
+            "policy/approxkl": arrays["stats/approxkl"].ravel() * num_cells / num_tokens,
+            "policy/ratio": ratio_sums / num_tokens,
         }
 
     def expected_metrics(self, step: int) -> Metrics:
@@ -502,7 +502,7 @@ class PPO112(Recording):
             "objective/scores": metrics["objective/scores"],
             "objective/non_score_reward": metrics["objective/non_score_reward"],
             "objective/score_total": metrics["objective/rlhf_reward"],
-            "ppo/lr": metrics["lr"],
+            "lr": metrics["lr"],
         }
         if self.config["kl_estimator"] == "k1":
             found["objective/kl"] = metrics["objective/kl"]
@@ -656,12 +656,12 @@ class RLOO116(Recording):
     def expected_steps(self, step: int) -> Arrays:
         numbers = self.steps_on(step)
         rows = [self.about["metrics"][number - 1] for number in numbers]
-        names = {"gradient_norm": "grad_norm", "rloo/clipfrac": "clip_ratio/region_mean"}
+        names = {"gradient_norm": "grad_norm", "policy/clipfrac": "clip_ratio/region_mean"}
         if self.config["gradient_accumulation_steps"] == 1:  # else it is a mean of means
-            names["rloo/entropy"] = "entropy"
+            names["policy/entropy"] = "entropy"
         found = {ours: np.array([row[theirs] for row in rows]) for ours, theirs in names.items()}
         losses = [self.arrays[f"step{number}/losses"].mean() for number in numbers]
-        found["rloo/loss/policy"] = np.array(losses)
+        found["loss/policy"] = np.array(losses)
         return found
 
     def expected_metrics(self, step: int) -> Metrics:
@@ -669,7 +669,7 @@ class RLOO116(Recording):
         metrics = self.about["metrics"][first - 1]
         found = {
             "objective/length": metrics["completions/mean_length"],
-            "rloo/lr": float(self.arrays[f"step{first}/lr"]),
+            "lr": float(self.arrays[f"step{first}/lr"]),
         }
         if self.config["beta"] > 0:
             mask = self.rollouts[step]["completion_mask"]

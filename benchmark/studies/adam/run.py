@@ -45,8 +45,8 @@ def epochs_of(
     found = {kind: [] for kind in KINDS}
     for record in records:
         for kind in KINDS:
-            if f"ppo/policy/{kind}" in record:
-                total, count = record[f"ppo/policy/{kind}"]
+            if f"policy/{kind}" in record:
+                total, count = record[f"policy/{kind}"]
                 found[kind].append((total / count).item())
     return found
 

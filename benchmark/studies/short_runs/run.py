@@ -94,7 +94,7 @@ CURVES = {
     "true_score": "true_score",
     "reward": "reward",
     "kl": "kl",
-    "var_explained": "ppo/val/var_explained",
+    "var_explained": "val/var_explained",
 }
 AT_END = ("true_score", "kl")  # whose differences at the end of runs are tested
 BINS = 16  # points of a curve in the picture

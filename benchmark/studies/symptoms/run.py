@@ -127,7 +127,7 @@ SYMPTOMS = [
     ),
     Symptom(
         "the values explain less than nothing",
-        "ppo/val/var_explained",
+        "val/var_explained",
         "the value head, which starts at 0, has not reached the returns' mean: the default, early",
         Run(),
         "`--critic_lr 1e-2 --cliprange_value 10`",
@@ -136,7 +136,7 @@ SYMPTOMS = [
     ),
     Symptom(
         "the entropy collapses",
-        "ppo/policy/entropy",
+        "policy/entropy",
         "no KL penalty and a constant --lr 1e-3",
         Run(f"{NO_KL} --lr 1e-3"),
         "`--kl_coef 0.15 --adaptive_kl_target 6`, a decaying --lr",
@@ -210,7 +210,7 @@ def curve(out: Path, metric: str) -> list[float]:
     metrics = common.read_lines(out / "metrics.jsonl")
     if metric == RATIO:
         sampled = [row["objective/entropy"] / LENGTH for row in metrics]
-        return [x / row["ppo/policy/entropy"] for x, row in zip(sampled, metrics, strict=True)]
+        return [x / row["policy/entropy"] for x, row in zip(sampled, metrics, strict=True)]
     return [row[metric.replace("test/", "train/")] for row in metrics]
 
 
