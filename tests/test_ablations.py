@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from benchmark import differences
 from benchmark.studies.short_runs import run as ablations
+from benchmark.studies.slow_rate import report as slow_rate
 
 
 def run(choice: str, seed: int, true_score: list[float], kl: list[float]) -> dict[str, Any]:
@@ -115,6 +117,49 @@ def test_holm_stops_at_the_first_that_does_not_hold() -> None:
     assert holds == [True, False, False]
 
 
+def test_the_pooled_deviation_is_that_around_the_mean_of_each_row() -> None:
+    """Squares around the means: 2 in the first row and 8 in the second, with 2 + 2 degrees of
+    freedom. The third row changes nothing and does not count."""
+    rows = [[1.0, 2.0, 3.0], [10.0, 12.0, 14.0], [0.0, 0.0, 0.0]]
+    assert differences.pooled_deviation(rows) == (pytest.approx((10 / 4) ** 0.5), 4)
+
+
+def test_a_pooled_deviation_keeps_what_a_row_s_own_does_not() -> None:
+    """The first row varies more than the others, so alone its mean of 2 is not far from 0."""
+    table = []
+    for values in ([1.0, 2.0, 3.0], [-0.1, 0.0, 0.1], [0.0, 0.0, 0.0], [5.0]):
+        table.append({"x_differences": values})
+    differences.add_tests(table, "x")
+    wide, narrow, nothing, single = table
+    # The pooled deviation is (2.02 / 4) ** 0.5 = 0.7106; t is 4.303 with 2 degrees of freedom and
+    # 2.776 with 4.
+    assert wide["x_interval"] == pytest.approx(4.303 * 1.0 / 3**0.5, rel=1e-3)
+    assert wide["x_pooled_interval"] == pytest.approx(2.776 * 0.7106 / 3**0.5, rel=1e-3)
+    # p is 0.074 alone and 0.0082 with the pooled deviation, and the bound is 0.05 / 3.
+    assert not wide["x_holds"]
+    assert wide["x_pooled_holds"]
+    assert not narrow["x_pooled_holds"]
+    assert nothing["x_interval"] == 0.0
+    assert nothing["x_pooled_interval"] is None
+    assert single["x_interval"] is None
+    assert not single["x_holds"]
+
+
+def test_differences_of_two_records_are_one_family() -> None:
+    """Each record alone keeps its difference, whose p is 0.045, and both together keep none."""
+    records = []
+    for episodes in (100, 200):
+        line = {"choice": "default", "beside_differences": [0.11, 0.08, 0.17]}
+        other = {"choice": "RLOO, K 4", "beside_differences": []}
+        records.append({"args": {"episodes": episodes}, "table": [line, other]})
+    (alone,) = slow_rate.beside(records[0])
+    assert alone["bold_beside"] == "**"
+    both = slow_rate.beside(*records)
+    assert [row["bold_beside"] for row in both] == ["", ""]
+    assert [row["bold_beside_pooled"] for row in both] == ["**", "**"]
+    assert [row["episodes"] for row in both] == [100, 200]
+
+
 @pytest.mark.parametrize("name", ["short_runs/short", "slow_rate/slow"])
 def test_the_table_of_a_record_is_that_of_its_runs(name: str) -> None:
     studies = ROOT / "benchmark" / "studies"
@@ -130,6 +175,8 @@ def test_the_table_of_a_record_is_that_of_its_runs(name: str) -> None:
                 assert recorded[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
             elif isinstance(value, int | str | None):
                 assert recorded[key] == value, key
+            elif key.endswith("_differences"):
+                assert recorded[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
 
 
 def test_every_run_is_a_copy_that_vader_reads(tmp_path: Any) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from run_tools import to_lines
 
+from benchmark.studies.real_model import report as real_model
 from benchmark.tools import win_rate
 from benchmark.tools.win_rate import Pairs
 
@@ -191,3 +192,11 @@ def test_the_command_prints_and_writes_the_results(
     assert "win rate                 100.0% (100.0% to 100.0%)\n" in printed.out
     assert printed.err == "win_rate.py: 1 queries are in one file only: left out\n"
     assert '"pairs": 2' in Path("found.json").read_text()
+
+
+def test_wins_ties_and_losses_stand_apart_in_the_tables() -> None:
+    """Of seven comparisons three are won, and two are ties."""
+    won = np.array([1, 0.5, 0, 1, 0.5, 0, 1])
+    lengths = np.ones(7)
+    pairs = Pairs(np.arange(7), won, lengths, lengths)
+    assert real_model.shares(win_rate.results(pairs)) == "43 / 29 / 29%"

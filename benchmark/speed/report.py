@@ -104,7 +104,7 @@ def draw_sweep(axes: Axes, rows: list[Row], name: str) -> None:
             x / x[0],
             "--",
             color=OTHER,
-            label="in proportion",
+            label="if in proportion",
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)

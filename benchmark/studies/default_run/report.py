@@ -35,7 +35,7 @@ def draw_true_score(axes: Axes, record: Record, others: Record, what: str) -> No
     """The true score of PPO and RLOO over episodes, beside no training and best of n."""
     draw_bands(axes, record, "true_score")
     best = report.best_of_n(others)[1][-1]
-    report.line_at(axes, best, "best of 128, no training (held-out queries)", "--")
+    report.line_at(axes, best, "best of 128, no training (other reward models)", "--")
     before = [row["true_score_before"] for row in record["rows"] if "true_score_before" in row]
     level = float(np.mean(before))
     report.line_at(axes, level, "before training (held-out queries)", ":", report.START)
@@ -43,8 +43,8 @@ def draw_true_score(axes: Axes, record: Record, others: Record, what: str) -> No
 
 
 def readme(record: Record, others: Record) -> Figure:
-    """The true score of PPO and RLOO beside best of 128, with the range of its three reward models:
-    the first picture of README.md."""
+    """The true score of PPO and RLOO beside best of 128, with the range of three other reward
+    models: the first picture of README.md."""
     text = "One RLOO response becomes as good as the best of 128 before training, PPO nearly"
     figure, panels = report.new(text, 1, 1, 3.7)
     axes = panels[0, 0]
@@ -62,7 +62,7 @@ def readme(record: Record, others: Record) -> Figure:
         x, y = report.over_episodes(record, choice, "true_score")
         point = (x[-6], y.mean(0)[-6])
         report.note(axes, NAMES[choice], point, (0, shift), CHOICES[choice])
-    words = "best of 128 before training (mean and range of 3 reward models, held-out queries)"
+    words = "best of 128 before training (mean and range of 3 other reward models)"
     report.note(axes, words, (200, max(best)), (0, 6), "black")
     before = axes.lines[-1].get_ydata()[0]
     report.note(

@@ -7,6 +7,7 @@ from benchmark.report import BEST_OF_N, CHOICES, CRITIC, NAMES, PPO, Record, Row
 from benchmark.studies.short_runs import report as short_runs
 
 choices = short_runs.choices
+pooled = short_runs.pooled
 
 VALUES = {
     "critic from the reward model": ("critic from the reward model", CRITIC, "-"),

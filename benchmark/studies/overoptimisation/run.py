@@ -40,8 +40,9 @@ import ppo_rlhf
 import rloo_rlhf
 import train_reward
 from benchmark import common
+from benchmark.differences import interval
 from benchmark.judge import Judge
-from benchmark.studies.short_runs.run import Choice, interval, output_to, run, slug, true_score_at
+from benchmark.studies.short_runs.run import Choice, output_to, run, slug, true_score_at
 
 SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
 WINDOW = 5  # updates whose means make a point of a curve

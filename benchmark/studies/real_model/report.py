@@ -24,13 +24,28 @@ CURVES = {
 
 
 # --- tables ---------------------------------------------------------------------------------------
+def shares(judged: Row) -> str:
+    """Wins, ties and losses, in percent: a win rate counts a tie as half a win."""
+    tied = judged["ties"]
+    won = judged["win_rate"]["rate"] - tied / 2
+    lost = 1 - won - tied
+    return " / ".join(f"{100 * share:.0f}" for share in (won, tied, lost)) + "%"
+
+
 def runs(*records: Record) -> list[Row]:
     """Every run, with its name."""
     rows = []
     for row in [row for record in records for row in record["rows"]]:
         name = "PPO, VADER" if row["arm"].startswith("rate") else row["arm"]
-        rows.append(row | {"name": name + (", fp32" if "--dtype fp32" in row["flags"] else "")})
+        more = {"name": name + (", fp32" if "--dtype fp32" in row["flags"] else "")}
+        rows.append(row | more | {"shares": shares(row["wins"])})
     return rows
+
+
+def duels(*records: Record) -> list[Row]:
+    """RLOO's responses against PPO's."""
+    found = [duel for record in records for duel in record["duels"]]
+    return [duel | {"shares": shares(duel)} for duel in found]
 
 
 def six(*records: Record) -> list[Row]:

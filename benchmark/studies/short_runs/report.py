@@ -4,7 +4,7 @@ slow_rate/ use them, too."""
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmark import report
+from benchmark import differences, report
 from benchmark.report import CRITIC, PPO, RLOO, Record, Row
 
 # The choices in chosen.png, and those in the findings.
@@ -15,7 +15,7 @@ CHOSEN_SHORT = ("critic from the reward model, warmed up", "critic from the poli
 CHOSEN_SHORT += ("no penalty for a missing end", "rewards not whitened", "no ratio clipping")
 CHOSEN_SHORT += ("whitening per process, of 4", "reward model not normalised", "PyTorch's Adam")
 CHOSEN_SHORT += ("fixed KL coefficient", "constant learning rate", "8 minibatches (default: 1)")
-CHOSEN_SHORT += ("settings of InstructGPT",)
+CHOSEN_SHORT += ("settings of InstructGPT", "KL over the vocabulary as the penalty")
 MATTERS_FULL = ("default", "critic from the reward model", "no value function", "GRPO")
 MATTERS_SHORT = ("default", "critic from the reward model, warmed up")
 MATTERS_SHORT += ("8 minibatches (default: 1)", "settings of InstructGPT", "dropout left on")
@@ -24,6 +24,7 @@ MASKED += ("settings of DeepSpeed-Chat",)
 DIFFERENCE = "difference in true score at the same KL (better \N{RIGHTWARDS ARROW})"
 FULL = "Full runs: 12,800 episodes, 3 seeds"
 SHORT = "Short runs: 2,560 episodes, 4 seeds"
+POOLED = "95% interval by the pooled deviation (line: by its own)"
 HOLLOW = {"markerfacecolor": "white", "alpha": 0.6}
 
 
@@ -37,14 +38,22 @@ def by_effect(row: Row) -> tuple[bool, bool, float]:
     return choice.startswith(("RLOO", "GRPO")), choice != "RLOO, K 4", -effect
 
 
+def with_bold(row: Row) -> Row:
+    """A row in which `bold_..` marks what Holm's correction keeps."""
+    kinds = [name.removesuffix("_holds") for name in row if name.endswith("_holds")]
+    return row | {f"bold_{kind}": "**" if row[f"{kind}_holds"] else "" for kind in kinds}
+
+
 def choices(record: Record) -> list[Row]:
-    """The choices of a record by their effect; `bold_..` marks what Holm's correction keeps."""
-    rows = []
-    for row in sorted(record["table"], key=by_effect):
-        kinds = [name.removesuffix("_holds") for name in row if name.endswith("_holds")]
-        bold = {f"bold_{kind}": "**" if row[f"{kind}_holds"] else "" for kind in kinds}
-        rows.append(row | bold)
-    return rows
+    """The choices of a record by their effect."""
+    return [with_bold(row) for row in sorted(record["table"], key=by_effect)]
+
+
+def pooled(record: Record) -> dict[str, float]:
+    """The pooled deviation of the differences at equal KL, and its degrees of freedom."""
+    rows = [row["equal_kl_differences"] for row in compared(record)]
+    deviation, freedom = differences.pooled_deviation(rows)
+    return {"deviation": deviation, "freedom": freedom}
 
 
 def matters(short: Record, full: Record) -> list[Row]:
@@ -64,16 +73,20 @@ def compared(record: Record) -> list[Row]:
     return sorted(found, key=lambda row: row["equal_kl"])
 
 
-def name_with_failures(row: Row) -> str:
-    """The choice, and how many of its runs failed: only the others count for its interval."""
-    if row["num_failed"] == 0:
-        return row["choice"]
-    return f"{row['choice']} ({row['num_failed']} of {row['seeds']} failed)"
+def name_of(row: Row) -> str:
+    """The choice, how many of its runs ended or failed, and a star if it passes with the pooled
+    deviation."""
+    name = row["choice"]
+    if row["equal_kl_seeds"] < row["seeds"]:
+        name += f" ({row['equal_kl_seeds']} of {row['seeds']} runs ended)"
+    elif row["num_failed"] > 0:
+        name += f" ({row['num_failed']} of {row['seeds']} failed)"
+    return name + (" *" if row["equal_kl_pooled_holds"] else "")
 
 
 def draw_forest(axes: Axes, rows: list[Row]) -> None:
-    """Differences at equal KL with intervals. What the correction keeps has a bold name; what is
-    not comparable has a hollow mark."""
+    """Differences at equal KL with intervals, the pooled ones in a lighter shade. What passes with
+    its own deviation has a bold name; what is not comparable has a hollow mark."""
     for y, row in enumerate(rows):
         colour = PPO
         if row["choice"].startswith(("RLOO", "GRPO")):
@@ -83,8 +96,17 @@ def draw_forest(axes: Axes, rows: list[Row]) -> None:
         style = {"fmt": "o", "color": colour, "capsize": 2, "markersize": 5, "linewidth": 1.3}
         if row["choice"] in MASKED:
             style |= HOLLOW
+        width = row["equal_kl_pooled_interval"] or 0
+        axes.plot(
+            [row["equal_kl"] - width, row["equal_kl"] + width],
+            [y, y],
+            color=colour,
+            linewidth=6,
+            alpha=0.22,
+            solid_capstyle="butt",
+        )
         axes.errorbar(row["equal_kl"], y, xerr=row["equal_kl_interval"], **style)
-    axes.set_yticks(range(len(rows)), [name_with_failures(row) for row in rows], fontsize=8.5)
+    axes.set_yticks(range(len(rows)), [name_of(row) for row in rows], fontsize=8.5)
     for row, label in zip(rows, axes.get_yticklabels(), strict=True):
         label.set_fontweight("bold" if row["equal_kl_holds"] else "normal")
     axes.axvline(0, color="black", linewidth=1)
@@ -107,12 +129,22 @@ def forest(title: str, panels_of: dict[str, list[Row]], height: float, has_hollo
         draw_forest(axes, rows)
         axes.set_title(heading)
     panels[-1, 0].set_xlabel(DIFFERENCE)
+    panels[0, 0].plot([], [], color=PPO, alpha=0.22, linewidth=6, label=POOLED)
     legend = {"PPO": PPO, "PPO, critic from the reward model": CRITIC, "RLOO and GRPO": RLOO}
     report.name_colours(panels[0, 0], legend)
     if has_hollow:
         report.name_colours(panels[0, 0], {"not comparable (KL leaves tokens out)": PPO}, **HOLLOW)
-    report.legend_below(figure, panels[0, 0], 2 + (not has_hollow))
+    report.legend_below(figure, panels[0, 0], 2)
     return figure
+
+
+def title_of(panels_of: dict[str, list[Row]]) -> str:
+    """How many of these differences pass the strict test, and how many with the pooled one."""
+    rows = sum(panels_of.values(), [])
+    own = sum(row["equal_kl_holds"] for row in rows)
+    together = sum(row["equal_kl_pooled_holds"] for row in rows)
+    start = f"{own} of {len(rows)} differences passes the strict test (bold)"
+    return f"{start}, and {together} with a pooled deviation (*)"
 
 
 def of_record(record: Record) -> Figure:
@@ -124,16 +156,14 @@ def of_both(full: Record, short: Record) -> Figure:
     """All choices of full and of short runs."""
     panels_of = {f"{FULL}, at 2, 4 and 6 nats": compared(full)}
     panels_of[f"{SHORT}, at 1, 2 and 3 nats"] = compared(short)
-    text = "One of 45 differences (bold) survives Holm's correction"
-    return forest(text, panels_of, 0.17, has_hollow=True)
+    return forest(title_of(panels_of), panels_of, 0.17, has_hollow=True)
 
 
 def chosen(full: Record, short: Record) -> Figure:
     """The choices that most readers ask for."""
     panels_of = {FULL: [row for row in compared(full) if row["choice"] in CHOSEN_FULL]}
     panels_of[SHORT] = [row for row in compared(short) if row["choice"] in CHOSEN_SHORT]
-    text = "Only one of these differences (bold) passes the strict test"
-    return forest(text, panels_of, 0.21, has_hollow=False)
+    return forest(title_of(panels_of), panels_of, 0.21, has_hollow=False)
 
 
 RECORDS = ("../full_length/full.json", "short.json")

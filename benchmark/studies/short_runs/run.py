@@ -19,12 +19,13 @@ A copy of the script that does each run has VADER read the responses of every up
 a curve of true score over KL, whose points are means of two updates (longer means would put a run
 that moves fast below its own curve). Two of them are compared at equal KL: at each of 2, 4 and 6
 nats (1, 2 and 3 in shorter runs) that both reach, which are then averaged. Whether such a
-difference is 0 is asked of all choices at once, by Holm's method (1979). With --beside RECORD each
-run is compared with that of the same choice and seed in another record, too: say all runs with --lr
-5e-5.
+difference is 0 is asked of all choices at once, twice: with each row's own deviation, and with one
+that is pooled over the rows (benchmark/differences.py). With --beside RECORD each run is compared
+with that of the same choice and seed in another record, too: say all runs with --lr 5e-5.
 
 Runs of the same scripts and flags are used again, from --folder or from the record. Writes
-<tag>.json.
+<tag>.json. --tabulate RECORD runs nothing: it makes the table of a record anew from its rows (call
+the run.py of that record's study, which knows what it is compared with).
 """
 
 import contextlib
@@ -46,12 +47,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 import torch
-from scipy import stats
 
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
 from benchmark import common
+from benchmark.differences import add_tests
 from benchmark.judge import Judge
 from benchmark.systems.make import SYSTEMS, patched
 
@@ -95,6 +96,7 @@ CURVES = {
     "kl": "kl",
     "var_explained": "val/var_explained",
 }
+AT_END = ("true_score", "kl")  # whose differences at the end of runs are tested
 BINS = 16  # points of a curve in the picture
 FINE_WINDOW = 2  # updates whose means make a point of the curves that are compared
 SHIFTED = (("mask, shift_mean=False)", "mask, shift_mean=True)"),)
@@ -352,14 +354,6 @@ def base_of(name: str) -> str:
     return "default"
 
 
-def interval(differences: list[float]) -> float | None:
-    """Half the width of the 95 % interval of their mean."""
-    if len(differences) < 2:
-        return None
-    error = np.std(differences, ddof=1) / len(differences) ** 0.5
-    return float(stats.t.ppf(0.975, len(differences) - 1) * error)
-
-
 def true_score_at(points: dict[str, list[float]], level: float) -> float | None:
     """The true score where a curve first passes a KL; None if it never does."""
     kl = np.maximum.accumulate(points["kl"])
@@ -396,25 +390,14 @@ def explained_at_end(row: dict[str, Any]) -> float | None:
     return curve[-1] if has_values else None
 
 
-def mark_what_holds(tested: list[tuple[float, dict[str, Any]]], kind: str) -> None:
-    """Marks the lines, each with its p, whose differences are not 0 by Holm's method, at 5 % over
-    all of them."""
-    tested.sort(key=lambda item: item[0])
-    for i, (p, line) in enumerate(tested):
-        if not p <= 0.05 / (len(tested) - i):
-            break
-        line[f"{kind}_holds"] = True
-
-
 def add_equal_kl(
     table: list[dict[str, Any]],
     pairs: list[tuple[dict[str, Any], dict[str, Any]]],
     levels: tuple[float, ...],
     kind: str,
 ) -> None:
-    """Adds differences at equal KL between the runs of each pair, of which the first is a line's;
-    their intervals, and whether Holm's method keeps them. `kind` begins the names of all these."""
-    tested = []
+    """Adds differences at equal KL between the runs of each pair, of which the first is a line's,
+    and their tests. `kind` begins the names of all these."""
     for line in table:
         of_seeds = []
         for one, other in pairs:
@@ -424,12 +407,9 @@ def add_equal_kl(
         found = [value for value in found if value is not None]
         line[f"{kind}_levels"] = [mean(list(values)) for values in zip(*of_seeds, strict=True)]
         line[kind] = mean(found)
-        line[f"{kind}_interval"] = interval(found)
         line[f"{kind}_seeds"] = len(found)
-        line[f"{kind}_holds"] = False
-        if len(found) > 1:
-            tested.append((float(stats.ttest_1samp(found, 0).pvalue), line))
-    mark_what_holds(tested, kind)
+        line[f"{kind}_differences"] = found
+    add_tests(table, kind)
 
 
 def summarise(
@@ -442,7 +422,6 @@ def summarise(
     of_run = {(row["choice"], row["seed"]): row for row in rows}
     start = {row["seed"]: row["true_score_before"] for row in rows if "true_score_before" in row}
     table = []
-    tested = {"true_score": [], "kl": []}
     for name in dict.fromkeys(row["choice"] for row in rows):
         mine = [row for row in rows if row["choice"] == name]
         ended = [row for row in mine if "true_score" in row]
@@ -452,7 +431,7 @@ def summarise(
         line["explained"] = mean([explained_at_end(row) for row in ended])
         for kind in ("true_score", "reward", "kl", "distinct"):
             line[kind] = float(np.mean([row[kind] for row in ended] or [np.nan]))
-        for kind in tested:
+        for kind in AT_END:
             differences = []
             for row in ended:
                 base = of_run.get((base_of(name), row["seed"]), {})
@@ -460,14 +439,11 @@ def summarise(
                     differences.append(row[kind] - base[kind])
             found = differences if name != base_of(name) else []
             line[f"{kind}_ahead"] = sum(difference > 0 for difference in found)
-            line[f"{kind}_difference"] = float(np.mean(found)) if found else None
-            line[f"{kind}_interval"] = interval(found)
-            line[f"{kind}_holds"] = False
-            if len(found) > 1:
-                tested[kind].append((float(stats.ttest_1samp(found, 0).pvalue), line))
+            line[f"{kind}_difference"] = mean(found)
+            line[f"{kind}_differences"] = found
         table.append(line)
-    for kind, lines in tested.items():
-        mark_what_holds(lines, kind)
+    for kind in AT_END:
+        add_tests(table, kind)
     pairs = []
     for (name, seed), row in of_run.items():
         base = of_run.get((base_of(name), seed))
@@ -508,6 +484,14 @@ def recorded(
     return rows
 
 
+def tabulate(path: Path, beside: list[dict[str, Any]] | None) -> None:
+    """Makes the table of a record anew from its rows."""
+    record = json.loads(path.read_text())
+    levels = tuple(record["table"][0]["levels"])
+    record["table"] = summarise(record["rows"], levels, beside)
+    path.write_text(common.to_json(record))
+
+
 def main(program: str = __file__, **defaults: Any) -> None:
     """Runs of a study: `program` is its file, beside which the record goes."""
     parser = common.make_parser(__doc__, program)
@@ -520,12 +504,17 @@ def main(program: str = __file__, **defaults: Any) -> None:
     add("--batch_size", type=int, default=64, help="of an update (the default's own: 128)")
     add("--lr", help="learning rate of all runs (default: the scripts')")
     add("--beside", type=Path, metavar="RECORD", help="another to compare with, choice by choice")
+    add("--tabulate", type=Path, metavar="RECORD", help="make its table anew, and run nothing")
     add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
     add("--folder", default="runs/ablations", help="where the runs go")
     parser.set_defaults(**defaults)
     args = parser.parse_args()
     beside = None if args.beside is None else json.loads(args.beside.read_text())["rows"]
     args.beside = args.beside and args.beside.stem
+    if args.tabulate is not None:
+        tabulate(args.tabulate, beside)
+        return
+    del args.tabulate  # it is no argument of the runs
     os.chdir(common.ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

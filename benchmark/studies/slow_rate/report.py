@@ -1,18 +1,39 @@
-"""The picture of this study: `python benchmark/report.py slow_rate`."""
+"""Rows and the picture of this study: `python benchmark/report.py slow_rate`."""
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
-from benchmark import report
+from benchmark import differences, report
 from benchmark.report import CHOICES, NAMES, Record, Row
 from benchmark.studies.short_runs import report as short_runs
 
-choices = short_runs.choices
 LEVELS = (2, 4, 6)
 
 
+# --- tables ---------------------------------------------------------------------------------------
+def tested(records: tuple[Record, ...], kind: str) -> list[Row]:
+    """The differences of this kind in all records, tested as one family."""
+    rows = []
+    for record in records:
+        more = {"episodes": record["args"]["episodes"]}
+        rows += [row | more for row in record["table"] if row[f"{kind}_differences"]]
+    differences.add_tests(rows, kind)
+    return [short_runs.with_bold(row) for row in rows]
+
+
+def beside(*records: Record) -> list[Row]:
+    """Each choice at this rate minus the same at the default's."""
+    return tested(records, "beside")
+
+
+def bases(*records: Record) -> list[Row]:
+    """Each choice minus its base, both at this rate."""
+    return tested(records, "equal_kl")
+
+
+# --- the picture ----------------------------------------------------------------------------------
 def scores(run: Row) -> list[float]:
     """The true score where a run first passes each level of KL, or NaN; and that at its end."""
     curve = run["fine_curve"]
@@ -56,13 +77,13 @@ def draw_differences(axes: Axes, slow: Record, full: Record) -> None:
 
 def rates(full: Record, slow: Record, long: Record) -> Figure:
     """What a quarter of the rate gains, with twice the episodes and with as many."""
-    text = "A quarter of the learning rate helps at 2 and 4 nats, and hardly at the end"
+    text = "A quarter of the learning rate is ahead at 2 and 4 nats, but hardly at the end"
     figure, panels = report.new(text, 1, 2, 3.2, sharex=True, sharey=True)
     twice, same = panels[0]
     draw_differences(twice, long, full)
     draw_differences(same, slow, full)
-    twice.set_title("with twice the episodes")
-    same.set_title("with as many episodes")
+    twice.set_title("with twice the episodes: +0.02 or less at the end")
+    same.set_title("with as many episodes: not ahead at the end")
     for axes in panels[0]:
         axes.set_xlabel(short_runs.DIFFERENCE.replace(" at the same KL", ""))
     twice.set_ylim(3.5, -0.5)
