@@ -279,9 +279,13 @@ def test_a_table_is_a_split_that_is_named_or_train() -> None:
         splits = ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
         assert splits["train"]["text"][:] == [word]
         assert ("test" in splits) == (name == "set"), "a split that is named is the only one"
+    Path("set").rename("a:b")
+    splits = ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset="a:b"))
+    assert splits["train"]["text"][:] == ["w7"], "a folder that exists is no name with a split"
+    Path("a:b").rename("set")
     Path("set/train.jsonl").unlink()
     for name, has in (("set", "'json', .*'test'"), ("set::no", "'json', "), ("mixed", "'csv'.*")):
-        says = rf"^--query_dataset {name} has \[.*{has}.*\]: name one, as in data::test$"
+        says = rf"^--query_dataset \S*{name} has \[.*{has}.*\]: name one, as in data::test$"
         with pytest.raises(ppo_rlhf.UserError, match=says):
             ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
 

@@ -226,7 +226,6 @@ def reinforce(script: str, settings: dict[str, Any], folder: Path, world: int) -
 
         row = {name: mean_of(numbers) for name, numbers in means.items()}
         row["objective/kl_coef"] = kl_coef
-        name = "rloo" if is_rloo else "ppo"
         row["episode"] = (update + 1) * s.batch_size
         row["lr"] = lr
         if not is_rloo:

@@ -125,15 +125,8 @@ def through_update(policy: Any, batch: Any, args: Any) -> dict[str, float]:
     noise = noise.to(batch.logprobs.device)
     if isinstance(batch, ppo_rlhf.Batch):
         batch = replace(batch, rewards=noise)
-<<<<<<< HEAD
     else:
         batch = replace(batch, advantages=noise.sum(1))
-=======
-        clipfrac = "policy/clipfrac"
-    else:
-        batch = replace(batch, advantages=noise.sum(1))
-        clipfrac = "policy/clipfrac"
->>>>>>> claims
     epochs = torch.arange(len(noise)).view(1, 1, -1)
     records = ours.update_policy(accelerator, policy, optimizer, batch, epochs, args)
     metrics = rloo_rlhf.reduce_means(records)
