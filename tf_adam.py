@@ -52,6 +52,7 @@ class AdamTF(torch.optim.Adam):
     Args:
         params: parameters, named ones, or groups; a group may set its own lr, betas and eps.
         lr: learning rate, >= 0.
+        fused: use PyTorch's fused kernel, which CPUs and GPUs have for floats.
         options: those of torch.optim.Adam. `eps` is TensorFlow's "epsilon hat", added to sqrt(v)
             before any bias correction. `weight_decay` is decoupled, as in AdamW:
             p -= lr * weight_decay * p before the step.
@@ -60,8 +61,10 @@ class AdamTF(torch.optim.Adam):
         ValueError: lr, betas or eps out of range (from torch.optim.Adam).
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, **options: Any) -> None:
-        super().__init__(params, lr, decoupled_weight_decay=True, **options)
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, *, fused: bool = True, **options: Any
+    ) -> None:
+        super().__init__(params, lr, decoupled_weight_decay=True, fused=fused, **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -252,9 +255,7 @@ def make_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
                 groups.append({"params": params, "weight_decay": decay, "is_critic": is_critic})
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
     with explained("optimizer"):
-        return optimizer(
-            groups, args.lr, betas=tuple(args.adam_betas), eps=args.adam_eps, fused=True
-        )
+        return optimizer(groups, args.lr, betas=tuple(args.adam_betas), eps=args.adam_eps)
 
 
 def set_learning_rates(

@@ -145,7 +145,6 @@ PPO_C = {
     "lr_schedule": "cosine",
 }
 RLOO_B = {
-    "lr": 1e-3,
     "kl_coef": 0.5,
     "gradient_checkpointing": True,
 }

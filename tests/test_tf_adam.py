@@ -253,9 +253,8 @@ def test_settings_of_torch_for_each_dtype(dtype: str, precision: str) -> None:
     assert AttentionMaskInterface()["sdpa"] is full_sdpa_mask
 
 
-@pytest.mark.parametrize("adam", ["tf", "torch"])
-def test_the_optimizer_uses_one_kernel_for_all_weights(adam: str) -> None:
-    optimizer = make_optimizer(nn.Linear(3, 1), with_settings(adam=adam))
+def test_the_optimizer_uses_one_kernel_for_all_weights() -> None:
+    optimizer = make_optimizer(nn.Linear(3, 1), with_settings())
     assert [group["fused"] for group in optimizer.param_groups] == [True, True]
 
 
