@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import PPO, REWARD, RLOO, SCRIPTS, WORDS
+from fork_tools import PPO, REWARD, SCRIPTS, WORDS
 from run_tools import read_lines
 from transformers import AutoTokenizer, DistilBertConfig, DistilBertForSequenceClassification
 
