@@ -334,7 +334,7 @@ ORIGINAL = [
         "The loss is a mean over the tokens of all processes, however many micro-batches there "
         "are.",
         PPO,
-        "accelerator.num_processes / sum_over_ranks(mini.loss_mask)",
+        "accelerator.num_processes / sum_over_ranks(counted)",
         "1 / mini.loss_mask.sum()",
         PPO_RUNS,
     ),
@@ -452,7 +452,7 @@ OPTIONS = [
     Detail(
         "`--max_grad_norm` scales larger gradients down to this norm (Llama 2).",
         ADAM,
-        "max_norm is not None",
+        "max_norm or math.inf",
         "False",
         CRITIC_RUN,
     ),
