@@ -3,11 +3,11 @@ the algorithm. No line holds much."""
 
 import ast
 import dataclasses
-import difflib
 import functools
 import importlib
 import itertools
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -19,7 +19,7 @@ PPO, RLOO, REWARD = SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
 PAIRS = list(itertools.combinations(SCRIPTS, 2))
 MAX_TOKENS = {PPO: 8_200, RLOO: 7_700, REWARD: 6_800}
 MAX_LINES = {PPO: 1_280, RLOO: 1_200, REWARD: 1_040}
-MAX_DIFF = 230  # changed lines between PPO and RLOO
+MAX_DIFF = 190  # changed lines between PPO and RLOO
 MAX_MAIN = 100
 # Names that stand for something else in each script. The rules for Args and PRESETS are below.
 OWN = {"Args", "Batch", "main", "forward", "PRESETS", "OPENAI", "BOOKS", "POSTS", "NEWS"}
@@ -207,8 +207,9 @@ def test_the_steps_of_main_are_the_same() -> None:
 
 
 def test_the_diff_of_ppo_and_rloo_is_small() -> None:
-    diff = difflib.unified_diff(read(PPO).splitlines(), read(RLOO).splitlines(), n=0)
-    changed = [x for x in diff if x[0] in "+-" and x[:3] not in ("+++", "---")]
+    command = ["diff", ROOT / PPO, ROOT / RLOO]
+    printed = subprocess.run(command, capture_output=True, text=True).stdout
+    changed = [line for line in printed.splitlines() if line[:1] in "<>"]
     assert 50 < len(changed) <= MAX_DIFF
 
 

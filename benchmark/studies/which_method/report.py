@@ -1,0 +1,141 @@
+"""Rows and the picture of this study: `python benchmark/report.py which_method`."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmark import differences, report
+from benchmark.report import CRITIC, OTHER, PPO, RLOO, Record, Row
+
+LEVELS = (1, 2, 3)
+BASE = "RLOO, K 4"
+NAMES = {
+    "default": "PPO",
+    "critic from the reward model, warmed up": "PPO, critic from the reward model",
+    "RLOO, K 4": "RLOO",
+    "RLOO of tokens": "Dr. GRPO",
+}
+PUBLISHED = ", published"
+
+
+def name_of(choice: str) -> str:
+    """The method, as its paper calls it."""
+    return NAMES.get(choice, choice.removesuffix(PUBLISHED))
+
+
+def scores_at(run: Row) -> np.ndarray:
+    """The true score where a run first passes each level of KL, or NaN."""
+    curve = run["fine_curve"]
+    kl = np.maximum.accumulate(curve["kl"])
+    return np.interp(LEVELS, kl, curve["true_score"], left=np.nan, right=np.nan)
+
+
+def mean(values: np.ndarray) -> float | None:
+    """Of what is not NaN; None if all is."""
+    return None if np.isnan(values).all() else float(np.nanmean(values))
+
+
+def line_of(choice: str, record: Record) -> Row:
+    """A method: means over seeds, and its differences from RLOO's runs of the same seeds."""
+    base = {row["seed"]: row for row in report.runs_of(record, BASE)}
+    start = {row["seed"]: row["true_score_before"] for row in base.values()}
+    runs = report.runs_of(record, choice)
+    ended = [row for row in runs if not row["failed"]]
+    lost = [row for row in ended if row["true_score"] < start[row["seed"]]]
+    line = {"method": name_of(choice), "choice": choice, "seeds": len(runs)}
+    line["failed"] = len(runs) - len(ended) + len(lost)
+    for kind in ("true_score", "reward", "kl", "distinct"):
+        line[kind] = mean(np.array([row[kind] for row in ended]))
+    levels = np.array([scores_at(row) for row in ended])  # (seeds, levels)
+    line["levels"] = [mean(column) for column in levels.T]
+    line["equal_kl_differences"] = []
+    line["end_differences"] = []
+    for row in ended:
+        if choice == BASE:
+            break
+        apart = mean(scores_at(row) - scores_at(base[row["seed"]]))
+        if apart is not None:
+            line["equal_kl_differences"].append(apart)
+        line["end_differences"].append(row["true_score"] - base[row["seed"]]["true_score"])
+    for kind in ("equal_kl", "end"):
+        line[kind] = mean(np.array(line[f"{kind}_differences"] or [np.nan]))
+    return line
+
+
+def lines(record: Record) -> list[Row]:
+    """All methods, tested as one family."""
+    choices = dict.fromkeys(row["choice"] for row in record["rows"])
+    found = [line_of(choice, record) for choice in choices]
+    for kind in ("equal_kl", "end"):
+        differences.add_tests(found, kind)
+        for line in found:
+            line[f"bold_{kind}"] = "**" if line[f"{kind}_holds"] else ""
+            line[f"bold_{kind}_pooled"] = "**" if line[f"{kind}_pooled_holds"] else ""
+    return sorted(found, key=lambda line: -(line["equal_kl"] or 0))
+
+
+def methods(record: Record) -> list[Row]:
+    """The methods with the default's settings."""
+    return [line for line in lines(record) if not line["choice"].endswith(PUBLISHED)]
+
+
+def published(record: Record) -> list[Row]:
+    """The methods with the settings of their papers."""
+    return [line for line in lines(record) if line["choice"].endswith(PUBLISHED)]
+
+
+# --- the picture ----------------------------------------------------------------------------------
+def colour_of(line: Row) -> str:
+    """PPO, RLOO and the critic as in all pictures; what came later is grey."""
+    colours = {"default": PPO, BASE: RLOO, "critic from the reward model, warmed up": CRITIC}
+    return colours.get(line["choice"], OTHER)
+
+
+def draw_differences(axes: Axes, rows: list[Row]) -> None:
+    """Differences from RLOO at the same KL, with the pooled intervals in a lighter shade."""
+    for y, line in enumerate(rows):
+        style = {"color": colour_of(line), "solid_capstyle": "butt"}
+        ends = np.array([-1, 1]) * (line["equal_kl_pooled_interval"] or 0)
+        axes.plot(line["equal_kl"] + ends, [y, y], linewidth=6, alpha=0.35, **style)
+        axes.errorbar(
+            line["equal_kl"],
+            y,
+            xerr=line["equal_kl_interval"],
+            fmt="o",
+            color=colour_of(line),
+            capsize=2,
+        )
+    axes.set_yticks(range(len(rows)), [line["method"] for line in rows])
+    axes.axvline(0, color="black", linewidth=1)
+    report.label(axes, "true score minus RLOO's, at the same KL", "")
+
+
+def draw_ends(axes: Axes, record: Record, rows: list[Row]) -> None:
+    """Where the runs end: their means, with a letter for each method, and single runs as dots."""
+    for line in rows:
+        runs = [row for row in report.runs_of(record, line["choice"]) if not row["failed"]]
+        for row in runs:
+            axes.plot(row["kl"], row["true_score"], ".", color=colour_of(line), alpha=0.5)
+        axes.annotate(
+            line["method"].removeprefix("PPO, "),
+            (line["kl"], line["true_score"]),
+            fontsize=7.5,
+            ha="center",
+        )
+    report.label(axes, report.SHORT_KL, report.TRUE_SCORE)
+
+
+def picture(record: Record) -> Figure:
+    """The methods with the default's settings: at the same KL, and at the end."""
+    rows = methods(record)
+    figure, panels = report.new(TITLE, 1, 2, 4.2)
+    compared = [line for line in rows if line["choice"] != BASE][::-1]
+    draw_differences(panels[0, 0], compared)
+    panels[0, 0].set_title("At 1, 2 and 3 nats, 95% intervals (band: pooled)")
+    draw_ends(panels[0, 1], record, rows)
+    panels[0, 1].set_title("At the end: a dot for each run")
+    return figure
+
+
+TITLE = "Newer methods differ little from RLOO at the same KL"
+PICTURES = {"methods.png": (picture, "methods.json")}
