@@ -120,15 +120,24 @@ def test_holm_stops_at_the_first_that_does_not_hold() -> None:
 def test_the_pooled_deviation_is_that_around_the_mean_of_each_row() -> None:
     """Squares around the means: 2 in the first row and 8 in the second, with 2 + 2 degrees of
     freedom. The third row changes nothing and does not count."""
-    rows = [[1.0, 2.0, 3.0], [10.0, 12.0, 14.0], [0.0, 0.0, 0.0]]
-    assert differences.pooled_deviation(rows) == (pytest.approx((10 / 4) ** 0.5), 4)
+    rows = [
+        [1.0, 2.0, 3.0],
+        [10.0, 12.0, 14.0],
+        [0.0, 0.0, 0.0],
+    ]
+    deviation, freedom = differences.pooled_deviation(rows)
+    assert deviation == pytest.approx(2.5**0.5)
+    assert freedom == 4
 
 
 def test_a_pooled_deviation_keeps_what_a_row_s_own_does_not() -> None:
     """The first row varies more than the others, so alone its mean of 2 is not far from 0."""
-    table = []
-    for values in ([1.0, 2.0, 3.0], [-0.1, 0.0, 0.1], [0.0, 0.0, 0.0], [5.0]):
-        table.append({"x_differences": values})
+    table = [
+        {"x_differences": [1.0, 2.0, 3.0]},
+        {"x_differences": [-0.1, 0.0, 0.1]},
+        {"x_differences": [0.0, 0.0, 0.0]},
+        {"x_differences": [5.0]},
+    ]
     differences.add_tests(table, "x")
     wide, narrow, nothing, single = table
     # The pooled deviation is (2.02 / 4) ** 0.5 = 0.7106; t is 4.303 with 2 degrees of freedom and

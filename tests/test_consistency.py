@@ -152,6 +152,7 @@ def test_every_argument_is_read(script: str) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_size_and_density_of_the_scripts(script: str) -> None:
+    assert len(read(script).splitlines()) <= MAX_LINES[script]
     density = measure(read(script))
     assert density.tokens <= MAX_TOKENS[script]
     assert density.mean <= 10.5

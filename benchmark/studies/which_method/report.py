@@ -1,5 +1,7 @@
 """Rows and the picture of this study: `python benchmark/report.py which_method`."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -30,35 +32,35 @@ def scores_at(run: Row) -> np.ndarray:
     return np.interp(LEVELS, kl, curve["true_score"], left=np.nan, right=np.nan)
 
 
-def mean(values: np.ndarray) -> float | None:
-    """Of what is not NaN; None if all is."""
-    return None if np.isnan(values).all() else float(np.nanmean(values))
+def mean(values: Sequence[float]) -> float | None:
+    """Of what is not NaN; None if nothing is left."""
+    found = [x for x in values if not np.isnan(x)]
+    return float(np.mean(found)) if found else None
 
 
 def line_of(choice: str, record: Record) -> Row:
     """A method: means over seeds, and its differences from RLOO's runs of the same seeds."""
     base = {row["seed"]: row for row in report.runs_of(record, BASE)}
-    start = {row["seed"]: row["true_score_before"] for row in base.values()}
-    runs = report.runs_of(record, choice)
-    ended = [row for row in runs if not row["failed"]]
-    lost = [row for row in ended if row["true_score"] < start[row["seed"]]]
-    line = {"method": name_of(choice), "choice": choice, "seeds": len(runs)}
-    line["failed"] = len(runs) - len(ended) + len(lost)
+    ended = report.runs_of(record, choice)
+    worse = [row for row in ended if row["true_score"] < base[row["seed"]]["true_score_before"]]
+    seeds = sum(row["choice"] == choice for row in record["rows"])
+    line = {"method": name_of(choice), "choice": choice, "seeds": seeds}
+    line["failed"] = seeds - len(ended) + len(worse)
     for kind in ("true_score", "reward", "kl", "distinct"):
-        line[kind] = mean(np.array([row[kind] for row in ended]))
+        line[kind] = mean([row[kind] for row in ended])
     levels = np.array([scores_at(row) for row in ended])  # (seeds, levels)
     line["levels"] = [mean(column) for column in levels.T]
-    line["equal_kl_differences"] = []
-    line["end_differences"] = []
+    at_equal_kl = []
+    at_the_end = []
     for row in ended:
-        if choice == BASE:
-            break
-        apart = mean(scores_at(row) - scores_at(base[row["seed"]]))
-        if apart is not None:
-            line["equal_kl_differences"].append(apart)
-        line["end_differences"].append(row["true_score"] - base[row["seed"]]["true_score"])
-    for kind in ("equal_kl", "end"):
-        line[kind] = mean(np.array(line[f"{kind}_differences"] or [np.nan]))
+        other = base[row["seed"]]
+        at_equal_kl.append(mean(scores_at(row) - scores_at(other)))
+        at_the_end.append(row["true_score"] - other["true_score"])
+    is_base = choice == BASE
+    for kind, found in (("equal_kl", at_equal_kl), ("end", at_the_end)):
+        differences_of_seeds = [x for x in found if x is not None and not is_base]
+        line[f"{kind}_differences"] = differences_of_seeds
+        line[kind] = mean(differences_of_seeds)
     return line
 
 
@@ -94,28 +96,41 @@ def colour_of(line: Row) -> str:
 def draw_differences(axes: Axes, rows: list[Row]) -> None:
     """Differences from RLOO at the same KL, with the pooled intervals in a lighter shade."""
     for y, line in enumerate(rows):
-        style = {"color": colour_of(line), "solid_capstyle": "butt"}
-        ends = np.array([-1, 1]) * (line["equal_kl_pooled_interval"] or 0)
-        axes.plot(line["equal_kl"] + ends, [y, y], linewidth=6, alpha=0.35, **style)
+        colour = colour_of(line)
+        x = line["equal_kl"]
+        width = line["equal_kl_pooled_interval"]
+        axes.plot(
+            [x - width, x + width],
+            [y, y],
+            color=colour,
+            linewidth=6,
+            alpha=0.35,
+            solid_capstyle="butt",
+        )
         axes.errorbar(
-            line["equal_kl"],
+            x,
             y,
             xerr=line["equal_kl_interval"],
             fmt="o",
-            color=colour_of(line),
+            color=colour,
             capsize=2,
         )
     axes.set_yticks(range(len(rows)), [line["method"] for line in rows])
     axes.axvline(0, color="black", linewidth=1)
-    report.label(axes, "true score minus RLOO's, at the same KL", "")
+    report.label(axes, "true score minus RLOO's, at the same KL")
 
 
 def draw_ends(axes: Axes, record: Record, rows: list[Row]) -> None:
-    """Where the runs end: their means, with a letter for each method, and single runs as dots."""
+    """Where the runs end: a dot for each, and the method's name at their mean."""
     for line in rows:
-        runs = [row for row in report.runs_of(record, line["choice"]) if not row["failed"]]
-        for row in runs:
-            axes.plot(row["kl"], row["true_score"], ".", color=colour_of(line), alpha=0.5)
+        for run in report.runs_of(record, line["choice"]):
+            axes.plot(
+                run["kl"],
+                run["true_score"],
+                ".",
+                color=colour_of(line),
+                alpha=0.5,
+            )
         axes.annotate(
             line["method"].removeprefix("PPO, "),
             (line["kl"], line["true_score"]),
