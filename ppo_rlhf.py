@@ -27,7 +27,7 @@ response, T tokens of query and response together, V tokens in the vocabulary, d
 # dependencies = [
 #     "torch>=2.8,<2.14", "transformers>=5.17,<5.24", "datasets>=4", "accelerate>=1.10",
 #     "tyro>=0.9.10", "wandb>=0.21", "numpy>=2", "safetensors>=0.8", "pandas>=2", "pydantic>=2.6",
-#     "filelock>=3.12",
+#     "filelock>=3.13.1",
 # ]
 # ///
 
@@ -97,7 +97,7 @@ class Args:
     # the run
     seed: conint(ge=0, lt=4_000_000_000) = 1  # Fixes data order, sampling and new weights
     output_dir: str | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
-    # Continue the run in --output_dir, which has to be given; if there is none, start it
+    # Continue the run in --output_dir (required), or start it if the folder has none
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
     eval_queries: PositiveInt = 64  # Held-out queries, sampled before and after the training
@@ -261,7 +261,7 @@ def main(preset: str, args: Args) -> None:
     queries = load_queries("query_dataset", args, tokenizer, num_queries)
     contexts = [query.context for query in queries]
     longest = max(map(len, contexts)) + args.response_length
-    # for Run, see there; --total_episodes may change the later queries
+    # Run compares it on --resume. Of the first queries: --total_episodes may change the others.
     data = crc32(np.concatenate(contexts[: args.eval_queries + args.batch_size]))
     held_out, queries = hold_out(queries, args.eval_queries)
     score_fn = load_reward("reward_model", args, preset, tokenizer, longest)
@@ -290,8 +290,8 @@ def main(preset: str, args: Args) -> None:
         u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
         batch = rollout(policy, my_queries, u, truncate_id, args)
         epochs = shuffle(args, rank, update, share)  # (num_epochs, num_minibatches, b)
-        # In the first epoch's micro-batches, so that padding and rounding are the same there: in
-        # the first optimizer step every ratio is 1, on a CPU exactly.
+        # The rows go through the first epoch's micro-batches. So padding and rounding are the same
+        # in the first optimizer step, where every ratio is 1, on a CPU exactly.
         set_logprobs(batch, policy, ref, epochs[0], args)
 
         # 2. score: of the response up to its truncate token, with a penalty if there is none
@@ -338,7 +338,7 @@ def main(preset: str, args: Args) -> None:
     if rank == 0:
         save_policy(policy, weights, tokenizer, args.output_dir)
         write_samples(before.join(after), args.output_dir)
-    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # DDP's, else gloo can hang
+    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # ends DDP, else gloo can hang
     accelerator.end_training()
 
 
@@ -473,6 +473,7 @@ def ppo_update(
             metrics["loss/total"] = loss
             records.append(sums_over(counted[rows], metrics))
             metrics = {"policy/entropy": entropy(all_logprobs.detach())}
+            del all_logprobs  # makes room for the next ones
             records.append(sums_over(micro.loss_mask, metrics))
             if step == 0:
                 ratio_errors.append((logprobs.detach() - micro.logprobs).abs().max())
@@ -605,8 +606,8 @@ def sample(
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). The sum is
-    in fp64: in fp32 the steps of rare tokens would be rounded away. With NaN clamp gives some
-    token, and check_update stops the run."""
+    in fp64: in fp32 the steps of rare tokens would be rounded away. For NaN, clamp gives the last
+    token, and the run is stopped later."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
 
@@ -636,17 +637,6 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     return replace(batch, contexts=[batch.contexts[i] for i in rows], **chosen)
 
 
-def concatenate(batches: list[Batch]) -> Batch:
-    """One batch of the rows of several. Unused here: for copies that sample again, or replay."""
-    tensors = {
-        name: torch.cat([getattr(batch, name) for batch in batches])
-        for name, x in vars(batches[0]).items()
-        if isinstance(x, Tensor)
-    }
-    contexts = [context for batch in batches for context in batch.contexts]
-    return replace(batches[0], contexts=contexts, **tensors)
-
-
 @torch.no_grad()
 def score_by_model(
     model: Model, head: nn.Linear, args: Args, queries: list[Query], batch: Batch
@@ -665,8 +655,8 @@ def score_by_function(
     function: Callable, tokenizer: Tokenizer, queries: list[Query], batch: Batch
 ) -> Tensor:
     """Scores (B,) of a --reward_fn, called as TRL calls its reward functions: function(prompts=..,
-    completions=.., **columns). These are lists of texts, or of chats where the table has chats; and
-    of what its columns but `prompt` have. It returns one finite float for each completion."""
+    completions=.., **columns). Both are lists of texts, or of chats if the table has them. Its other
+    columns are lists, too. It returns one finite float for each completion."""
     rows = [query.columns for query in queries]
     named = pd.DataFrame(rows, dtype=object).to_dict("list")
     named.pop("prompt", None)
@@ -714,8 +704,8 @@ def evaluate(
 
 # --- forward passes -------------------------------------------------------------------------------
 def forward_response(policy: Module, batch: Batch, temperature: float) -> tuple:
-    """Log-probabilities (b, R, V) of all tokens at each step of the batch's responses; and the
-    policy's values (b, R), or 0 in RLOO."""
+    """Log-probabilities (b, R, V) of every token at each position of the batch's responses, and
+    values (b, R); in RLOO 0 in their place."""
     ids, mask = pad_rows(batch.contexts)
     inputs = batch.responses[:, :-1]  # what follows the last token is not needed
     ids = torch.cat([ids, inputs], 1)
@@ -771,8 +761,8 @@ class ActorCritic(Module):
 def read(
     model: Model, ids: Tensor, mask: Tensor, cache: DynamicCache | None = None, **options: bool
 ) -> ModelOutput:
-    """What a model, or its trunk, gives for ids (B, T). With a cache, ids follow the tokens in it,
-    and mask covers both. Positions count real tokens, as the original's do."""
+    """The output of a model, or of its trunk, for ids (B, T). With a cache, ids follow what is in
+    it, and mask covers both. Positions count real tokens, as the original's do."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding has position 0, but is masked
     return model(
         ids,
@@ -1082,7 +1072,7 @@ def cut_query(
 
 
 def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
-    """The one token that the flag's text is (`eos`: the tokenizer's end of sequence)."""
+    """The id of the flag's text, which must be one token (`eos`: the tokenizer's end)."""
     text = getattr(args, flag)
     if text is None:
         return None
@@ -1099,7 +1089,7 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
 
 
 def bos(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before every text: Llama's and Gemma's one token, others nothing."""
+    """The tokens put before every text: one for Llama and Gemma, for others none."""
     first = tokenizer("a", add_special_tokens=False).input_ids[:1]
     if not first:
         raise UserError("--base_model has a tokenizer without tokens")
@@ -1169,11 +1159,19 @@ def check_settings(args: Args, num_updates: int, num_processes: int) -> None:
             "(processes x minibatches x RLOO's responses per query)"
         )
     if args.micro_batch_size % k:
-        raise UserError(f"--micro_batch_size must be a multiple of --rloo_k {k}")
+        raise UserError(
+            f"--micro_batch_size {args.micro_batch_size} must be a multiple of --rloo_k {k}"
+        )
     if args.truncate_token and args.truncate_after >= args.response_length:
-        raise UserError(f"--truncate_after {args.truncate_after} must be below --response_length")
+        raise UserError(
+            f"--truncate_after {args.truncate_after} must be below "
+            f"--response_length {args.response_length}"
+        )
     if args.adaptive_kl_target and args.batch_size >= 5 * args.kl_horizon:
-        raise UserError(f"--kl_horizon {args.kl_horizon} must be above a fifth of --batch_size")
+        raise UserError(
+            f"--kl_horizon {args.kl_horizon} must be above a fifth of --batch_size "
+            f"{args.batch_size}"
+        )
     if max(args.lr_warmup, getattr(args, "critic_warmup", 0)) >= num_updates:
         raise UserError(f"--lr_warmup and --critic_warmup must be below {num_updates} updates")
 

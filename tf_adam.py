@@ -1,6 +1,6 @@
-"""Adam as TensorFlow 1.x computes it, the optimizer behind OpenAI's lm-human-preferences. Below it
-stands what else the scripts share because it is not about RLHF: errors, processes and settings of
-torch, layers and adapters, learning rates, sums over processes, and the run's folder.
+"""Adam as TensorFlow 1.x computes it, the optimizer behind OpenAI's lm-human-preferences. The rest
+of this file is what else the scripts share, because it is not about RLHF: errors, processes and
+settings of torch, layers and adapters, learning rates, sums over processes, and the run's folder.
 
 PyTorch implements Algorithm 1 of Kingma & Ba (2015, arXiv:1412.6980), TensorFlow the reordering in
 the paragraph before its section 2.1. With m, v the moving averages and t the step, counted from 1:
@@ -20,6 +20,7 @@ import ctypes
 import json
 import math
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -67,13 +68,13 @@ class AdamTF(torch.optim.Adam):
         super().__init__(params, lr, decoupled_weight_decay=True, fused=fused, **options)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable | None = None) -> float | None:
         """One update. It replaces each group's epsilon only while it runs, so state_dict holds the
         given eps.
 
-        Epsilon has one step count per group, a plain int, which need not be read from the GPU.
-        PyTorch's bias corrections count the steps of each parameter. With a gradient for every
-        parameter at every step that is TensorFlow's one beta power for all variables.
+        Epsilon's step count is a plain int per group, so nothing waits for the GPU. PyTorch counts
+        steps per parameter. The two agree, as in TensorFlow, if every parameter has a gradient at
+        every step.
         """
         epsilons = [group["eps"] for group in self.param_groups]
         for group in self.param_groups:
@@ -95,7 +96,7 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def explained(what: str, kind: type = Exception) -> Iterator[None]:
-    """An error of this kind in the block becomes a UserError: `what`, and the cause. Around a
+    """Turns an error of this kind in the block into a UserError: `what`, then the cause. Around a
     library's calls leave `kind` as it is. Around the scripts' own functions pass UserError, so that
     their bugs keep their traceback."""
     try:
@@ -112,7 +113,7 @@ def explained(what: str, kind: type = Exception) -> Iterator[None]:
 def set_up_torch(dtype: str) -> None:
     """Settings for speed and memory, made before the first tensor: --dtype is "fp32", "tf32" or
     "bf16". They change results by rounding only."""
-    # On a GPU the memory of one sampled token's cache then serves the longer cache of the next one.
+    # Each sampled token needs a slightly longer cache. This lets it reuse the shorter one's memory.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc keeps freed memory: saves a tenth of the time on a CPU
@@ -142,7 +143,7 @@ def make_accelerator(dtype: str) -> Accelerator:
             log_with="wandb",
             mixed_precision="no",
             dynamo_backend="no",
-            # The others wait while one process writes a checkpoint, or for a slow --reward_fn.
+            # The others may wait long for one that writes a checkpoint or has a slow --reward_fn.
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
         )
     # The scripts micro-batch by hand; ignore the launcher's setting.
@@ -153,10 +154,10 @@ def make_accelerator(dtype: str) -> Accelerator:
 
 
 def check_launch(accelerator: Accelerator) -> None:
-    """UserError for a way to distribute that trains wrongly: DeepSpeed, for one, makes a step of
-    each micro-batch."""
+    """UserError for an engine that would train wrongly. DeepSpeed, for example, steps after every
+    micro-batch. FSDP1 holds weights in a form that cannot be sampled from."""
     kind = accelerator.distributed_type.value
-    if kind.split("_")[0] not in ("NO", "MULTI", "FSDP"):
+    if kind[:5] not in ("NO", "MULTI") and not accelerator.is_fsdp2:
         raise UserError(
             f"launch: {kind} is not supported: use DDP or FSDP2, see benchmark/accelerate/"
         )
@@ -164,7 +165,8 @@ def check_launch(accelerator: Accelerator) -> None:
 
 # --- models ---------------------------------------------------------------------------------------
 def patch_layers(model: PreTrainedModel, args: Any) -> None:
-    """Changes how the model computes: padding is an embedding like any other, and GELU is faster.
+    """Changes how the model computes: the embedding of padding is trained like any other, and GELU
+    is one kernel.
     With args.dtype "bf16" the trunk computes in bf16, but the heads do not. With
     args.gradient_checkpointing activations are computed again in the backward pass.
 
@@ -186,8 +188,11 @@ def patch_layers(model: PreTrainedModel, args: Any) -> None:
     if args.dtype == "bf16":
         trunk = model.get_decoder()  # not base_model: OPT calls only the decoder in it
         trunk.forward = partial(run_in_bf16, trunk.forward)
-    if model.get_output_embeddings() is not None:
-        model.get_output_embeddings().register_forward_pre_hook(make_contiguous)
+    # If the states for a frozen head are not contiguous, torch copies the head's weights for each
+    # row of them, and takes 2 to 50 times as long.
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.register_forward_pre_hook(lambda _, inputs: inputs[0].contiguous())
 
 
 def run_in_bf16(forward: Callable, *inputs: Any, **named: Any) -> ModelOutput:
@@ -197,12 +202,6 @@ def run_in_bf16(forward: Callable, *inputs: Any, **named: Any) -> ModelOutput:
         output = forward(*inputs, **named)
     output.last_hidden_state = output.last_hidden_state.float()
     return output
-
-
-def make_contiguous(head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """The states for a frozen head. If they were not contiguous, torch would copy its weights
-    for each row of them, and take 2 to 50 times as long."""
-    return (inputs[0].contiguous(),)
 
 
 def add_adapters(model: PreTrainedModel, args: Any) -> None:
@@ -244,18 +243,21 @@ def make_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
     `critic` (`is_critic`), if the model has parts of these names. Only matrices have
     args.weight_decay. set_learning_rates sets the learning rate of each group.
     """
-    groups = []
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for is_critic in (False, True):
-        weights = [p for name, p in named if is_critic == name.startswith(CRITIC_PARTS)]
-        matrices = [p for p in weights if p.dim() > 1]
-        others = [p for p in weights if p.dim() <= 1]
-        for params, decay in ((matrices, args.weight_decay), (others, 0.0)):
-            if params:
-                groups.append({"params": params, "weight_decay": decay, "is_critic": is_critic})
+    groups = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            is_critic = name.startswith(CRITIC_PARTS)
+            decay = args.weight_decay if p.dim() > 1 else 0.0
+            new = {"params": [], "weight_decay": decay, "is_critic": is_critic}
+            groups.setdefault((is_critic, p.dim() > 1), new)["params"].append(p)
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
     with explained("optimizer"):
-        return optimizer(groups, args.lr, betas=tuple(args.adam_betas), eps=args.adam_eps)
+        return optimizer(
+            groups.values(),
+            args.lr,
+            betas=tuple(args.adam_betas),
+            eps=args.adam_eps,
+        )
 
 
 def set_learning_rates(
@@ -266,8 +268,8 @@ def set_learning_rates(
 
     Warm-up (args.lr_warmup updates) and the decay to 0, linear or by a cosine, multiply. Value head
     and critic have args.critic_lr, if it is given. In the first args.critic_warmup updates the
-    policy's rate is 0: its weights rest, while Adam averages its gradients, and clipping counts
-    them, as always.
+    policy's rate is 0: its weights do not move, but Adam's averages and the gradient norm include
+    its gradients.
     """
     factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
     if args.lr_schedule == "linear":
@@ -306,9 +308,10 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A record: for each term a tensor (2,), its sum over mask and the count of mask. reduce_means
-    adds up all records, and divides. So with a mask (b, R) a metric is a mean over tokens, and with
-    a mask of one element over calls and processes. In fp64, so that adding many loses little."""
+    """A record: for each term a tensor (2,), its sum over mask and the size of mask. reduce_means
+    adds such records and divides. So a mask (b, R) gives a mean over tokens, and a mask of one
+    element a mean over records and processes. Sums are in fp64, so that adding many loses little.
+    """
     count = mask.sum()
     return {
         name: torch.stack([(term.detach() * mask).sum(), count]).double()
@@ -368,9 +371,9 @@ class Run:
     script: Path
     args: Any
     num_updates: int
-    # What the loop carries from update to update: equal on all processes, and of JSON's types (keys
-    # are texts, no tensors). A resumed run goes on with the newest checkpoint's. It is refused if
-    # "data", a checksum of the queries or labels, is another one.
+    # What the loop carries to the next update. It must be equal on all processes, and survive JSON
+    # (texts as keys, no tensors). A resumed run takes it from its newest checkpoint. The run is
+    # refused if "data", the checksum of its queries or labels, has changed.
     state: dict
     stopped_at: float = 0.0  # when the first signal came
 
@@ -381,20 +384,21 @@ class Run:
         accelerator = self.accelerator
         self.folder = Path(self.args.output_dir)
         self.lock = FileLock(self.folder / "lock", is_singleton=True)
-        self.state |= {"update": 0, "processes": accelerator.num_processes}
+        (run_id,) = broadcast_object_list([secrets.token_hex(4)])  # of Weights & Biases
+        self.state |= {"update": 0, "processes": accelerator.num_processes, "run_id": run_id}
         self.state_as_json()  # fails now, if it would fail after the first update
         if accelerator.is_main_process:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
         choose_folder(self.script, "", self.args)  # again, with the lock: a run may have used it
         for newest in self.checkpoints()[-1:]:  # the newest checkpoint, if there is one
-            saved = json.loads((newest / "state.json").read_text())
+            new = self.state  # what a copy has added to the state since keeps its first value
+            self.state = new | json.loads((newest / "state.json").read_text())
             for name in ("data", "processes"):  # shuffles are per process
-                if saved.get(name, self.state[name]) != self.state[name]:
+                if self.state[name] != new[name]:
                     raise UserError(f"--resume: other {name} than before, see {newest}/state.json")
-            self.state = saved
             accelerator.load_state(str(newest))
         if self.args.track:
-            wandb = {"id": self.folder.name, "resume": "allow"}
+            wandb = {"id": self.state["run_id"], "name": self.folder.name, "resume": "allow"}
             accelerator.init_trackers("rlhf", vars(self.args), {"wandb": wandb})
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -409,13 +413,13 @@ class Run:
         updates after the checkpoint. A resumed run says if a script has changed since."""
         is_new = self.state["update"] == 0
         if is_new:  # first args.json: a folder that has other files, but not this one, is refused
-            versions = {"script": self.script.stem, "torch": torch.__version__}
-            record = versions | {"args": vars(self.args)}
+            record = {"script": self.script.stem, "torch": torch.__version__}
+            record["args"] = vars(self.args)
             write(self.folder / "args.json", json.dumps(record, indent=2))
         for path in (self.script, Path(__file__)):
             copy = self.folder / path.name
             if is_new:
-                shutil.copy(path, copy)
+                write(copy, path.read_text())
             elif copy.read_bytes() != path.read_bytes():
                 print(f"{path.name} is no longer as it was when the run began, see {copy}")
         (self.folder / "samples.jsonl").unlink(missing_ok=True)
@@ -446,7 +450,9 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """The folders of complete checkpoints, checkpoints/<updates made>, the newest last."""
-        return sorted(path.parent for path in self.folder.glob("checkpoints/???????/state.json"))
+        digits = "[0-9][0-9][0-9][0-9][0-9][0-9][0-9]"  # not a user's copies with other names
+        found = self.folder.glob(f"checkpoints/{digits}/state.json")
+        return sorted(path.parent for path in found)
 
     def end_update(self) -> None:
         """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
@@ -470,7 +476,7 @@ class Run:
         """The state in JSON. UserError if a resumed run would not read the same from it."""
         text = json.dumps(self.state)
         if json.loads(text) != self.state:
-            raise UserError("run.state needs texts as keys, and lists in place of tuples")
+            raise UserError("run.state must survive JSON: texts as keys, lists instead of tuples")
         return text
 
     def save_checkpoint(self, path: Path, state: str) -> None:
@@ -478,15 +484,15 @@ class Run:
         self.accelerator.save_state(str(path))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            write(path / "state.json", state)  # last: now it is complete
+            write(path / "state.json", state)  # last: from now on it is a checkpoint
             for old in self.checkpoints()[:-2]:
-                (old / "state.json").unlink()  # first: now it is none
+                (old / "state.json").unlink()  # first: from now on it is none
                 shutil.rmtree(old)
-        self.accelerator.wait_for_everyone()  # nobody leaves before it is written
+        self.accelerator.wait_for_everyone()  # no process goes on before it is written
 
 
 def write(path: Path, text: str) -> None:
-    """Writes the file so that it is there as a whole or not at all."""
+    """Writes the file so that after a kill it is there as a whole or not at all."""
     unfinished = path.with_suffix(".tmp")
     unfinished.unlink(missing_ok=True)  # a link would be followed
     unfinished.write_text(text)

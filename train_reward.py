@@ -28,7 +28,7 @@ kind, R tokens in a response, T in a row, V in the vocabulary, d hidden units.
 # dependencies = [
 #     "torch>=2.8,<2.14", "transformers>=5.17,<5.24", "datasets>=4", "accelerate>=1.10",
 #     "tyro>=0.9.10", "wandb>=0.21", "numpy>=2", "safetensors>=0.8", "pandas>=2", "pydantic>=2.6",
-#     "filelock>=3.12",
+#     "filelock>=3.13.1",
 # ]
 # ///
 
@@ -93,7 +93,7 @@ class Args:
     # the run
     seed: conint(ge=0, lt=4_000_000_000) = 1  # Fixes data order, sampling and new weights
     output_dir: str | None = None  # Folder of the run (None: runs/<script>-<preset>-<seed>-<time>)
-    # Continue the run in --output_dir, which has to be given; if there is none, start it
+    # Continue the run in --output_dir (required), or start it if the folder has none
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
@@ -293,7 +293,7 @@ def main(preset: str, args: Args) -> None:
         text = samples.to_json(orient="records", lines=True, double_precision=15)
         write(run.folder / "samples.jsonl", text)  # the last file, which marks a finished run
     accelerator.print(f"{statistics}, see {args.output_dir}")
-    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # DDP's, else gloo can hang
+    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # ends DDP, else gloo can hang
     accelerator.end_training()
 
 
@@ -429,8 +429,8 @@ def sample(
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). The sum is
-    in fp64: in fp32 the steps of rare tokens would be rounded away. With NaN clamp gives some
-    token, and check_update stops the run."""
+    in fp64: in fp32 the steps of rare tokens would be rounded away. For NaN, clamp gives the last
+    token, and the run is stopped later."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
 
@@ -472,9 +472,8 @@ class RewardModel(Module):
         mask = torch.cat([mask.repeat_interleave(n, 0), is_real], 1)
         states = read(self.lm.base_model, responses, mask, cache).last_hidden_state
         rows = torch.arange(len(responses), device=ids.device)
-        last = (
-            is_real.sum(1) - is_real.shape[1] - 1
-        )  # negative, so it holds with and without the query
+        # negative, so it holds with and without the query
+        last = is_real.sum(1) - is_real.shape[1] - 1
         return self.gain * self.lm.score(states[rows, last]).squeeze(1) + self.bias
 
 
@@ -495,8 +494,8 @@ def read_queries(
 def read(
     model: Model, ids: Tensor, mask: Tensor, cache: DynamicCache | None = None, **options: bool
 ) -> ModelOutput:
-    """What a model, or its trunk, gives for ids (B, T). With a cache, ids follow the tokens in it,
-    and mask covers both. Positions count real tokens, as the original's do."""
+    """The output of a model, or of its trunk, for ids (B, T). With a cache, ids follow what is in
+    it, and mask covers both. Positions count real tokens, as the original's do."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding has position 0, but is masked
     return model(
         ids,
@@ -833,7 +832,7 @@ def read_preference(
 
 
 def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
-    """The one token that the flag's text is (`eos`: the tokenizer's end of sequence)."""
+    """The id of the flag's text, which must be one token (`eos`: the tokenizer's end)."""
     text = getattr(args, flag)
     if text is None:
         return None
@@ -850,7 +849,7 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
 
 
 def bos(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before every text: Llama's and Gemma's one token, others nothing."""
+    """The tokens put before every text: one for Llama and Gemma, for others none."""
     first = tokenizer("a", add_special_tokens=False).input_ids[:1]
     if not first:
         raise UserError("--base_model has a tokenizer without tokens")

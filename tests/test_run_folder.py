@@ -742,7 +742,7 @@ def test_a_users_copies_of_checkpoints_are_no_checkpoints(tmp_path: Path) -> Non
     """Neither taken for the newest, nor deleted."""
     folder = copy(plain(RLOO, 1), tmp_path)
     own = folder / "out/checkpoints"
-    copies = ["0000001_good", "best", "00000099", "9", "0000002.bak"]
+    copies = ["0000001_good", "best", "00000099", "9", "0000002.bak", "my_best"]
     for name in copies:
         shutil.copytree(own / "0000003", own / name)
     words = [*WORDS[RLOO], "--resume", "--total_episodes", "24"]
@@ -838,8 +838,10 @@ def test_weights_and_biases_goes_on_with_the_run(script: str, tmp_path: Path) ->
     rows = read_lines(log)
     kinds = [row[0] for row in rows if row[0] != "log"]
     assert kinds == ["init", "config", "init", "config", "finish"]
-    settings = {"project": "rlhf", "id": "out", "resume": "allow"}
-    assert [row[1] for row in rows if row[0] == "init"] == [settings] * 2
+    inits = [row[1] for row in rows if row[0] == "init"]
+    assert len(inits[0]["id"]) == 8
+    settings = {"project": "rlhf", "id": inits[0]["id"], "name": "out", "resume": "allow"}
+    assert inits == [settings] * 2
     record = json.loads((folder / "out/args.json").read_text())
     assert next(row[1] for row in rows if row[0] == "config") == record["args"]
     metrics = read_lines(folder / "out/metrics.jsonl")

@@ -218,13 +218,21 @@ def test_gradients_of_a_larger_norm_are_scaled_down_to_the_limit(
 @pytest.mark.parametrize("kind", DistributedType)
 def test_processes_alone_or_in_ddp_or_fsdp_are_launched(kind: DistributedType) -> None:
     """MULTI_GPU, MULTI_CPU and others are DDP."""
-    accelerator: Any = SimpleNamespace(distributed_type=kind)
-    if kind.value in ("NO", "FSDP") or kind.value.startswith("MULTI_"):
+    is_fsdp = kind.value == "FSDP"
+    accelerator: Any = SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp)
+    if kind.value == "NO" or is_fsdp or kind.value.startswith("MULTI_"):
         check_launch(accelerator)
         return
     with pytest.raises(
         UserError, match=f"^launch: {kind.value} is not supported: use DDP or FSDP2"
     ):
+        check_launch(accelerator)
+
+
+def test_the_first_version_of_fsdp_is_refused() -> None:
+    """It holds weights flat, in a form that cannot be sampled from."""
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False)
+    with pytest.raises(UserError, match="^launch: FSDP is not supported: use DDP or FSDP2"):
         check_launch(accelerator)
 
 
