@@ -578,7 +578,7 @@ def score_by_function(
     function: Callable, tokenizer: Tokenizer, queries: list[Query], batch: Batch
 ) -> Tensor:
     """Scores (B,) of a --reward_fn, called as TRL calls its reward functions: function(prompts=..,
-    completions=.., **columns). Both are lists of texts, or of chats if the table has them. Its other
+    completions=.., **columns). Both are lists of texts, or of chats if the table has any. Its other
     columns are lists, too. It returns one finite float for each completion."""
     rows = [query.columns for query in queries]
     named = pd.DataFrame(rows, dtype=object).to_dict("list")

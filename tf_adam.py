@@ -391,11 +391,11 @@ class Run:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
         choose_folder(self.script, "", self.args)  # again, with the lock: a run may have used it
         for newest in self.checkpoints()[-1:]:  # the newest checkpoint, if there is one
-            new = self.state  # what a copy has added to the state since keeps its first value
-            self.state = new | json.loads((newest / "state.json").read_text())
+            saved = json.loads((newest / "state.json").read_text())
             for name in ("data", "processes"):  # shuffles are per process
-                if self.state[name] != new[name]:
+                if saved[name] != self.state[name]:
                     raise UserError(f"--resume: other {name} than before, see {newest}/state.json")
+            self.state |= saved  # what a copy's state has had only since then keeps its first value
             accelerator.load_state(str(newest))
         if self.args.track:
             wandb = {"id": self.state["run_id"], "name": self.folder.name, "resume": "allow"}
