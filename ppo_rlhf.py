@@ -873,24 +873,28 @@ def load_model(
     what = f"--{flag} {name}"
     if os.path.exists(f"{name}/adapter_config.json"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-    head = "score" if auto_class is AutoClassifier else "lm_head"
+    is_classifier = auto_class is AutoClassifier
+    head = "score" if is_classifier else "lm_head"
+    options = {"num_labels": 1} if is_classifier else {}
+    if PartialState().device.type == "cpu":
+        options["attn_implementation"] = "eager"  # the faster one; on a GPU transformers chooses
     with explained(what):
         model, info = auto_class.from_pretrained(
             name,
             dtype=torch.float32,
-            # the faster one on a CPU; on a GPU transformers chooses
-            attn_implementation="eager" if PartialState().device.type == "cpu" else None,
             use_safetensors=True,
             trust_remote_code=False,  # None would ask
             ignore_mismatched_sizes=True,  # they are refused below
             output_loading_info=True,
-            **({"num_labels": 1} if head == "score" else {}),
+            **options,
         )
 
     # transformers only warns about weights that are missing, left over or of another size. What is
     # left over may belong to another head, but not to a layer (`h.3.`) or to this head (a bias).
     wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
-    wrong |= info["missing_keys"] - ({"score.weight"} if flag == "base_model" else set())
+    wrong |= info["missing_keys"]
+    if flag == "base_model":
+        wrong.discard("score.weight")
     wrong |= {str(key) for key in info["mismatched_keys"]}
     if wrong:
         raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
@@ -941,8 +945,10 @@ def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
     folder or a hub id; then only that split is returned, under the name `train`."""
     name = local_path(getattr(args, flag))
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
-    parts = [name] if os.path.exists(name) else name.split(":")
-    path, config, split = [*parts, "", ""][:3]
+    path, _, rest = name.partition(":")
+    if os.path.exists(name):  # its name may have a colon
+        path, rest = name, ""
+    config, _, split = rest.partition(":")
     path = local_path(path)
     files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
     kinds = {KINDS.get(file.suffix) for file in files} - {None}
@@ -1019,7 +1025,7 @@ def prompt_of(row: dict) -> str | list:
     if not is_chat(prompt) and not is_chat(chosen):
         return prompt
     if isinstance(prompt, str):
-        prompt = prompt and [{"role": "user", "content": prompt}]
+        prompt = [{"role": "user", "content": prompt}] if prompt else []
     elif not is_chat(prompt):
         raise UserError(f"{column} must be a text or a chat, like `chosen`: {row}")
     elif prompt[-1].get("role") == "assistant":

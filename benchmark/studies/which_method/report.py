@@ -48,6 +48,7 @@ def line_of(choice: str, record: Record) -> Row:
     line["failed"] = seeds - len(ended) + len(worse)
     for kind in ("true_score", "reward", "kl", "distinct"):
         line[kind] = mean([row[kind] for row in ended])
+    line["spread"] = float(np.std([row["true_score"] for row in ended], ddof=1))
     levels = np.array([scores_at(row) for row in ended])  # (seeds, levels)
     line["levels"] = [mean(column) for column in levels.T]
     at_equal_kl = []
