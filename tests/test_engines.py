@@ -16,10 +16,23 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from conftest import ROOT
-from fork_tools import MODEL, PPO, REWARD, RLOO, SCRIPTS, WORDS, copy, kit, plain, run_on
+from fork_tools import (
+    MODEL,
+    PPO,
+    REWARD,
+    RLOO,
+    SCRIPTS,
+    WORDS,
+    complete,
+    copy,
+    kit,
+    plain,
+    run_on,
+)
 from run_tools import LAUNCH, assert_same_metrics, read_lines, read_metrics, start
 from safetensors.torch import load_file
 
+import ppo_rlhf
 import tf_adam
 
 
@@ -191,26 +204,39 @@ def test_launches_that_train_rightly_are_not(kind: str) -> None:
     tf_adam.check_launch(SimpleNamespace(distributed_type=DistributedType(kind)))
 
 
-def test_a_launch_that_is_stopped_leaves_a_checkpoint(tmp_path: Path) -> None:
-    """Job managers send SIGTERM to all processes, and the launcher sends it to its own once
-    more."""
-    folder = copy(kit(), tmp_path)
-    words = [*WORDS[PPO], "--total_episodes", "4000", "--checkpoint_every", "0"]
-    process = start([*LAUNCH, str(ROOT / PPO), *words], folder)
-    log = folder / "out/metrics.jsonl"
+LENGTH = """
+def length(completions, **_):
+    return [len(x) for x in completions]
+"""
+
+
+def test_a_launch_of_the_default_that_is_stopped_leaves_a_checkpoint(tmp_path: Path) -> None:
+    """From any folder. Job managers send SIGTERM to all processes, and the launcher sends it to its
+    own once more."""
+    (tmp_path / "taste.py").write_text(LENGTH)
+    words = "--reward_fn taste:length --total_episodes 64000 --batch_size 16 --eval_queries 4"
+    words += " --num_epochs 1 --checkpoint_every 0 --truncate_token none"
+    process = start([*LAUNCH, str(ROOT / PPO), *complete(PPO, words.split())], tmp_path)
+    pattern = f"runs/ppo_rlhf-tiny-{ppo_rlhf.Args().seed}-*/metrics.jsonl"
     deadline = time.monotonic() + 60
-    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
+    logs = []
+    while not (logs and logs[0].stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
+        logs = list(tmp_path.glob(pattern))
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(workers) == 2
     for pid in (*map(int, workers), process.pid):
         os.kill(pid, signal.SIGTERM)
     printed, errors = process.communicate(timeout=60)
     assert process.returncode != 0
-    made = len(read_lines(log))
-    (state,) = folder.glob("out/checkpoints/*/state.json")
-    assert state.parent.name == f"{made:07d}", errors
+    assert printed.startswith("2 x cpu")
     assert "stopped by a signal; to go on:\n" in printed
+    (log,) = logs
+    rows = read_lines(log)
+    assert rows[0]["objective/scores"] > 1  # letters
+    (state,) = log.parent.glob("checkpoints/*/state.json")
+    assert state.parent.name == f"{len(rows):07d}", errors
+    assert json.loads(state.read_text())["processes"] == 2
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
