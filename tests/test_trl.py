@@ -25,82 +25,15 @@ EQUAL = 1e-5  # of quantities, relative where they are larger than 1
 MOVED_ALIKE = 5e-5  # of the move of a model's weights, relative L2
 ROUNDING = 4.0  # times the change by other rounding: see beyond_rounding
 BIAS = {"policy": 0.0112, "value": 0.089}  # percent that a bias of the value head makes in 1.12
-# What makes of a recording one that is not reproduced, and by which name.
+# What makes of a recording one that is not reproduced for a reason of which FAR has no recording.
 ASKS = [
-    ("trl09", "plain", "early_stopping", lambda x: x.config.update(early_stopping=True)),
-    ("trl09", "plain", "use_score_scaling", lambda x: x.config.update(use_score_scaling=True)),
-    ("trl09", "plain", "whiten_rewards before 0.12", lambda x: x.config.update(whiten_rewards=1)),
-    ("trl09", "plain", "max_grad_norm before 0.12", lambda x: x.config.update(max_grad_norm=1.0)),
-    ("trl09", "plain", "ratio_threshold", lambda x: x.config.update(ratio_threshold=1.05)),
-    ("trl09", "plain", "response_masks", lambda x: x.rollouts[0].update(response_masks=[])),
-    ("trl09", "plain", "positions that count padding", lambda x: x.made.update(side="left")),
-    (
-        "trl09",
-        "plain",
-        "micro-batches of unequal lengths",
-        lambda x: x.config.update(mini_batch_size=2, gradient_accumulation_steps=2),
-    ),
-    ("trl09", "kl_abs", "controller of another kl_penalty", lambda x: x.config.update(target=1.0)),
-    ("trl112", "base", "warm-up", lambda x: x.config.update(warmup_steps=1)),
-    ("trl112", "base", "another schedule", lambda x: x.config.update(lr_scheduler_type="sqrt")),
-    ("trl112", "base", "another optimizer", lambda x: x.about.update(optimizer="Adafactor")),
-    (
-        "trl112",
-        "base",
-        "gradient accumulation in 1.12",
-        lambda x: x.config.update(gradient_accumulation_steps=2),
-    ),
-    ("trl112", "base", "a pad token that is the EOS", lambda x: x.rollouts[0]["queries"].fill(99)),
-    (
-        "trl112",
-        "base",
-        "missing_eos_penalty of another stop_token",
-        lambda x: setattr(x, "end_token", None),
-    ),
-    ("rloo116", "base", "warm-up", lambda x: x.config.update(warmup_ratio=0.1)),
-    ("rloo116", "base", "another schedule", lambda x: x.config.update(lr_scheduler_type="sqrt")),
-    ("rloo116", "base", "another optimizer", lambda x: x.about.update(optimizer="Adafactor")),
-    (
-        "rloo116",
-        "llama_constant_rate_iterations",
-        "a rate that falls at every optimizer step",
-        lambda x: x.config.update(lr_scheduler_type="linear"),
-    ),
-    ("rloo116", "base", "minibatches of responses", lambda x: setattr(x, "num_minibatches", 2)),
-    (
-        "rloo116",
-        "base",
-        "mask_truncated_completions",
-        lambda x: x.config.update(mask_truncated_completions=True),
-    ),
-    (
-        "rloo116",
-        "base",
-        "positions that count padding",
-        lambda x: x.rollouts[0]["prompt_mask"].fill(0),
-    ),
-    (
-        "rloo116",
-        "base",
-        "reward_clip_range that is not symmetric",
-        lambda x: x.config.update(reward_clip_range=(-1.0, 2.0)),
-    ),
-    ("rloo116", "base", "epsilon_high", lambda x: x.config.update(epsilon_high=0.28)),
-    ("rloo116", "base", "sync_ref_model", lambda x: x.config.update(sync_ref_model=True)),
-    ("rloo116", "base", "other sampling", lambda x: x.config.update(top_k=50)),
-    ("rloo116", "base", "dropout in training", lambda x: x.made.update(dropout=0.1)),
-    (
-        "rloo116",
-        "base",
-        "equal rewards of a query",
-        lambda x: x.rollouts[0].update(advantages=np.full(8, 1e-8)),
-    ),
-    (
-        "trl112",
-        "base",
-        "responses that all end early",
-        lambda x: x.config.update(response_length=9),
-    ),
+    ("trl09", "early_stopping", "config", {"early_stopping": True}),
+    ("trl112", "another schedule", "config", {"lr_scheduler_type": "sqrt"}),
+    ("trl112", "another optimizer", "about", {"optimizer": "Adafactor"}),
+    ("rloo116", "another schedule", "config", {"lr_scheduler_type": "sqrt"}),
+    ("rloo116", "another optimizer", "about", {"optimizer": "Adafactor"}),
+    ("rloo116", "other sampling", "config", {"top_k": 50}),
+    ("rloo116", "dropout in training", "made", {"dropout": 0.1}),
 ]
 # By how many percent the policy's move is off at the end of recordings that are not reproduced,
 # with the settings of this project that are nearest.
@@ -519,23 +452,27 @@ def test_trl_s_faults_are_in_the_recordings() -> None:
     assert (moves["base"] == moves["max_grad_norm"]).all()
 
 
-@pytest.mark.parametrize(
-    ("system", "name", "reason", "ask"), ASKS, ids=[f"{ask[0]}-{ask[2]}" for ask in ASKS]
-)
-def test_what_is_not_reproduced_is_skipped_by_its_name(
-    system: str, name: str, reason: str, ask: Any
-) -> None:
-    recording = load(OWN, system, name)
+def load_plain(system: str) -> Recording:
+    """A recording that is reproduced."""
+    recording = load(OWN, system, "plain" if system == "trl09" else "base")
     assert reasons(recording) == []
-    ask(recording)
+    return recording
+
+
+@pytest.mark.parametrize(("system", "reason", "part", "change"), ASKS)
+def test_what_is_not_reproduced_is_skipped_by_its_name(
+    system: str, reason: str, part: str, change: dict
+) -> None:
+    recording = load_plain(system)
+    getattr(recording, part).update(change)
     assert reasons(recording) == [reason]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_reason_has_a_test_and_a_row_in_the_table(system: str) -> None:
-    recording = load(OWN, system, "plain" if system == "trl09" else "base")
-    tested = {reason for asked, _, reason, _ in ASKS if asked == system}
-    assert tested == set(recording.not_reproduced())
+    tested = {reason for asked, reason, *_ in ASKS if asked == system}
+    tested |= {reason for asked, _, reason, *_ in FAR if asked == system}
+    assert tested == set(load_plain(system).not_reproduced())
     assert all(row_of(system, reason) for reason in tested)
     rows = rows_of(f" | {VERSION[system]} | ")
     assert {row.split(" | ")[0][2:] for row in rows} == tested
