@@ -330,21 +330,6 @@ def test_a_run_equals_trl(variant: tuple, tmp_path: Path) -> None:
         assert too_far(found) == {}
 
 
-def test_a_ppo_0_9_run_equals_the_recording(tmp_path: Path) -> None:
-    """Two minibatches, which are whitened together; an adaptive coefficient."""
-    assert too_far(errors(load(OWN, "trl09", "minibatches_adaptive"), tmp_path)) == {}
-
-
-def test_a_ppo_1_12_run_equals_the_recording(tmp_path: Path) -> None:
-    """The slot after the end; a value model; a penalty without an end."""
-    assert too_far(errors(load(OWN, "trl112", "base"), tmp_path)) == {}
-
-
-def test_a_rloo_1_16_run_equals_the_recording(tmp_path: Path) -> None:
-    """Normalised advantages."""
-    assert too_far(errors(load(OWN, "rloo116", "normalize_advantages"), tmp_path)) == {}
-
-
 def test_the_epochs_before_an_early_stop_are_exact(tmp_path: Path) -> None:
     """In two of three updates TRL made two of its four epochs. This project would make them all."""
     recording = load(OWN, "trl09", "early_stopping")
