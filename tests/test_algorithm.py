@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny_models as tiny
 import torch
 from accelerate import Accelerator
-from golden_tools import make_batch
 from tiny_models import make_queries, random_rows
 from torch import Tensor, nn
 
@@ -76,12 +74,6 @@ def test_a_missing_end_replaces_the_score_or_is_added_to_it(
     assert scores[:3].tolist() == [0.5, 2.0, -3.0]
 
 
-def test_the_score_stands_at_the_last_token_that_counts() -> None:
-    mask = mask_of("1 1 1 / 1 1 0 / 1 0 0")
-    scores = torch.tensor([10.0, -20.0, 30.0])
-    assert_close(ppo_rlhf.at_last_token(scores, mask), "0 0 10 / 0 -20 0 / 30 0 0")
-
-
 def test_gae_discounts_future_errors_by_gamma_times_lambda() -> None:
     # gamma 0.9, lambda 0.8, gamma * lambda = 0.72; the value after the response is 0
     #   delta2 =  2   + 0.9 * 0 - 3 = -1      A2 = -1                      return2 = -1 + 3
@@ -129,33 +121,10 @@ def test_whiten_gives_the_table_of_the_n_implementation_details() -> None:
     assert_close(kept, (numbers("-2 -1 3 0") / (14 / 3) ** 0.5 + 3) * mask)
 
 
-def test_rewards_are_whitened_before_and_advantages_after_they_are_summed() -> None:
-    batch = make_batch([[1]] * 2, np.zeros((2, 4)))
-    batch.loss_mask = mask_of("1 1 1 0 / 1 1 0 0")
-    batch.rewards = numbers("0 0 6 0 / 0 -4 0 0")
-    batch.values = numbers("1 2 3 9 / 1 5 9 9")
-    args = ppo_rlhf.Args(gamma=1.0, lam=1.0, whiten_rewards=False, whiten_advantages=False)
-    ppo_rlhf.set_advantages(batch, args)
-    assert_close(batch.returns, "6 6 6 0 / -4 -4 0 0")
-    assert_close(batch.advantages, "5 4 3 0 / -5 -9 0 0")
-    # 5, 4, 3, -5, -9: mean -0.4, variance (25 + 16 + 9 + 25 + 81) / 5 - 0.16
-    args.whiten_advantages = True
-    ppo_rlhf.set_advantages(batch, args)
-    assert_close(batch.advantages, "5 4 3 0 / -5 -9 0 0")  # those that are set stay
-    batch.advantages = None
-    ppo_rlhf.set_advantages(batch, args)
-    deviation = (156 / 5 - 0.16) ** 0.5
-    assert_close(batch.advantages, numbers("5.4 4.4 3.4 0 / -4.6 -8.6 0 0") / deviation)
-    assert_close(batch.returns, "6 6 6 0 / -4 -4 0 0")
-    # rewards 0, 0, 6, 0, -4: mean 0.4, variance (36 + 16) / 5 - 0.16; the mean is kept
-    args = ppo_rlhf.Args(gamma=1.0, lam=1.0, whiten_advantages=False)
-    batch.advantages = None
-    ppo_rlhf.set_advantages(batch, args)
-    whitened = (batch.rewards - 0.4) / (52 / 5 - 0.16) ** 0.5 + 0.4
-    totals = (whitened * batch.loss_mask).flip(1).cumsum(1).flip(1)
-    assert_close(batch.returns, totals * batch.loss_mask)
-    assert_close(batch.advantages, (totals - batch.values) * batch.loss_mask)
-    assert batch.rewards[0, 2] == 6  # as they were
+def test_advantages_that_are_set_stay() -> None:
+    batch = SimpleNamespace(advantages=numbers("5 4"))
+    ppo_rlhf.set_advantages(batch, ppo_rlhf.Args())
+    assert batch.advantages.tolist() == [[5, 4]]
 
 
 def test_leave_one_out_advantage_of_the_worked_example_whose_rows_are_queries() -> None:
@@ -167,20 +136,6 @@ def test_leave_one_out_advantage_of_the_worked_example_whose_rows_are_queries() 
     assert of_two.tolist() == [[2, -2]]
     equal = numbers("0.1 0.1 0.1 / -0.7 -0.7 -0.7")
     assert not rloo_rlhf.rloo_advantages(equal).any()
-
-
-@pytest.mark.parametrize(
-    ("kl", "coefficient"), [(0.0, 0.468), (6.0, 0.5), (6.6, 0.516), (9.0, 0.532)]
-)
-@BOTH
-def test_the_kl_coefficient_moves_by_a_fifth_of_batch_over_horizon_at_most(
-    module: ModuleType, kl: float, coefficient: float
-) -> None:
-    # batch / horizon is 0.32; the errors are -0.2, 0, 0.1 and 0.2
-    args = module.Args(batch_size=64, kl_horizon=200.0, adaptive_kl_target=6.0)
-    assert module.adapt_kl_coef(0.5, kl, args) == pytest.approx(coefficient)
-    args.adaptive_kl_target = None
-    assert module.adapt_kl_coef(0.5, kl, args) == 0.5
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -202,62 +157,6 @@ def test_a_value_within_the_clip_range_never_counts_as_clipped() -> None:
     assert not metrics["ppo/val/clipfrac"][7:].any()
     assert torch.equal(values.grad[7:], (values - returns)[7:])
     assert not values.grad[:7].any()
-
-
-def test_the_value_loss_is_half_the_larger_squared_error() -> None:
-    # clipped to 0.2 around 0: 0.2, 0.1, -0.2; errors from the returns 1, 1, 0
-    values = numbers("0.5 0.1 -0.6").requires_grad_()
-    before = olds(values, returns=numbers("1 1 0"))
-    args = ppo_rlhf.Args(cliprange_value=0.2)
-    _, loss, metrics = ppo_rlhf.ppo_loss(before.logprobs, values, before, args)
-    assert_close(loss, "0.32 0.405 0.18")  # 0.8 ** 2 / 2, 0.9 ** 2 / 2, 0.6 ** 2 / 2
-    assert torch.equal(metrics["ppo/loss/value"], loss)
-    assert_close(metrics["ppo/val/error"], "0.25 0.81 0.36")
-    loss.sum().backward()
-    assert_close(values.grad, "0 -0.9 -0.6")
-
-
-def test_ratios_are_clipped_where_that_makes_the_loss_larger() -> None:
-    # advantages 1 and -1, ratios 1.5, 1.1, 0.5: -min(ratio, clipped) and max(ratio, clipped)
-    logprobs = numbers("1.5 1.1 0.5 / 1.5 1.1 0.5").log().requires_grad_()
-    advantages = numbers("1 1 1 / -1 -1 -1")
-    before = olds(logprobs, advantages=advantages)
-    losses = numbers("-1.2 -1.1 -0.5 / 1.5 1.1 0.8")
-    gradient = "0 -1.1 -0.5 / 1.5 1.1 0"
-    is_clipped = mask_of("1 0 0 / 0 0 1")
-
-    args = ppo_rlhf.Args(cliprange=0.2)
-    loss, _, metrics = ppo_rlhf.ppo_loss(logprobs, before.values, before, args)
-    loss.sum().backward()
-    assert_close(loss, losses)
-    assert_close(logprobs.grad, gradient)
-    assert torch.equal(metrics["ppo/policy/clipfrac"], is_clipped)
-
-    # the same of six responses of one token
-    logprobs = logprobs.detach().view(6, 1).requires_grad_()
-    args = rloo_rlhf.Args(cliprange=0.2)
-    before = olds(logprobs, advantages=advantages.flatten())
-    loss, metrics = rloo_rlhf.rloo_loss(logprobs, before, args)
-    loss.sum().backward()
-    assert_close(loss, losses.flatten())
-    assert_close(logprobs.grad, numbers(gradient).view(6, 1))
-    assert torch.equal(metrics["rloo/clipfrac"], is_clipped.flatten())
-
-
-def test_the_ratio_of_a_response_is_the_product_of_those_of_its_tokens() -> None:
-    # 1.1 * 1.05 = 1.155, of a third token that does not count; 1.5 * 1.5 = 2.25, clipped to 1.2
-    logprobs = numbers("1.1 1.05 9 / 1.5 1.5 1").log().requires_grad_()
-    mask = mask_of("1 1 0 / 1 1 1")
-    args = rloo_rlhf.Args(cliprange=0.2)
-    before = olds(logprobs, advantages=torch.tensor([-2.0, 3.0]), loss_mask=mask)
-    loss, metrics = rloo_rlhf.rloo_loss(logprobs, before, args)
-    loss.sum().backward()
-    assert_close(loss, [2 * 1.155, -3 * 1.2])
-    assert_close(logprobs.grad, "2.31 2.31 0 / 0 0 0")
-    assert metrics["rloo/clipfrac"].tolist() == [False, True]
-    assert_close(metrics["rloo/ratio"], [1.155, 2.25])
-    logs = np.log([1.155, 2.25])
-    assert_close(metrics["rloo/approxkl"], logs**2 / 2)
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
