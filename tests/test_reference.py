@@ -145,7 +145,7 @@ PPO_C = {
     "lr_schedule": "cosine",
 }
 RLOO_B = {
-    "lr": 1e-3,
+    "lr": 2e-4,
     "kl_coef": 0.5,
     "gradient_checkpointing": True,
 }
