@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fork_tools import (
     MODEL,
     PPO,
     REWARD,
+    RLOO,
     SCRIPTS,
     UPDATES,
     WORDS,
@@ -84,6 +86,36 @@ def test_metrics_have_seconds_and_memory(script: str, world: int) -> None:
         assert len([x for x in row if x.endswith(OF_MACHINE)]) == 2
 
 
+@pytest.mark.parametrize("script", [PPO, RLOO])
+def test_samples_are_before_and_after_and_scores_have_their_penalty(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    folder = copy(kit(), tmp_path)
+    usual = Counter()
+    for row in read_lines(plain(script, 1) / "out/samples.jsonl"):
+        usual.update(row["response"].split()[:1])
+    end_token = usual.most_common()[0][0]
+    words = [*WORDS[script], "--truncate_token", end_token, "--truncate_after", "0"]
+    words += ["--eval_queries", "6", "--penalty_reward_value", "-7"]
+    call(script, words, folder, monkeypatch)
+    rows = read_lines(folder / "out/samples.jsonl")
+    assert len(rows) == (6 if script == PPO else 12)
+    assert {row["found_end"] for row in rows} == {True, False}
+    columns = ["response", "score", "kl", "found_end"]
+    assert list(rows[0]) == ["query", *columns, *[f"{column}_after" for column in columns]]
+    for row in rows:
+        for end in ("", "_after"):
+            text = row[f"response{end}"].split()
+            assert row[f"found_end{end}"] == (text[-1] == end_token)
+            assert (row[f"score{end}"] == -7) != row[f"found_end{end}"]
+        assert row["kl"] == pytest.approx(0, abs=1e-5)
+        assert row["kl_after"] != 0
+    before = sum(row["score"] for row in rows) / len(rows)
+    after = sum(row["score_after"] for row in rows) / len(rows)
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"\nmean score {before:.2f} before, {after:.2f} after\n")
+
+
 @pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
 def test_three_samples_are_printed_as_they_are(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -105,6 +137,19 @@ def test_three_samples_are_printed_as_they_are(
         assert printed.count(f"query: '[red]q{i}'\n{before}\nafter: '{{b}}\\n{i}'\n") == 1
     assert "[red]q3" not in printed
     assert printed.endswith("\nmean score 0.21 before, 0.43 after\n")
+
+
+def test_held_out_labels_are_written_as_they_are() -> None:
+    """Those behind --num_labels, in their order."""
+    tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
+    rows = read_lines(plain(REWARD, 1) / "out/samples.jsonl")
+    labels = read_lines(kit() / "labels.jsonl")[16:]
+    for row, label in zip(rows, labels, strict=True):
+        samples = [label["sample0"], label["sample1"]]
+        assert list(row) == ["query", "responses", "best", "rewards"]
+        assert row["query"] == tokenizer.decode(label["query"])
+        assert row["responses"] == tokenizer.batch_decode(samples)
+        assert row["best"] == label["best"]
 
 
 def test_main_runs_twice_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
