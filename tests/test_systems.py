@@ -28,6 +28,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from trl_tools import COMMON, PPO09, PPO112
 
 import rloo_rlhf
+from benchmark import ours
 
 BASES = {
     "dapo": RLOO,
@@ -611,20 +612,10 @@ def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size: i
     lm = make_lm("gpt2")
     policy = script.ActorCritic(lm, VOCABULARY)
     texts = random_rows((7, 2, 4, 5), seed=2)
-    zeros = torch.zeros(4, 3)
-    batch = script.Batch(
-        contexts=random_rows((3, 5, 2, 4), seed=3),
-        responses=torch.tensor(random_rows((3, 3, 3, 3), seed=4)),
-        lengths=torch.full((4,), 3),
-        found_end=torch.ones(4, dtype=torch.bool),
-        loss_mask=torch.ones(4, 3, dtype=torch.bool),
-        sampled_logprobs=zeros,
-        logprobs=zeros,
-        ref_logprobs=zeros,
-        values=zeros,
-        rewards=zeros,
-        texts=texts,
-    )
+    responses = torch.tensor(random_rows((3, 3, 3, 3), seed=4))
+    batch = ours.make_batch(script, random_rows((3, 5, 2, 4), seed=3), responses)
+    batch.rewards = torch.zeros(4, 3)
+    batch.texts = texts
     settings = {"ptx_coef": 2.0, "ptx_dataset": "any", "vf_coef": 0.0}
     settings["micro_batch_size"] = micro_batch_size
     args = script.Args(whiten_rewards=False, whiten_advantages=False, **settings)
