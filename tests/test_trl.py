@@ -279,8 +279,10 @@ def move_off(
             moves[first + third : first + 2 * third] = False
     if len(theirs) < len(ours):
         ours, start, moves = ours[places], start[places], moves[places]
-    error = np.linalg.norm((ours - theirs)[moves].astype(np.float64))
-    return error / np.linalg.norm((theirs - start)[moves].astype(np.float64))
+    error = (ours - theirs)[moves]
+    move = (theirs - start)[moves]
+    size = np.linalg.norm(move.astype(np.float64))
+    return np.linalg.norm(error.astype(np.float64)) / size
 
 
 def compare(recording: Recording, made: list[Rollout], args: Any) -> tuple[dict, dict]:
@@ -369,7 +371,8 @@ def test_rounding_is_no_excuse_for_a_fault(tmp_path: Path) -> None:
     """For example a biased variance."""
     recording = load(OWN, "trl09", "plain")
     found = errors(recording, tmp_path / "rank", whiten="minibatch")
-    assert {(0, "advantages"), (0, "policy")} <= beyond_rounding(recording, found, tmp_path).keys()
+    beyond = beyond_rounding(recording, found, tmp_path)
+    assert {(0, "advantages"), (0, "policy")} <= beyond.keys()
 
 
 def percent_off(
