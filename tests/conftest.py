@@ -15,8 +15,6 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
-import torch
-from accelerate.state import AcceleratorState, GradientState
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
@@ -47,7 +45,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
-    """Every test has its own Accelerator and the same random numbers, and leaves no setting."""
+    """Every test has its own Accelerator and the same random numbers, and leaves no setting. The
+    libraries are imported here: `pytest --script` starts a pytest that needs none."""
+    import torch
+    from accelerate.state import AcceleratorState, GradientState
+
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     torch.manual_seed(0)

@@ -19,8 +19,8 @@ PROGRAMS = {
     "studies/bf16_ratios/run": "--models tiny --algorithms rloo --episodes 4 --lengths 4"
     " --dtypes fp32",
     "studies/optimum/run": "--seeds 1 --updates 2",
-    "studies/short_runs/run": "--choices default GRPO 'k3 as the KL penalty' --seeds 1 --jobs 1"
-    " --episodes 8 --batch_size 8",
+    "studies/short_runs/run": "--choices default GRPO --seeds 1 --jobs 1 --episodes 8"
+    " --batch_size 8",
     "studies/slow_rate/run": "--choices default --seeds 1 --jobs 1 --episodes 8 --batch_size 8",
     "studies/overoptimisation/run": "--labels 128 --seeds 1 --episodes 64 --pool 2 --jobs 1"
     " --kl_coefs 0.15 --kl_target 6",

@@ -122,7 +122,8 @@ def test_first_ratio_is_exactly_one(
     assert metrics["policy/ratio"] == 1
     assert metrics["policy/approxkl"] == 0
     assert metrics["policy/clipfrac"] == 0
-    assert_largest_is_found(module, policy, batch, epochs, args)
+    if name == "gpt2":
+        assert_largest_is_found(module, policy, batch, epochs, args)
 
     with torch.no_grad():
         logprobs, _ = module.forward_response(exact, batch, args.temperature)

@@ -11,35 +11,9 @@ from pathlib import Path
 import options
 import pytest
 from conftest import ROOT
-from fork_tools import PPO, REWARD, RLOO, WORDS, copy, kit, plain, run
-from run_tools import read_lines
+from fork_tools import REWARD, SCRIPTS
 
 from benchmark.studies.symptoms import run as symptoms
-
-
-def change(script: str, folder: Path, *pairs: tuple[str, str]) -> Path:
-    """A copy of the script as my.py in the folder, and tf_adam.py, with these replacements."""
-    folder.mkdir(exist_ok=True)
-    text = (ROOT / script).read_text()
-    for old, new in pairs:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (folder / "my.py").write_text(text)
-    shutil.copy(ROOT / "tf_adam.py", folder)
-    return folder / "my.py"
-
-
-def test_an_entropy_bonus_is_one_line(tmp_path: Path) -> None:
-    """What `ppo_update` gets of `forward_response` keeps its gradient."""
-    line = "loss = policy_loss + args.vf_coef * value_loss"
-    script = change(PPO, tmp_path, (line, f"{line} - 50 * entropy(all_logprobs)"))
-    folder = copy(kit(), tmp_path)
-    status, _, errors = run(str(script), WORDS[PPO], folder)
-    assert status == 0, errors
-    with_bonus = read_lines(folder / "out" / "metrics.jsonl")
-    without = read_lines(plain(PPO, 1) / "out" / "metrics.jsonl")
-    gained = with_bonus[-1]["policy/entropy"] - without[-1]["policy/entropy"]
-    assert gained > 0.05
 
 
 @pytest.mark.parametrize("symptom", symptoms.SYMPTOMS, ids=lambda symptom: symptom.seen)
@@ -58,6 +32,26 @@ def test_what_makes_a_symptom_applies(
 
 
 # --- pytest --script ------------------------------------------------------------------------------
+# A train_reward.py with a new flag, another default, another file, and something of its own in
+# tf_adam.py. At a value of the flag that is not the default, a state is not in run.state.
+START = "        start = update * args.batch_size\n"
+MINE = """
+        if args.mine == "more":
+            seen.append(update)
+            optimizer.param_groups[0]["weight_decay"] = of_my_own * len(seen)
+        (run.folder / "notes.txt").touch()
+"""
+FIELD = "    track: bool = False"
+SEED = "seed: conint(ge=0, lt=4_000_000_000) = "
+CHANGES = (
+    ("from tf_adam import (\n", "from tf_adam import (\n    of_my_own,\n"),
+    (FIELD, f'    mine: Literal["less", "more"] = "less"  # Mine\n{FIELD}'),
+    (f"{SEED}1 ", f"{SEED}7 "),
+    ("    run.start()\n", "    run.start()\n    seen = []\n"),
+    (START, MINE[1:] + START),
+)
+
+
 def pytest_with(script: Path, *words: str) -> tuple[int, str]:
     """Status and output of pytest on a copy of a script, called from the project's folder."""
     command = "-m pytest -n 0 -p no:cacheprovider --tb=short --script".split()
@@ -66,52 +60,38 @@ def pytest_with(script: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_pytest_runs_tests_against_a_copy_of_a_script(tmp_path: Path) -> None:
+def test_pytest_runs_tests_against_a_copy_and_names_its_fault(tmp_path: Path) -> None:
     """In the place of the script that it was made from, with tf_adam.py from beside it. -k may have
-    an `or`. One of two tests sees the copy's fault."""
-    imports = ("    sum_over_ranks,\n", "    sum_over_ranks,\n    of_my_own,\n")
-    fault = ("(rewards.shape[1] - 1)", "rewards.shape[1] * of_my_own")
-    script = change(RLOO, tmp_path / "it's mine", imports, fault)
-    with script.with_name("tf_adam.py").open("a") as file:
-        file.write("\n\nof_my_own = 1\n")
-    tests = ["tests/test_algorithm.py", "tests/test_consistency.py"]
-    names = "every_argument_is_read or leave_one_out_advantage"
-    status, printed = pytest_with(script, *tests, "-k", names)
-    assert f"{script} in the place of {RLOO}" in printed
-    assert status == 1, printed
-    assert "FAILED tests/test_algorithm.py::test_leave_one_out_advantage" in printed
-    assert "1 failed, 1 passed" in printed
-
-
-def test_a_fault_of_a_copy_is_named(tmp_path: Path) -> None:
-    """Its state is not in run.state, at a flag that is off by default. The new flag itself, another
-    default and another file are no faults."""
-    field = "    track: bool = False"
-    start = "        start = update * args.batch_size\n"
-    mine = """
-        if args.mine == "more":
-            seen.append(update)
-            optimizer.param_groups[0]["weight_decay"] = 0.1 * len(seen)
-        (run.folder / "notes.txt").touch()
-"""
-    script = change(
-        REWARD,
-        tmp_path / "copies",
-        (field, f'    mine: Literal["less", "more"] = "less"  # Mine\n{field}'),
-        ("seed: conint(ge=0, lt=4_000_000_000) = 1 ", "seed: conint(ge=0, lt=4_000_000_000) = 7 "),
-        ("    run.start()\n", "    run.start()\n    seen = []\n"),
-        (start, mine[1:] + start),
-    )
+    an `or`. What is new is no fault."""
+    text = (ROOT / REWARD).read_text()
+    for old, new in CHANGES:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script = tmp_path / "it's mine" / "my.py"
+    script.parent.mkdir()
+    script.write_text(text)
+    adam = (ROOT / "tf_adam.py").read_text()
+    (script.parent / "tf_adam.py").write_text(f"{adam}\n\nof_my_own = 0.1\n")
     kinds = "kills or leaves_these_files or on_resume or out_of_range"
-    words = ["tests/test_run_folder.py", "tests/test_end_to_end.py", "tests/test_hostile_input.py"]
-    words += ["-k", f"({kinds}) and not reward.py-2", "--script_flags=--mine more"]
+    names = f"not reward.py-2 and ({kinds}) or every_argument_is_read"
+    files = ("run_folder", "end_to_end", "hostile_input", "consistency")
+    words = [f"tests/test_{name}.py" for name in files]
+    words += ["-k", names, "--script_flags=--mine more"]
     status, printed = pytest_with(script, *words)
-    assert status == 1
+    assert f"{script} in the place of {REWARD}" in printed
+    assert status == 1, printed
     failed = re.findall(r"^FAILED tests/test_run_folder.py::(\w+)\[train_reward.py", printed, re.M)
     assert failed == ["test_kills_and_interruptions_change_no_bit"]
-    assert "1 failed, 3 passed" in printed
+    assert "1 failed, 4 passed" in printed
     assert "The resumed run differs from one left alone. What the loop carries" in printed
     assert re.search(r"and update: train/\w+ of update \d is [\d.]+, not [\d.]+", printed)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_copy_s_original_is_found(script: str, tmp_path: Path) -> None:
+    copy = shutil.copy(ROOT / script, tmp_path / "my.py")
+    copy.write_text(copy.read_text().replace("args.", "settings."))
+    assert options.original_of(copy) == script
 
 
 @pytest.mark.parametrize("name", options.TESTS_OF_COPIES)

@@ -7,15 +7,15 @@ the option it is done for two rows.
 
 import ast
 import shutil
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-import details
+import fork_tools
 import pytest
 from conftest import ROOT
-from details import DETAILS, Detail
+
+from benchmark.tools import details
+from benchmark.tools.details import DETAILS, Detail
 
 QUICK = (
     "The optimizer is Adam as TensorFlow computes it, with eps outside the bias correction.",
@@ -26,7 +26,7 @@ QUICK = (
 def test_the_tables_are_up_to_date() -> None:
     for path, tables in details.pages().items():
         page = path.read_text()
-        assert page == details.with_tables(page, tables), "run `python tests/helpers/details.py`"
+        assert page == details.with_tables(page, tables), "run `python benchmark/tools/details.py`"
 
 
 @pytest.mark.parametrize("detail", DETAILS, ids=lambda detail: detail.what[:40])
@@ -44,41 +44,45 @@ def test_code_is_found_by_its_syntax_alone() -> None:
         Detail("", details.PPO, "no_such_name", "1", "").place()
 
 
-def copy_of_project(folder: Path) -> Path:
+def begin(nodes: list[str], folder: Path, detail: Detail | None = None) -> Any:
+    """Starts pytest on these tests in a copy of the project, with a fault in a detail's code."""
     ignored = (".*", "__pycache__", "runs", "wandb", "*.egg-info", "*.png")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored))
-    return folder
+    if detail is not None:
+        (folder / detail.script).write_text(detail.broken())
+    words = ["-x", "-n0", "-p", "no:cacheprovider", *nodes]
+    return fork_tools.begin(fork_tools.PYTEST, words, folder, (fork_tools.forget_project,))
 
 
-def run_tests(nodes: list[str], folder: Path) -> tuple[int, str]:
-    """pytest's status and output for these tests of a copy of the project."""
-    command = [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider", *nodes]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
-    return done.returncode, done.stdout
+def end(process: Any, folder: Path) -> tuple[int, str]:
+    """pytest's status and output."""
+    process.join(900)
+    status, printed, _ = fork_tools.end(process, folder)
+    shutil.rmtree(folder)
+    return status, printed
 
 
 def test_a_fault_in_the_code_of_a_detail_makes_its_test_fail(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    chosen = DETAILS
+    """Two at a time."""
+    chosen = [detail for detail in DETAILS if detail.what in QUICK]
+    assert len(chosen) == len(QUICK)
     if request.config.getoption("--faults", default=False):
+        chosen = DETAILS
         nodes = list(dict.fromkeys(detail.node for detail in DETAILS))
-        status, printed = run_tests(nodes, copy_of_project(tmp_path / "whole"))
+        folder = tmp_path / "whole"
+        status, printed = end(begin(nodes, folder), folder)
         assert status == 0, printed
-    else:
-        chosen = [detail for detail in DETAILS if detail.what in QUICK]
-        assert len(chosen) == len(QUICK)
 
-    def survives(detail: Detail) -> str:
-        """What the detail's test prints in spite of the fault; nothing if it fails."""
-        folder = copy_of_project(tmp_path / str(DETAILS.index(detail)))
-        (folder / detail.script).write_text(detail.broken())
-        status, printed = run_tests([detail.node], folder)
-        shutil.rmtree(folder)
-        if status != 1 or " error" in printed.splitlines()[-1]:  # 1: tests have failed
-            return f"{detail.what}: {detail.node}\n{printed[-500:]}"
-        return ""
-
-    with ThreadPoolExecutor(2) as pool:
-        survived = list(filter(None, pool.map(survives, chosen)))
+    survived = []
+    for i in range(0, len(chosen), 2):
+        running = {}
+        for detail in chosen[i : i + 2]:
+            folder = tmp_path / str(DETAILS.index(detail))
+            running[folder] = begin([detail.node], folder, detail)
+        for (folder, process), detail in zip(running.items(), chosen[i : i + 2], strict=True):
+            status, printed = end(process, folder)
+            if status != 1 or " error" in printed.splitlines()[-1]:  # 1: tests have failed
+                survived.append(f"{detail.what}: {detail.node}\n{printed[-500:]}")
     assert not survived, "\n".join(survived)

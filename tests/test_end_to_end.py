@@ -23,14 +23,13 @@ from fork_tools import (
     SCRIPTS,
     UPDATES,
     WORDS,
-    complete,
     copy,
     is_copy,
     kit,
     plain,
     run,
 )
-from run_tools import LAUNCH, OF_MACHINE, assert_same_metrics, call, read_lines, start
+from run_tools import OF_MACHINE, assert_same_metrics, call, read_lines
 from safetensors.torch import load_file
 from tiny_models import save_classifier
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -280,28 +279,6 @@ def test_eos_is_not_the_padding_of_a_reward_model(tmp_path: Path) -> None:
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward_model")
     assert saved.config.pad_token_id is None
     assert AutoTokenizer.from_pretrained(tmp_path / "reward_model").pad_token is None
-
-
-LENGTH = """
-def length(completions, **_):
-    return [len(x) for x in completions]
-"""
-
-
-def test_accelerates_launcher_starts_the_embedded_default_from_any_folder(tmp_path: Path) -> None:
-    (tmp_path / "taste.py").write_text(LENGTH)
-    words = "--reward_fn taste:length --total_episodes 32 --batch_size 16 --eval_queries 4"
-    words += " --num_epochs 1 --checkpoint_every 2 --truncate_token none"
-    process = start([*LAUNCH, str(ROOT / PPO), *complete(PPO, words.split())], tmp_path)
-    printed, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    (out,) = tmp_path.glob(f"runs/ppo_rlhf-tiny-{ppo_rlhf.Args().seed}-*")
-    assert printed.startswith("2 x cpu")
-    assert json.loads((out / "checkpoints/0000002/state.json").read_text())["processes"] == 2
-    rows = read_lines(out / "samples.jsonl")
-    assert [row["score"] for row in rows] == [len(row["response"]) for row in rows]
-    assert (out / "policy/model.safetensors").exists()
-    assert len(read_lines(out / "metrics.jsonl")) == 2
 
 
 def test_the_newest_reward_model_of_the_preset_is_taken(

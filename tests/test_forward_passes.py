@@ -13,6 +13,7 @@ from tiny_models import (
     CONFIGS,
     EOS,
     GAIN,
+    assert_close,
     folder_of,
     full_logits,
     full_states,
@@ -30,7 +31,6 @@ import rloo_rlhf
 import train_reward
 from tf_adam import patch_layers
 
-ATOL = 2e-5  # of two passes in fp32, each up to 1e-5 off one in float64
 TEMPERATURE = 0.7
 LENGTH = 6
 CONTEXTS = [
@@ -40,14 +40,6 @@ CONTEXTS = [
 ]
 ENDING = [3, EOS, 7, EOS, EOS, EOS]  # of a response
 WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
-
-
-def assert_close(ours: Tensor, expected: Tensor) -> None:
-    """Equal but for the order of fp32 sums, and not because all of it is the same."""
-    assert ours.shape == expected.shape
-    assert ours.dtype == torch.float32
-    assert expected.std() > 0.1
-    assert (ours - expected).abs().max() < ATOL
 
 
 def assert_as_alone(

@@ -20,19 +20,18 @@ from golden_tools import (
     load_actor,
     load_golden,
     load_reward,
-    make_batch,
-    make_queries,
     named_weights,
     rows_of,
     script_args,
     weights_from_tf,
 )
-from tiny_models import make_responses
+from tiny_models import make_queries, make_responses
 from torch import Tensor
 from transformers import GPT2Tokenizer
 
 import ppo_rlhf
 import train_reward
+from benchmark.ours import make_batch
 from tf_adam import make_optimizer, set_learning_rates
 
 LOGPROB_ATOL = 2e-5
@@ -48,6 +47,11 @@ def below(arrays: Arrays, prefix: str) -> Arrays:
         if key.startswith(prefix):
             found[key.removeprefix(prefix)] = x
     return found
+
+
+def batch_of(contexts: list[list[int]], arrays: Arrays) -> ppo_rlhf.Batch:
+    """The batch of the recorded responses, all of whose tokens count."""
+    return make_batch(ppo_rlhf, contexts, torch.from_numpy(arrays["responses"]).long())
 
 
 def steps_of(arrays: Arrays, pattern: str) -> list[str]:
@@ -101,7 +105,7 @@ def test_logprobs_values_and_entropies_equal_the_original(golden_02: Path, varia
         prefix = arrays["affix/prefix_tokens"].tolist()
         suffix = arrays["affix/suffix_tokens"].tolist()
         contexts = [prefix + row + suffix for row in contexts]
-    batch = make_batch(contexts, arrays["responses"])
+    batch = batch_of(contexts, arrays)
     logprobs, entropies, values = forward(policy, batch, temperature)
     assert off(logprobs, arrays[f"{variant}logprobs"]) < LOGPROB_ATOL
     assert off(entropies, arrays[f"{variant}entropies"]) < LOGPROB_ATOL
@@ -271,7 +275,7 @@ def replay_rollout(
 
 def recorded_batch(rollout: Arrays, vocabulary: int) -> ppo_rlhf.Batch:
     """A rollout of the original."""
-    batch = make_batch(rows_of(rollout["queries"], vocabulary), rollout["responses"])
+    batch = batch_of(rows_of(rollout["queries"], vocabulary), rollout)
     batch.logprobs = torch.from_numpy(rollout["logprobs"])
     batch.ref_logprobs = torch.from_numpy(rollout["ref_logprobs"])
     batch.values = torch.from_numpy(rollout["values"])

@@ -282,8 +282,10 @@ LATER |= TWO_UPDATES
 THREE_EACH = {"rloo_k": 3} | TWO_UPDATES
 JUDGES = {"more_reward_models": ("judge2", "judge3"), "ensemble": "minimum"}
 MEAN = {"ensemble": "mean"}
+ADAPTED = {"unbiased_kl": False, "adaptive_kl_target": 0.01, "kl_horizon": 50.0, "seed": 1}
+ADAPTED |= TWO_UPDATES
 METHODS = {
-    "grpo": Method("grpo", RLOO, GRPO, {"unbiased_kl": True}, {"unbiased_kl": False}),
+    "grpo": Method("grpo", RLOO, GRPO, {"unbiased_kl": True}, ADAPTED),
     "reinforce_pp": Method("reinforce_pp", RLOO, REINFORCE_PP, {"rloo_k": 1}, THREE_EACH),
     "dapo": Method("dapo", RLOO, DAPO, OF_DAPO, TWO_UPDATES),
     "dapo, no ends": Method("dapo", RLOO, DAPO, OF_DAPO, {"truncate_token": "w2"}),

@@ -24,6 +24,7 @@ from tiny_models import (
     RECURRENT,
     VOCABULARY,
     Stop,
+    assert_close,
     folder_of,
     full_logits,
     load,
@@ -32,7 +33,7 @@ from tiny_models import (
     random_rows,
     stop,
 )
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -48,19 +49,10 @@ import train_reward
 from tf_adam import UserError, make_optimizer
 
 BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
-ATOL = 2e-5  # of two passes in fp32, each up to 1e-5 off one in float64
 LENGTH = 6
 WINDOW = 64
 CONTEXTS = random_rows((1, 9, 4, 12, 5), seed=1)
 WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
-
-
-def assert_close(ours: Tensor, expected: Tensor) -> None:
-    """Equal but for the order of fp32 sums, and not because all of it is the same."""
-    assert ours.shape == expected.shape
-    assert ours.dtype == torch.float32
-    assert expected.std() > 0.1
-    assert (ours - expected).abs().max() < ATOL
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -145,6 +145,7 @@ PPO_C = {
     "lr_schedule": "cosine",
 }
 RLOO_B = {
+    "lr": 2e-4,
     "kl_coef": 0.5,
     "gradient_checkpointing": True,
 }

@@ -167,10 +167,10 @@ def run_on_device(script: str, words: list[str], folder: Path, *options: str) ->
 
 
 @functools.cache
-def finished(script: str, more: str, updates: int = 2, cpu: bool = False) -> Path:
+def finished(script: str, more: str, cpu: bool = False) -> Path:
     """A folder in which the script has run on the device, which left a report, or on the CPU."""
     folder = new_folder(Path(tempfile.mkdtemp(dir=kit().parent)))
-    words = words_of(script, more, updates)
+    words = words_of(script, more)
     code, errors = run_on_device(script, words, folder, "--cpu" if cpu else "--tf32")
     assert code == 0, errors
     return folder
@@ -284,11 +284,11 @@ def test_a_device_that_is_left_out_is_found(number: int, tmp_path: Path) -> None
 
 def syncs_of_an_update(script: str, more: str) -> Counter:
     """How often the host waits in one update: what a second one adds, by place."""
+    report = json.loads((finished(script, more) / "report.json").read_text())
     counts = []
-    for updates in (1, 2):
-        report = json.loads((finished(script, more, updates) / "report.json").read_text())
+    for rows in report["updates"][-2:]:
         counts.append(Counter())
-        for count, *at in report["syncs"]:
+        for count, *at in rows:
             counts[-1][tuple(at)] += count
     return counts[1] - counts[0]
 

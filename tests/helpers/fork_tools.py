@@ -26,9 +26,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import ROOT
 
 PPO, RLOO, REWARD = SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
+PYTEST = str(Path(pytest.__file__).with_name("__main__.py"))  # in the place of a script
 MODEL = {PPO: "policy", RLOO: "policy", REWARD: "reward_model"}
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["fork_warm"])
@@ -246,6 +248,14 @@ class Evil:
 
 
 # Changes to a run
+
+
+def forget_project() -> None:
+    """What was imported from this project comes from the copy of it that the run is in."""
+    for name in ("conftest", "fork_tools", "fork_warm"):
+        del sys.modules[name]
+    own = {str(ROOT / folder) for folder in ("", "tests", "tests/helpers")}
+    sys.path[:] = [path for path in sys.path if path not in own]
 
 
 def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | None = None) -> None:

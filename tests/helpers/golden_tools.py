@@ -96,30 +96,6 @@ def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
     return [[int(token) for token in row if token < vocabulary] for row in tokens]
 
 
-def make_queries(rows: list[list[int]]) -> list[ppo_rlhf.Query]:
-    """Queries that policy and reward model read alike."""
-    return [ppo_rlhf.Query(row, row, {"prompt": ""}) for row in rows]
-
-
-def make_batch(contexts: list[list[int]], responses: np.ndarray) -> ppo_rlhf.Batch:
-    """The batch of these responses, all of whose tokens count, with zeros for what a policy says of
-    them."""
-    tokens = torch.from_numpy(responses).long()
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    zeros = torch.zeros(tokens.shape)
-    return ppo_rlhf.Batch(
-        contexts=contexts,
-        responses=tokens,
-        lengths=mask.sum(1),
-        found_end=mask.all(1),
-        loss_mask=mask,
-        sampled_logprobs=zeros,
-        logprobs=zeros,
-        ref_logprobs=zeros,
-        values=zeros,
-    )
-
-
 def load_lm(auto_class: type, folder: Path) -> Any:
     """A model as the scripts load it, whatever its tokenizer."""
     no_tokenizer = SimpleNamespace(get_vocab=lambda: {"": 9})

@@ -3,7 +3,7 @@
     python tests/helpers/on_simulated_device.py ppo_rlhf.py --total_episodes 256
 
 Options of this program come before the script: --tf32 rounds as that does, --report FILE writes
-the list as JSON, --cpu is the same run without the device.
+the list as JSON, as it was after each update, --cpu is the same run without the device.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import simulated_device
 import torch
@@ -42,6 +43,18 @@ def reduce_on_device_alone(module: ModuleType) -> None:
     module.reduce = checked
 
 
+def note_updates(ledger: simulated_device.Ledger) -> list[Any]:
+    """A list that gets the ledger's rows whenever metrics.jsonl is opened, as after each update."""
+    found = []
+
+    def watch(event: str, values: tuple[Any, ...]) -> None:
+        if event == "open" and str(values[0]).endswith("metrics.jsonl"):
+            found.append(ledger.rows())
+
+    sys.addaudithook(watch)
+    return found
+
+
 def main() -> None:
     """Runs the script; its errors are shown as a whole."""
     options = parse()
@@ -55,12 +68,13 @@ def main() -> None:
         simulated_device.OWN_FILES.append(__file__)
     module = importlib.import_module(script.stem)
     if not options.cpu:
+        updates = note_updates(ledger)
         reduce_on_device_alone(importlib.import_module("tf_adam"))
     module.main(*module.parse_args())
     if options.cpu:
         return
     if options.report:
-        report = {"launches": ledger.launches, "syncs": ledger.rows()}
+        report = {"launches": ledger.launches, "updates": updates}
         options.report.write_text(json.dumps(report))
         return
     for row in ledger.rows():

@@ -208,25 +208,6 @@ class SimTensor(Tensor):
         LEDGER.sync("copy to the host")
         return self.raw.__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            copied = self.detach().clone()
-            if isinstance(self, torch.nn.Parameter):
-                copied = torch.nn.Parameter(copied, self.requires_grad)
-            memo[id(self)] = copied.requires_grad_(self.requires_grad)
-        return memo[id(self)]
-
-    @property
-    def data(self) -> Tensor:
-        """The same values, without history."""
-        with torch.no_grad():
-            return self.detach()
-
-    @data.setter
-    def data(self, other: "SimTensor") -> None:
-        Tensor.data.__set__(self, other)  # type and strides
-        self.raw = other.raw
-
 
 def is_simulated(device: Any) -> bool:
     """Whether it is the simulated device, or its name."""
@@ -356,8 +337,6 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     device = kwargs.get("device")
     to_device = bool(on_device) if device is None else is_simulated(device)
     name = name_of(func)
-    if name == "_fused_sdp_choice":
-        return 0  # the math backend
     if on_device and len(on_device) < len(tensors) and name not in TRANSFERS:
         check_devices(func, args, tensors)
     count_syncs(func, args, kwargs, to_device)
@@ -370,8 +349,6 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     raw_kwargs.pop("pin_memory", None)
     if rounds_products:
         raw_args = with_tf32(func, raw_args)
-    if name == "histc":  # counts integers, too, which it does not on the CPU
-        raw_args = (raw_args[0].float(), *raw_args[1:])
     out = func(*raw_args, **raw_kwargs)
     wrappers = {id(x.raw): x for x in on_device}
 

@@ -1,8 +1,7 @@
 """Every implementation detail: what it is, the code that does it, a fault, and the test that sees
 that fault. Also the tour of ppo_rlhf.py in README.md.
 
-    python tests/helpers/details.py           # write the tables of docs/details.md and README.md
-    python tests/helpers/details.py --check   # fail if they are not up to date
+    python benchmark/tools/details.py    # write the tables of docs/details.md and README.md
 
 Code is found by its syntax, wherever and however it stands in the script, and so is the fault put
 in its place: `pytest tests/test_details.py --faults` does that for every row.
@@ -11,13 +10,12 @@ in its place: `pytest tests/test_details.py --faults` does that for every row.
 import ast
 import functools
 import re
-import sys
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PPO = "ppo_rlhf.py"
 RLOO = "rloo_rlhf.py"
 REWARD = "train_reward.py"
@@ -445,7 +443,7 @@ OPTIONS = [
         "`--adam_betas` sets Adam's decay rates. `--weight_decay` acts on matrices only, and apart "
         "from the gradient (Llama 2).",
         ADAM,
-        "((matrices, args.weight_decay), (others, 0.0))",
+        "args.weight_decay if p.dim() > 1 else 0.0",
         "((matrices, args.weight_decay), (others, args.weight_decay))",
         CRITIC_RUN,
     ),
@@ -591,11 +589,7 @@ def with_tables(page: str, tables: dict[str, str]) -> str:
 
 def main() -> None:
     for path, tables in pages().items():
-        page = path.read_text()
-        new = with_tables(page, tables)
-        if "--check" in sys.argv and page != new:
-            raise SystemExit(f"{path}: run `python tests/helpers/details.py`")
-        path.write_text(new)
+        path.write_text(with_tables(path.read_text(), tables))
 
 
 if __name__ == "__main__":
