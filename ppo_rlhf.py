@@ -241,6 +241,7 @@ class Batch:
     rewards: Tensor | None = None  # (B, R)
     advantages: Tensor | None = None  # (B, R), new in each minibatch; in RLOO (B,)
     returns: Tensor | None = None  # (B, R), new in each minibatch
+    counted: Tensor | None = None  # (b, R), tokens that the loss is a mean over; in RLOO (b,)
 
 
 def main(preset: str, args: Args) -> None:
@@ -458,8 +459,8 @@ def ppo_update(
 
         # The loss is the mean over the minibatches of all processes. Each micro-batch adds its
         # share. DDP and FSDP then average over processes, which num_processes undoes.
-        counted = mini.loss_mask  # (b, R)
-        loss_scale = accelerator.num_processes / sum_over_ranks(counted)
+        mini.counted = mini.loss_mask  # (b, R)
+        loss_scale = accelerator.num_processes / sum_over_ranks(mini.counted)
         groups = micro_batches(torch.arange(len(minibatch)), mini.contexts, args.micro_batch_size)
         for rows in groups:
             micro = select(mini, rows)
@@ -468,10 +469,10 @@ def ppo_update(
                 logprobs = selected_logprobs(all_logprobs, micro.responses)
                 policy_loss, value_loss, metrics = ppo_loss(logprobs, values, micro, args)
                 loss = policy_loss + args.vf_coef * value_loss  # a loss of your own: add it here
-                accelerator.backward((loss * counted[rows]).sum() * loss_scale)
+                accelerator.backward((loss * micro.counted).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
             metrics["loss/total"] = loss
-            records.append(sums_over(counted[rows], metrics))
+            records.append(sums_over(micro.counted, metrics))
             metrics = {"policy/entropy": entropy(all_logprobs.detach())}
             del all_logprobs  # makes room for the next ones
             records.append(sums_over(micro.loss_mask, metrics))

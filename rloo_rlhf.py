@@ -233,6 +233,7 @@ class Batch:
     rewards: Tensor | None = None  # (B, R)
     advantages: Tensor | None = None  # (B, R), new in each minibatch; in RLOO (B,)
     returns: Tensor | None = None  # (B, R), new in each minibatch
+    counted: Tensor | None = None  # (b, R), tokens that the loss is a mean over; in RLOO (b,)
 
 
 def main(preset: str, args: Args) -> None:
@@ -383,8 +384,8 @@ def rloo_update(
         mini = select(batch, minibatch)
         # The loss is the mean over the minibatches of all processes. Each micro-batch adds its
         # share. DDP and FSDP then average over processes, which num_processes undoes.
-        counted = torch.ones_like(mini.advantages)  # (b,); for a loss per token mini.loss_mask
-        loss_scale = accelerator.num_processes / sum_over_ranks(counted)
+        mini.counted = torch.ones_like(mini.advantages)  # (b,); for a loss per token mini.loss_mask
+        loss_scale = accelerator.num_processes / sum_over_ranks(mini.counted)
         groups = micro_batches(torch.arange(len(minibatch)), mini.contexts, args.micro_batch_size)
         for rows in groups:
             micro = select(mini, rows)
@@ -392,9 +393,9 @@ def rloo_update(
                 all_logprobs, _ = forward_response(policy, micro, args.temperature)
                 logprobs = selected_logprobs(all_logprobs, micro.responses)
                 loss, metrics = rloo_loss(logprobs, micro, args)  # a loss of your own: add it here
-                accelerator.backward((loss * counted[rows]).sum() * loss_scale)
+                accelerator.backward((loss * micro.counted).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
-            records.append(sums_over(counted[rows], metrics))
+            records.append(sums_over(micro.counted, metrics))
             metrics = {"policy/entropy": entropy(all_logprobs.detach())}
             del all_logprobs  # makes room for the next ones
             records.append(sums_over(micro.loss_mask, metrics))

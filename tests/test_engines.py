@@ -7,13 +7,11 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fork_tools
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from conftest import ROOT
 from fork_tools import (
@@ -33,7 +31,6 @@ from run_tools import LAUNCH, assert_same_metrics, read_lines, read_metrics, sta
 from safetensors.torch import load_file
 
 import ppo_rlhf
-import tf_adam
 
 
 def environment(engine: str) -> dict[str, str]:

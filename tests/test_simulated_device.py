@@ -139,7 +139,7 @@ A_DEVICE = re.compile(
 # `pytest -n 0 -sk synchronisations` measures them anew and lists the lines that they come from.
 SYNCS = {
     (PPO, "masked"): (1, 24),
-    (RLOO, "masked"): (1, 32),
+    (RLOO, "masked"): (1, 24),
     (REWARD, "plain"): (0, 7),
 }
 

@@ -332,7 +332,7 @@ ORIGINAL = [
         "The loss is a mean over the tokens of all processes, however many micro-batches there "
         "are.",
         PPO,
-        "accelerator.num_processes / sum_over_ranks(counted)",
+        "accelerator.num_processes / sum_over_ranks(mini.counted)",
         "1 / mini.loss_mask.sum()",
         PPO_RUNS,
     ),
