@@ -149,6 +149,7 @@ def make_accelerator(dtype: str) -> Accelerator:
     # The scripts micro-batch by hand; ignore the launcher's setting.
     accelerator.gradient_accumulation_steps = 1
     check_launch(accelerator)
+    accelerator.wait_for_everyone()  # one that ends early would break the start of the others
     accelerator.print(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
     return accelerator
 
