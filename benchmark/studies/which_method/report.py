@@ -87,6 +87,13 @@ def published(record: Record) -> list[Row]:
     return [line for line in lines(record) if line["choice"].endswith(PUBLISHED)]
 
 
+def pooled(record: Record) -> dict[str, float]:
+    """The pooled deviation of the differences at equal KL, and its degrees of freedom."""
+    rows = [line["equal_kl_differences"] for line in lines(record)]
+    deviation, freedom = differences.pooled_deviation(rows)
+    return {"deviation": deviation, "freedom": freedom}
+
+
 # --- the picture ----------------------------------------------------------------------------------
 def colour_of(line: Row) -> str:
     """PPO, RLOO and the critic as in all pictures; what came later is grey."""
@@ -116,13 +123,14 @@ def draw_differences(axes: Axes, rows: list[Row]) -> None:
             color=colour,
             capsize=2,
         )
-    axes.set_yticks(range(len(rows)), [line["method"] for line in rows])
+    names = [f"{line['method']} ({line['number']})" for line in rows]
+    axes.set_yticks(range(len(rows)), names)
     axes.axvline(0, color="black", linewidth=1)
     report.label(axes, "true score minus RLOO's, at the same KL")
 
 
 def draw_ends(axes: Axes, record: Record, rows: list[Row]) -> None:
-    """Where the runs end: a dot for each, and the method's name at their mean."""
+    """Where the runs end: a dot for each, and the method's number at their mean."""
     for line in rows:
         for run in report.runs_of(record, line["choice"]):
             axes.plot(
@@ -133,10 +141,11 @@ def draw_ends(axes: Axes, record: Record, rows: list[Row]) -> None:
                 alpha=0.5,
             )
         axes.annotate(
-            line["method"].removeprefix("PPO, "),
+            line.get("number", "RLOO"),
             (line["kl"], line["true_score"]),
-            fontsize=7.5,
+            fontweight="bold",
             ha="center",
+            va="center",
         )
     report.label(axes, report.SHORT_KL, report.TRUE_SCORE)
 
@@ -144,14 +153,16 @@ def draw_ends(axes: Axes, record: Record, rows: list[Row]) -> None:
 def picture(record: Record) -> Figure:
     """The methods with the default's settings: at the same KL, and at the end."""
     rows = methods(record)
+    compared = [line for line in rows if line["choice"] != BASE]
+    for number, line in enumerate(compared, 1):
+        line["number"] = str(number)
     figure, panels = report.new(TITLE, 1, 2, 4.2)
-    compared = [line for line in rows if line["choice"] != BASE][::-1]
-    draw_differences(panels[0, 0], compared)
-    panels[0, 0].set_title("At 1, 2 and 3 nats, 95% intervals (band: pooled)")
+    draw_differences(panels[0, 0], compared[::-1])
+    panels[0, 0].set_title("At 1, 2 and 3 nats (band: pooled)")
     draw_ends(panels[0, 1], record, rows)
-    panels[0, 1].set_title("At the end: a dot for each run")
+    panels[0, 1].set_title("At the end of each run")
     return figure
 
 
-TITLE = "Newer methods differ little from RLOO at the same KL"
+TITLE = "At the same KL only a critic that starts as the reward model clearly beats RLOO"
 PICTURES = {"methods.png": (picture, "methods.json")}
