@@ -194,7 +194,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (RLOO, "--rloo_k 4 --batch_size 6", "@must be a multiple of 4 "),
     (RLOO, "--rloo_k 2 --num_minibatches 2 --batch_size 6", "@must be a multiple of 4 "),
     (RLOO, "--rloo_k 1", "--rloo_k 1: Input should be greater than or equal to 2$"),
-    (RLOO, "--rloo_k 4", "--micro_batch_size must be a multiple of --rloo_k 4$"),
+    (RLOO, "--rloo_k 4", r"--micro_batch_size \d+ must be a multiple of --rloo_k 4$"),
     (REWARD, ["--start_text", "w1 w2"], r"--start_text 'w1 w2' must be one token.*\[1, 2\]"),
     (
         PPO,
