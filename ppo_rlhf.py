@@ -750,13 +750,22 @@ class ActorCritic(Module):
         for sampling."""
         options = {"logits_to_keep": last, "output_hidden_states": cache is None}
         output = read(self.lm, ids, mask, cache, **options)
-        logits = output.logits[:, -last:, : self.num_tokens]
+        logits = last_logits(output, last, self.num_tokens)
         if cache is not None:
             return logits, None
         states = output.hidden_states[-1]
         if self.critic is not None:
             states = read(self.critic, ids, mask).last_hidden_state
         return logits, self.value_head(states[:, -last:].float()).squeeze(-1)
+
+
+def last_logits(output: ModelOutput, last: int, num_tokens: int) -> Tensor:
+    """An output's logits at its last tokens, (b, last, V), cut to the tokenizer's size V. If it has
+    just these, nothing is cut: a view would take more memory in the backward pass."""
+    logits = output.logits
+    if logits.shape[1:] == (last, num_tokens):
+        return logits
+    return logits[:, -last:, :num_tokens]
 
 
 def read(

@@ -670,7 +670,7 @@ class Actor(Module):
             cache = read_queries(self.lm, ids[:: self.k, :n], mask[:: self.k, :n], self.k, cache)
             ids = ids[:, n:]
         output = read(self.lm, ids, mask, cache, logits_to_keep=last)
-        return output.logits[:, -last:, : self.num_tokens], 0.0
+        return last_logits(output, last, self.num_tokens), 0.0
 
 
 def read_queries(
@@ -685,6 +685,15 @@ def read_queries(
     cache.layers[0].keys = cache.layers[0].keys + 0 * unused.sum()
     cache.batch_repeat_interleave(k)
     return cache
+
+
+def last_logits(output: ModelOutput, last: int, num_tokens: int) -> Tensor:
+    """An output's logits at its last tokens, (b, last, V), cut to the tokenizer's size V. If it has
+    just these, nothing is cut: a view would take more memory in the backward pass."""
+    logits = output.logits
+    if logits.shape[1:] == (last, num_tokens):
+        return logits
+    return logits[:, -last:, :num_tokens]
 
 
 def read(
