@@ -94,6 +94,7 @@ CURVES = {
     "true_score": "true_score",
     "reward": "reward",
     "kl": "kl",
+    "length": "objective/length",
     "var_explained": "val/var_explained",
 }
 AT_END = ("true_score", "kl")  # whose differences at the end of runs are tested
