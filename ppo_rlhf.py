@@ -473,6 +473,7 @@ def ppo_update(
             # All metrics are from before the step, so at step 0 every ratio is 1.
             metrics["loss/total"] = loss
             records.append(sums_over(micro.counted, metrics))
+            # Entropies count by token, also in RLOO, whose loss counts responses.
             metrics = {"policy/entropy": entropy(all_logprobs.detach())}
             del all_logprobs  # makes room for the next ones
             records.append(sums_over(micro.loss_mask, metrics))

@@ -396,6 +396,7 @@ def rloo_update(
                 accelerator.backward((loss * micro.counted).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
             records.append(sums_over(micro.counted, metrics))
+            # Entropies count by token, also in RLOO, whose loss counts responses.
             metrics = {"policy/entropy": entropy(all_logprobs.detach())}
             del all_logprobs  # makes room for the next ones
             records.append(sums_over(micro.loss_mask, metrics))

@@ -167,8 +167,7 @@ def check_launch(accelerator: Accelerator) -> None:
 # --- models ---------------------------------------------------------------------------------------
 def patch_layers(model: PreTrainedModel, args: Any) -> None:
     """Changes how the model computes: the embedding of padding is trained like any other, and GELU
-    is one kernel.
-    With args.dtype "bf16" the trunk computes in bf16, but the heads do not. With
+    is one kernel. With args.dtype "bf16" the trunk computes in bf16, but the heads do not. With
     args.gradient_checkpointing activations are computed again in the backward pass.
 
     UserError if the model's layers are not made for checkpointing.
