@@ -607,7 +607,8 @@ def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
     path, _, rest = name.partition(":")
     if os.path.exists(name):  # its name may have a colon
-        path, rest = name, ""
+        path = name
+        rest = ""
     config, _, split = rest.partition(":")
     path = local_path(path)
     files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
