@@ -108,15 +108,19 @@ def chats(folder: Path) -> Path:
 
 
 @torch.no_grad()
-def label(base_model: str, path: Path, seed: int, num_labels: int, dtype: str) -> None:
+def label(
+    base_model: str, path: Path, seed: int, args: Any, openings: Path = OPENINGS, held_out: int = 64
+) -> None:
     """Labels for train_reward.py: of four samples of the model the one that VADER likes best. The
-    openings on which a run with this seed is evaluated have none."""
+    first `held_out` openings, on which a run with this seed is evaluated, have none."""
+    num_labels = args.labels
+    dtype = args.dtype
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     args = rloo_rlhf.Args(
         seed=seed,
         rloo_k=1,
         base_model=base_model,
-        query_dataset=str(OPENINGS),
+        query_dataset=str(openings),
         start_text=None,
         end_text=None,
         query_length=24,
@@ -125,7 +129,7 @@ def label(base_model: str, path: Path, seed: int, num_labels: int, dtype: str) -
         dtype=dtype,
     )
     queries = ours.load_queries(tokenizer, args, num_labels)
-    queries = queries[args.eval_queries :]
+    queries = queries[held_out:]
     lm, _ = rloo_rlhf.load_policy_and_reference(args, tokenizer, 64)
     policy = ours.make_actor(rloo_rlhf, lm.to(common.device()), args)
     end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
@@ -147,7 +151,7 @@ def reward_model(base_model: str, seed: int, args: Any, folder: Path) -> Path:
     """A reward model, trained by train_reward.py on such labels."""
     labels = folder / f"{common.commit()}-labels-{args.labels}-{args.dtype}-{seed}.jsonl"
     if not labels.exists():
-        label(base_model, labels, seed, args.labels, args.dtype)
+        label(base_model, labels, seed, args)
     flags = f"--base_model {base_model} --query_dataset {OPENINGS} --label_dataset {labels}"
     flags += " --start_text none --end_text none --batch_size 32"
     flags += f" --dtype {args.dtype} --lr {args.reward_lr} --seed {seed}"

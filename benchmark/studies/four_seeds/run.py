@@ -1,0 +1,219 @@
+"""PPO and RLOO on SmolLM2-135M-Instruct with four seeds, by the protocol in README.md.
+
+    python benchmark/studies/four_seeds/run.py --seeds 11        # about an hour on one core
+
+A seed has its own split of the openings, labels, reward model and policies. Starting model and
+policies then continue the held-out openings from the same uniforms, four times each. Needs the
+package afinn, and for the weights a package registry, or --base_model. Finished runs of the same
+scripts and flags are used again. Writes seed-<seed>.json, and the metrics.jsonl of each run as
+<run>-<seed>.jsonl.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import numpy as np
+import torch
+from afinn import Afinn
+from transformers import AutoTokenizer
+
+import rloo_rlhf
+from benchmark import common, ours
+from benchmark.studies.real_model import run as real_model
+from benchmark.tools import win_rate
+from benchmark.tools.vader import sentiment
+
+HELD_OUT = 256  # openings that neither labels nor policies see
+SAMPLES = 4  # responses to each of them
+ROWS = 128  # of a rollout
+SIZES = "--batch_size 64 --micro_batch_size 32 --eval_queries 16 --checkpoint_every 0"
+SHAPE = "--query_length 24 --response_length 16 --truncate_after 6"
+NO_CUT = "--start_text none --end_text none"
+TASK = f"{NO_CUT} {SHAPE} {SIZES} --total_episodes 1024 --lr 3e-5 --dtype bf16"
+LABELS = 1_536  # asked for; openings whose four responses score alike are left out
+REWARD = "--batch_size 32 --lr 1e-4 --dtype bf16"
+
+
+class Responses(NamedTuple):
+    """What a model makes of the held-out openings, SAMPLES in turn for each."""
+
+    texts: list[str]
+    rewards: np.ndarray  # of the seed's reward model, without the penalty for a missing end
+    kl: np.ndarray  # in nats, of all tokens
+    likelihood: np.ndarray  # log-probability of a token under the starting model, mean over tokens
+    lengths: np.ndarray  # in tokens, up to the end
+    found_end: np.ndarray
+
+
+# --- the parts of a seed --------------------------------------------------------------------------
+def split(seed: int, folder: Path) -> tuple[Path, list[str]]:
+    """A file of the openings to train on, and the held-out ones."""
+    lines = real_model.OPENINGS.read_text().splitlines()
+    order = np.random.default_rng(seed).permutation(len(lines))
+    shuffled = [lines[i] for i in order]
+    path = folder / f"openings-{seed}.txt"
+    path.write_text("\n".join(shuffled[HELD_OUT:]) + "\n")
+    return path, shuffled[:HELD_OUT]
+
+
+def train(name: str, script: str, flags: str, seed: int, folder: Path, out: Path) -> Path:
+    """Runs a script, unless it has run, and keeps its metrics."""
+    run = real_model.folder_of(script, flags, folder)
+    real_model.run(script, flags, run)
+    shutil.copyfile(run / "metrics.jsonl", out / f"{name}-{seed}.jsonl")
+    return run
+
+
+def reward_model(seed: int, base_model: str, openings: Path, args: Any) -> Path:
+    """Trained on VADER's choices of four responses of the starting model."""
+    labels = args.folder / f"labels-{seed}.jsonl"
+    if not labels.exists():
+        real_model.label(base_model, labels, seed, args, openings, held_out=0)
+    flags = f"--base_model {base_model} --query_dataset {openings} --label_dataset {labels}"
+    flags += f" {NO_CUT} {REWARD} --seed {seed}"
+    return train("reward", "train_reward.py", flags, seed, args.folder, args.out) / "reward_model"
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+@torch.no_grad()
+def respond(model: str, base_model: str, reward: Path, seed: int, openings: list[str]) -> Responses:
+    """Four responses to each opening, from uniforms that are the same for all models of a seed."""
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    args = rloo_rlhf.Args(
+        base_model=base_model,
+        response_length=16,
+        truncate_after=6,
+        micro_batch_size=32,
+        dtype="bf16",
+    )
+    _, lm = rloo_rlhf.load_policy_and_reference(args, tokenizer, 64)
+    ref = ours.make_actor(rloo_rlhf, lm, args)
+    policy = ref
+    if model != base_model:
+        args.base_model = model
+        _, lm = rloo_rlhf.load_policy_and_reference(args, tokenizer, 64)
+        policy = ours.make_actor(rloo_rlhf, lm, args)
+    args.reward_model = str(reward)
+    score = rloo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, 64)
+    end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
+    asked = [ours.query(rloo_rlhf.encode(text, tokenizer)) for text in openings]
+    asked = [query for query in asked for _ in range(SAMPLES)]
+    u = rloo_rlhf.uniforms(seed, 10**7, len(asked), args.response_length)
+    parts = []
+    for i in range(0, len(asked), ROWS):
+        queries = asked[i : i + ROWS]
+        batch = rloo_rlhf.rollout(policy, queries, u[i : i + ROWS], end, args)
+        rows = torch.arange(len(queries))[None]
+        rloo_rlhf.set_logprobs(batch, policy, ref, rows, args)
+        scores = score(queries, batch)
+        counts = torch.arange(args.response_length) < batch.lengths[:, None]
+        likelihood = (batch.ref_logprobs * counts).sum(1) / batch.lengths
+        kl = (batch.logprobs - batch.ref_logprobs).sum(1)
+        tensors = (scores, kl, likelihood, batch.lengths, batch.found_end)
+        parts.append([tokenizer.batch_decode(rloo_rlhf.truncated(batch)), *tensors])
+    texts, *tensors = zip(*parts, strict=True)
+    arrays = [torch.cat(parts).float().numpy() for parts in tensors]
+    return Responses(sum(texts, []), *arrays)
+
+
+def by_opening(openings: list[str], texts: list[str]) -> win_rate.Texts:
+    """The texts of each opening."""
+    return {query: texts[SAMPLES * i : SAMPLES * (i + 1)] for i, query in enumerate(openings)}
+
+
+def duel(openings: list[str], mine: list[str], theirs: list[str]) -> dict[str, Any]:
+    """Of the 16 pairs of responses to an opening, how many VADER decides for mine, and how many are
+    ties; and the win rate for equal length."""
+    texts = (by_opening(openings, mine), by_opening(openings, theirs))
+    pairs = win_rate.compare(*texts, sentiment)
+    wins = pairs.wins.reshape(len(openings), -1)
+    controlled = win_rate.results(pairs)["controlled_rate"]
+    return {
+        "won": (wins == 1).sum(1).tolist(),
+        "tied": (wins == 0.5).sum(1).tolist(),
+        "controlled": controlled["rate"],
+    }
+
+
+def summary(found: Responses) -> dict[str, Any]:
+    """Means over all responses, and the true score of each opening."""
+    scores = np.array(sentiment([], found.texts))
+    other = Afinn()
+    return {
+        "true_score": scores.mean(),
+        "true_scores": scores.reshape(-1, SAMPLES).mean(1).round(4).tolist(),
+        "zero": float((scores == 0).mean()),
+        "afinn": float(np.mean([other.score(text) for text in found.texts])),
+        "reward": float(found.rewards.mean()),
+        "kl": float(found.kl.mean()),
+        "likelihood": float(found.likelihood.mean()),
+        "length": float(found.lengths.mean()),
+        "found_end": float(found.found_end.mean()),
+        "distinct": len(set(found.texts)) / len(found.texts),
+    }
+
+
+def accuracy(found: Responses) -> dict[str, float]:
+    """How often the reward model names VADER's favourite of the four responses to a held-out
+    opening, where VADER has one, beside guessing."""
+    scores = np.array(sentiment([], found.texts)).reshape(-1, SAMPLES)
+    choices = found.rewards.reshape(-1, SAMPLES).argmax(1)
+    best = scores == scores.max(1, keepdims=True)
+    decided = best.sum(1) < SAMPLES
+    hits = best[np.arange(len(choices)), choices]
+    return {
+        "accuracy": float(hits[decided].mean()),
+        "guessing": float(best[decided].mean()),
+        "decided": int(decided.sum()),
+    }
+
+
+def measure(seed: int, base_model: str, args: Any) -> None:
+    """All runs of a seed, and its record."""
+    openings, held_out = split(seed, args.folder)
+    reward = reward_model(seed, base_model, openings, args)
+    task = f"--base_model {base_model} --query_dataset {openings} --reward_model {reward}"
+    task += f" {TASK} --seed {seed}"
+    judged = (base_model, reward, seed, held_out)
+    start = respond(base_model, *judged)
+    rows = [{"run": "starting model", "seed": seed} | summary(start)]
+    texts = {}
+    for name, script in (("PPO", "ppo_rlhf.py"), ("RLOO", "rloo_rlhf.py")):
+        run = train(name, script, task, seed, args.folder, args.out)
+        found = respond(str(run / "policy"), *judged)
+        texts[name] = found.texts
+        spent = json.loads(run.with_suffix(".json").read_text())
+        row = {"run": name, "seed": seed} | summary(found) | spent
+        rows.append(row | {"duel": duel(held_out, found.texts, start.texts)})
+    between = duel(held_out, texts["RLOO"], texts["PPO"])
+    record = argparse.Namespace(tag=f"seed-{seed}", out=args.out)
+    more = {"flags": TASK, "reward_model": accuracy(start), "rloo_over_ppo": between}
+    common.write(record, rows, **more)
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__, __file__)
+    add = parser.add_argument
+    add("--seeds", type=int, nargs="+", default=[11, 12, 13, 14])
+    add("--base_model", default=None, help="a folder or hub id (None: the package on PyPI)")
+    add("--folder", type=Path, default="runs/four_seeds", help="where model and runs go")
+    args = parser.parse_args()
+    os.chdir(common.ROOT)
+    args.folder = args.folder.absolute()
+    args.labels = LABELS
+    args.dtype = "bf16"
+    base_model = args.base_model or str(real_model.fetch(args.folder))
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for seed in args.seeds:
+        measure(seed, base_model, args)
+
+
+if __name__ == "__main__":
+    main()
