@@ -734,7 +734,6 @@ class ActorCritic(Module):
     def __init__(self, lm: Model, num_tokens: int, critic: Model | None = None) -> None:
         super().__init__()
         self.lm = lm
-        self.tie_weights = lm.tie_weights  # accelerate calls it where it loads weights anew
         self.num_tokens = num_tokens
         self.critic = getattr(critic, "base_model", None)
         self.value_head = nn.Linear(lm.get_output_embeddings().weight.shape[1], 1)

@@ -657,7 +657,6 @@ class Actor(Module):
     def __init__(self, lm: Model, num_tokens: int, args: Args) -> None:
         super().__init__()
         self.lm = lm
-        self.tie_weights = lm.tie_weights  # accelerate calls it where it loads weights anew
         self.num_tokens = num_tokens
         self.k = 1 if args.gradient_checkpointing else args.rloo_k  # no caches with checkpointing
 

@@ -115,6 +115,8 @@ def set_up_torch(dtype: str) -> None:
     "bf16". They change results by rounding only."""
     # Each sampled token needs a slightly longer cache. This lets it reuse the shorter one's memory.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # Every process reads its models itself: the reference is not sharded, so it needs all weights.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc keeps freed memory: saves a tenth of the time on a CPU
         libc.mallopt(-4, 0)  # M_MMAP_MAX

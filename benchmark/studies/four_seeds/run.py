@@ -30,6 +30,7 @@ from benchmark.studies.real_model import run as real_model
 from benchmark.tools import win_rate
 from benchmark.tools.vader import sentiment
 
+SEEDS = (11, 12, 13, 14)
 HELD_OUT = 256  # openings that neither labels nor policies see
 SAMPLES = 4  # responses to each of them
 ROWS = 128  # of a rollout
@@ -201,7 +202,7 @@ def measure(seed: int, base_model: str, args: Any) -> None:
 def main() -> None:
     parser = common.make_parser(__doc__, __file__)
     add = parser.add_argument
-    add("--seeds", type=int, nargs="+", default=[11, 12, 13, 14])
+    add("--seeds", type=int, nargs="+", default=SEEDS)
     add("--base_model", default=None, help="a folder or hub id (None: the package on PyPI)")
     add("--folder", type=Path, default="runs/four_seeds", help="where model and runs go")
     args = parser.parse_args()

@@ -1,0 +1,158 @@
+"""Rows and the picture of this study: `python benchmark/report.py four_seeds`."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmark import report
+from benchmark.report import ALGORITHMS, START, Record, Row
+
+RECORDS = tuple(f"seed-{seed}.json" for seed in (11, 12, 13, 14))
+DRAWS = 2_000
+BETWEEN = "RLOO against PPO"
+SHIFTS = {"PPO": -0.18, "RLOO": 0.18}  # of their lines in the picture
+TITLE = "SmolLM2 on held-out openings: "
+MEASURES = "true_score afinn reward zero distinct length found_end likelihood kl".split()
+
+
+# --- numbers of one seed --------------------------------------------------------------------------
+def row_of(record: Record, run: str) -> Row:
+    """The row of a run."""
+    return report.look_up(record, f"rows > {run}")
+
+
+def duel_of(record: Record, run: str) -> Row:
+    """A policy against the starting model, or RLOO against PPO."""
+    return record["rloo_over_ppo"] if run == BETWEEN else row_of(record, run)["duel"]
+
+
+def shares(duel: Row) -> dict[str, np.ndarray]:
+    """For each opening (256,) the shares of pairs that are won, tied and lost, and the win rate,
+    which counts a tie as half a win."""
+    pairs = 16
+    won = np.array(duel["won"]) / pairs
+    tied = np.array(duel["tied"]) / pairs
+    return {"won": won, "tied": tied, "lost": 1 - won - tied, "rate": won + tied / 2}
+
+
+def gain(record: Record, run: str) -> np.ndarray:
+    """For each opening (256,) how much the true score is above the starting model's, or RLOO's
+    above PPO's."""
+    if run == BETWEEN:
+        return gain(record, "RLOO") - gain(record, "PPO")
+    after = row_of(record, run)["true_scores"]
+    before = row_of(record, "starting model")["true_scores"]
+    return np.subtract(after, before)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+def interval(parts: list[np.ndarray]) -> Row:
+    """The mean of a list (seeds) of numbers (openings,), and the middle 95 % of the means of draws
+    of both, with replacement."""
+    values = np.array(parts)
+    num_seeds, num_openings = values.shape
+    random = np.random.default_rng(0)
+    means = []
+    for _ in range(DRAWS):
+        seeds = random.integers(num_seeds, size=(num_seeds, 1))
+        openings = random.integers(num_openings, size=values.shape)
+        means.append(values[seeds, openings].mean())
+    low, high = np.quantile(means, [0.025, 0.975])
+    return {"mean": values.mean(), "low": low, "high": high}
+
+
+def seeds(*records: Record) -> list[Row]:
+    """A row for each policy."""
+    rows = []
+    for record in records:
+        start = row_of(record, "starting model")
+        for run in ALGORITHMS:
+            row = row_of(record, run) | record["reward_model"]
+            for name, share in shares(row["duel"]).items():
+                row[name] = share.mean()
+            row["before"] = start["true_score"]
+            row["minutes"] = row["seconds"] / 60
+            row["gib"] = row["memory"] / 2**30
+            rows.append(row)
+    return rows
+
+
+def together(*records: Record) -> list[Row]:
+    """All seeds in one row for each algorithm, and for RLOO against PPO."""
+    rows = []
+    for run in (*ALGORITHMS, BETWEEN):
+        duels = [duel_of(record, run) for record in records]
+        found = [shares(duel) for duel in duels]
+        row = {"run": run if run == BETWEEN else f"{run} against the starting model"}
+        for name in found[0]:
+            row[name] = interval([x[name] for x in found])
+        row["controlled"] = np.mean([duel["controlled"] for duel in duels])
+        row["gain"] = interval([gain(record, run) for record in records])
+        rows.append(row)
+    return rows
+
+
+def measures(*records: Record) -> list[Row]:
+    """What else changed: means over seeds, and the range of the seeds."""
+    rows = []
+    for run in ("starting model", *ALGORITHMS):
+        row = {"run": run}
+        for name in MEASURES:
+            values = [row_of(record, run)[name] for record in records]
+            row[name] = {
+                "mean": np.mean(values),
+                "low": min(values),
+                "high": max(values),
+            }
+        rows.append(row)
+    return rows
+
+
+# --- the picture ----------------------------------------------------------------------------------
+def draw_scores(axes: Axes, records: tuple[Record, ...]) -> None:
+    """The true score of each policy of a seed, from the starting model's."""
+    for i, record in enumerate(records):
+        before = row_of(record, "starting model")["true_score"]
+        for run, shift in SHIFTS.items():
+            after = row_of(record, run)["true_score"]
+            y = i + shift
+            colour = ALGORITHMS[run]
+            axes.plot([before, after], [y, y], color=colour)
+            axes.plot(after, y, "o", color=colour, markersize=7)
+            axes.plot(before, y, "o", color=START, markersize=5)
+    names = [f"seed {record['rows'][0]['seed']}" for record in records]
+    axes.set_yticks(range(len(records)), names)
+    axes.invert_yaxis()
+    report.label(axes, "true score of 1,024 held-out responses")
+    report.name_colours(axes, {"starting model": START} | ALGORITHMS, "o")
+    axes.legend(loc="lower right")
+
+
+def draw_shares(axes: Axes, records: tuple[Record, ...]) -> None:
+    """Wins, ties and losses of each policy against the starting model, as bars of 100 %."""
+    for i, record in enumerate(records):
+        for run, shift in SHIFTS.items():
+            found = shares(row_of(record, run)["duel"])
+            won = 100 * found["won"].mean()
+            tied = 100 * found["tied"].mean()
+            y = i + shift
+            style = {"height": 0.34, "color": ALGORITHMS[run]}
+            axes.barh(y, won, **style)
+            axes.barh(y, tied, left=won, alpha=0.35, **style)
+            inside = {"ha": "right", "va": "center", "color": "white"}
+            axes.text(won - 1, y, f"{won:.0f}", **inside)
+    axes.axvline(50, color="black", linewidth=1)
+    words = "wins, then ties (pale), against the starting model (%)"
+    report.label(axes, words, xlim=(0, 100))
+
+
+def draw(*records: Record) -> Figure:
+    """True scores, and wins, ties and losses."""
+    figure, panels = report.new(TITLE, 1, 2, 3.6, sharey=True)
+    score, share = panels[0]
+    draw_scores(score, records)
+    draw_shares(share, records)
+    return figure
+
+
+PICTURES = {"seeds.png": (draw, *RECORDS)}
