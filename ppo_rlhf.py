@@ -145,7 +145,7 @@ class Args:
     # updates and optimizer
     total_episodes: PositiveInt = 12_800  # Responses sampled in the run, in whole batches
     batch_size: PositiveInt = 128  # Episodes per update, over all devices
-    micro_batch_size: PositiveInt = 128  # Rows per forward pass on one device; gradients accumulate
+    micro_batch_size: PositiveInt = 128  # Rows per pass on a device, except to sample
     num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
     num_epochs: PositiveInt = 4  # Passes over the batch in each update
     lr: NonNegativeFloat = 2e-4  # Learning rate, see the schedule
@@ -245,7 +245,7 @@ class Batch:
 
 
 def main(preset: str, args: Args) -> None:
-    """Set-up; a loop of rollout, score, reward, update, log; at the end evaluate and save."""
+    """Set-up; a loop of rollout, score, reward, update, log; at the end save and evaluate."""
     accelerator = make_accelerator(args.dtype)
     rank = accelerator.process_index
     num_updates = math.ceil(args.total_episodes / args.batch_size)
@@ -333,11 +333,12 @@ def main(preset: str, args: Args) -> None:
         run.state["kl_coef"] = adapt_kl_coef(kl_coef, metrics["objective/kl"], args)
         run.end_update()
 
-    # 7. evaluate and save; get_state_dict may gather weights, so every process calls it
-    after = evaluation(policy).drop(columns="query").add_suffix("_after")
+    # 7. save and evaluate; get_state_dict may gather weights, so every process calls it
     weights = accelerator.get_state_dict(wrapped)
     if rank == 0:
         save_policy(policy, weights, tokenizer, args.output_dir)
+    after = evaluation(policy).drop(columns="query").add_suffix("_after")
+    if rank == 0:
         write_samples(before.join(after), args.output_dir)
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # ends DDP, else gloo can hang
     accelerator.end_training()
@@ -1025,7 +1026,7 @@ def prompt_of(row: dict) -> str | list:
     without the answer. If `chosen` is a chat, all before its last message is the prompt, unless the
     prompt column has more."""
     column = next((name for name in PROMPTS if name in row), "chosen")
-    if column not in row:
+    if column not in row or (column == "chosen" and isinstance(row[column], str)):
         raise UserError(f"a row needs one of the columns {PROMPTS}, or a chat in `chosen`: {row}")
     if row.get("system") or row.get("tools"):
         raise UserError(f"`system` and `tools` are not read, put them into messages: {row}")
@@ -1053,6 +1054,10 @@ def is_chat(value: object) -> bool:
     return isinstance(value, list) and value != [] and isinstance(value[0], dict)
 
 
+# Some templates write today's date. Labels and queries must have the same tokens on every day.
+FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
+
+
 def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
     """The text of a chat, by the tokenizer's template. A content in parts is joined."""
     messages = []
@@ -1064,7 +1069,10 @@ def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
             raise UserError(f"a message must be a role and a text, and no more: {message}")
         messages.append(message | {"content": content})
     with explained("chat template"):
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        template = FIXED_DATE + tokenizer.get_chat_template()
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, **options
+        )
 
 
 def cut_query(

@@ -666,7 +666,7 @@ def prompt_of(row: dict) -> str | list:
     without the answer. If `chosen` is a chat, all before its last message is the prompt, unless the
     prompt column has more."""
     column = next((name for name in PROMPTS if name in row), "chosen")
-    if column not in row:
+    if column not in row or (column == "chosen" and isinstance(row[column], str)):
         raise UserError(f"a row needs one of the columns {PROMPTS}, or a chat in `chosen`: {row}")
     if row.get("system") or row.get("tools"):
         raise UserError(f"`system` and `tools` are not read, put them into messages: {row}")
@@ -694,6 +694,10 @@ def is_chat(value: object) -> bool:
     return isinstance(value, list) and value != [] and isinstance(value[0], dict)
 
 
+# Some templates write today's date. Labels and queries must have the same tokens on every day.
+FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
+
+
 def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
     """The text of a chat, by the tokenizer's template. A content in parts is joined."""
     messages = []
@@ -705,7 +709,10 @@ def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
             raise UserError(f"a message must be a role and a text, and no more: {message}")
         messages.append(message | {"content": content})
     with explained("chat template"):
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        template = FIXED_DATE + tokenizer.get_chat_template()
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, **options
+        )
 
 
 def cut_query(
@@ -774,7 +781,7 @@ def read_labels(
             else:
                 raise UserError(f"neither query, sample0, .., best, nor chosen, rejected: {row}")
         if not query or not all(responses):
-            counts["left out, for an empty or too long prompt, or an empty answer"] += 1
+            counts["left out, for an empty or too long prompt, or an empty or missing answer"] += 1
         elif all(response == responses[0] for response in responses):
             counts["left out, for equal answers"] += 1
         else:
@@ -823,6 +830,8 @@ def read_preference(
     elif isinstance(prompt, str) and all(answer.startswith(prompt) for answer in answers):
         answers = [answer.removeprefix(prompt) for answer in answers]
 
+    if is_chat(prompt) and args.long_queries == "keep_start":
+        raise UserError("a chat must keep its end: --long_queries drop or keep_end")
     query = encode(prompt, tokenizer)
     parts = [cut_query(query, args.query_length, None, None, args.long_queries or "drop")]
     for answer in answers:
