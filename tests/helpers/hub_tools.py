@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from tiny_models import values
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import PreTrainedTokenizerFast as Fast
@@ -15,12 +16,7 @@ PAD = 50259
 ROWS = 12  # of every table
 EOS = "<|endoftext|>"
 GPT2 = "models--gpt2"
-SMALL = {
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 1024,
-}
+SMALL = values("n_embd=8 n_layer=1 n_head=2 n_positions=1024")
 
 
 def byte_words() -> list[str]:
