@@ -1,5 +1,4 @@
-"""The scripts are copies on purpose: what they share is the same to the letter, and their diff is
-the algorithm. No line holds much."""
+"""The scripts are copies on purpose: what they share is the same to the letter."""
 
 import ast
 import dataclasses

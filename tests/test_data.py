@@ -1,5 +1,4 @@
-"""What the scripts make of queries, labels and preferences: single tokens, prompts, chats, long
-texts, tables on the hub, reward functions."""
+"""What the scripts make of queries, labels, preferences and chats; tables; reward functions."""
 
 import colorsys
 import itertools
@@ -58,8 +57,7 @@ def begin_with(tokenizer: Any, first: str) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokenizers: GPT-2's begins no text with BOS and pads with EOS; that of Llama does neither;
-    and one of bytes and MARKS begins texts with BOS."""
+    """Tokenizers: GPT-2's, without BOS; Llama's, with BOS and a pad; one of bytes and MARKS."""
     folder = tmp_path_factory.mktemp("models")
     gpt2 = save_tokenizer(folder / "gpt2")
     gpt2.bos_token = MARKS[EOS]
@@ -212,8 +210,7 @@ def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(
 def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(
     script: Any,
 ) -> None:
-    """Llama 2's tokenizer puts a space before every text: `.` alone is another token than in a
-    sentence."""
+    """Llama 2's tokenizer puts a space before a text: `.` alone is not the one in a sentence."""
     texts = "</s> ▁ a . ▁a ▁. <0x0A>".split()
     vocabulary = {text: i for i, text in enumerate(texts)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a"), ("▁", ".")]))
@@ -398,8 +395,7 @@ BEGINS = [
 def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(
     begin: str, chosen: str, rejected: str
 ) -> None:
-    """The raw form of Anthropic's HH: the dialogues stand whole in both columns. A prompt that is
-    given stays whole; if both answers repeat it, it is read once."""
+    """As in Anthropic's HH. A given prompt stays whole, and is read once if both repeat it."""
     long = {"query_length": 99, "response_length": 99}
     tokenizer, args = start(train_reward, base_model="bytes", **long)
 
@@ -420,8 +416,7 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(
 
 
 def test_labels_have_other_columns_and_numbers_and_prompts_that_answers_repeat() -> None:
-    """An answer that begins like the prompt by chance, beside one that does not, stays whole. Two
-    of four samples may be equal: people saw all."""
+    """An answer may begin like the prompt by chance. Two of four samples may be equal."""
     repeated = PAIR | {"chosen": "w5 w6", "rejected": "w5 w7"}
     chance = PAIR | {"chosen": "w5 w6"}
     found = read_labels([repeated, PAIR, chance, PAIR])

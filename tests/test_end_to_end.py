@@ -1,5 +1,4 @@
-"""Whole runs on tiny models, on one process and on two: the files, metrics and models that they
-leave."""
+"""Whole runs on tiny models, on one process and on two: the files and models that they leave."""
 
 import json
 import os
@@ -50,9 +49,7 @@ def below(folder: str, names: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_leaves_these_files_and_a_line_of_metrics_for_every_update(
-    script: str, world: int, tmp_path: Path
-) -> None:
+def test_a_run_leaves_these_files(script: str, world: int, tmp_path: Path) -> None:
     out = plain(script, world) / "out"
     files = {"args.json", "metrics.jsonl", "samples.jsonl", "lock", script, "tf_adam.py"}
     files |= below(MODEL[script], FOLDER)
@@ -83,9 +80,7 @@ def test_a_run_leaves_these_files_and_a_line_of_metrics_for_every_update(
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
-def test_samples_are_before_and_after_and_scores_have_their_penalty(
-    script: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_samples_are_scored_with_their_penalty(script: str, tmp_path: Path, capsys: Any) -> None:
     folder = copy(kit(), tmp_path)
     usual = Counter()
     for row in read_lines(plain(script, 1) / "out/samples.jsonl"):
@@ -113,9 +108,7 @@ def test_samples_are_before_and_after_and_scores_have_their_penalty(
 
 
 @pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
-def test_three_samples_are_printed_as_they_are(
-    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_three_samples_are_printed_as_they_are(script: Any, tmp_path: Path, capsys: Any) -> None:
     """Between quotes, so that no text can send commands to a terminal; each query once."""
     rows = []
     for i in range(4):
@@ -146,9 +139,7 @@ def test_main_runs_twice_in_a_process(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_precision_and_compiler_of_accelerates_config_change_no_bit(
-    script: str, tmp_path: Path
-) -> None:
+def test_precision_and_compiler_of_a_config_change_no_bit(script: str, tmp_path: Path) -> None:
     """As its launcher hands them on: --dtype alone says what is in bf16, and a compiled model would
     be saved under other names. Nor do its accumulation steps, by which accelerate divides losses.
     """
@@ -265,9 +256,7 @@ def test_eos_is_not_the_padding_of_a_reward_model(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "reward_model").pad_token is None
 
 
-def test_the_newest_reward_model_of_the_preset_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_newest_reward_model_is_taken(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Accelerator(cpu=True)
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")

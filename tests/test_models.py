@@ -1,5 +1,4 @@
-"""Models of many architectures: how they are loaded, trained, held in bf16 and checkpointed, and
-which are refused."""
+"""Models of many architectures: loaded, trained, held in bf16, checkpointed, or refused."""
 
 import contextlib
 import json
@@ -58,8 +57,7 @@ WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_architecture_loads_as_on_a_gpu(name: str) -> None:
-    """With the attention that transformers chooses; train_reward.py's new reward head included. On
-    a CPU the eager one is faster."""
+    """With the attention that transformers chooses, also for a new reward head."""
     _, attention = tiny.with_attention([name])[-1]
     for classifier in (False, True)[: 1 + tiny.has_classifier(name)]:
         for chosen in ("eager", attention):
@@ -234,8 +232,7 @@ def test_models_that_a_cache_cannot_hold_are_refused_in_a_line(name: str, tmp_pa
 def test_models_that_padding_or_a_cache_confuses_are_refused(
     name: str, change: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They ignore the mask, count positions from the first pad, or read a token that follows a
-    cache at another position: then only sampling would be wrong."""
+    """They ignore the mask, count positions from the first pad, or shift a token behind a cache."""
     forward = GPT2Model.forward
 
     def changed(self: GPT2Model, *args: object, **kwargs: object) -> object:
@@ -260,8 +257,7 @@ def calls_of_a_layer(model: nn.Module) -> list[int]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_checkpointing_has_no_dropout_and_changes_nothing(name: str) -> None:
-    """These models' configs have dropout. Outputs and gradients of PPO's and RLOO's policies are
-    those without checkpoints, and the backward pass computes activations again."""
+    """Outputs and gradients are those without it, but activations are computed again."""
     args = {"base_model": str(folder_of(name))}
     rows = random_rows([LENGTH] * 6, seed=2)
     twice = make_batch([row for row in CONTEXTS[:2] for _ in range(3)], rows)

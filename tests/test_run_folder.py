@@ -1,5 +1,4 @@
-"""The folder of a run. One that is killed or interrupted goes on with --resume to the bits of one
-left alone, or says why not. What is in the folder, who may use it, what Weights & Biases gets."""
+"""The folder of a run: kills and interruptions, who may use it, its checkpoints and records."""
 
 import contextlib
 import importlib
@@ -141,8 +140,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def assert_same_results(folder: Path, expected: Path) -> None:
-    """All that finished runs leave is the same, but for args.json, checkpoints, and what
-    metrics.jsonl says of the machine."""
+    """All that finished runs leave is the same, but args.json, checkpoints, seconds and memory."""
     assert_same_metrics(folder / "out", expected / "out", LOST)
 
     def files(place: Path) -> dict[str, bytes]:
@@ -165,8 +163,7 @@ def checkpoints(folder: Path) -> list[str]:
 # --- kills and signals ----------------------------------------------------------------------------
 @pytest.mark.parametrize(("script", "world"), CHAINS)
 def test_kills_and_interruptions_change_no_bit(script: str, world: int, folder: Path) -> None:
-    """Nor does a full disk. The same command every time, whatever there is; after every end half a
-    line stands in metrics.jsonl too."""
+    """Nor does a full disk. After every end half a line stands in metrics.jsonl, too."""
     words = [*WORDS[script], "--resume"]
     log = folder / "out/metrics.jsonl"
     for line in CHAINS[script, world].strip().splitlines():
@@ -517,8 +514,7 @@ def test_every_setting_is_refused_on_resume_or_takes_effect(script: str, tmp_pat
 
 
 def test_what_an_older_run_does_not_record_had_its_default(tmp_path: Path) -> None:
-    """A copy that gets a new flag can go on with runs from before. A --reward_model that is not
-    given was the newest, and is recorded."""
+    """A copy gets a new flag; or --reward_model was not given, and the newest one is recorded."""
     old = vars(ppo_rlhf.Args(reward_model="newest"))
     before = old.pop("temperature")
     (tmp_path / "lock").touch()
@@ -590,8 +586,7 @@ def test_what_may_change_takes_effect(
 # --- checkpoints ----------------------------------------------------------------------------------
 @pytest.fixture
 def small(tmp_path: Path) -> Any:
-    """Opens the run in tmp_path/out, of three updates on four weights with two checkpoints, or a
-    copy of it."""
+    """Opens the run in tmp_path/out, of three updates on four weights, or a copy of it."""
     accelerator = Accelerator(cpu=True)
     args = ppo_rlhf.Args(adam_eps=1e-3, resume=True, checkpoint_every=1)
     net = torch.nn.Linear(3, 1)
@@ -712,8 +707,7 @@ CHANGED = {"counts": {"a": {1: 0.5}}, "pair": (1, 2), "mean": torch.ones(1)}
 def test_state_that_json_would_change_is_an_error_at_once(
     name: str, small: Any, tmp_path: Path
 ) -> None:
-    """At the start, or after the update that made it. A tensor is a TypeError, as the mistake is
-    the copy's."""
+    """At the start, or after the update that made it. A tensor, a copy's mistake: a TypeError."""
     says = "^run.state must survive JSON: texts as keys, |is not JSON serializable$"
     with pytest.raises((tf_adam.UserError, TypeError), match=says):
         small(tmp_path / "other", updates=1, **{name: CHANGED[name]})

@@ -1,5 +1,4 @@
-"""Settings: defaults of all flags, presets, what goes together, the entry point, and runs of every
-preset and of the defaults."""
+"""Settings: defaults of all flags, presets, what goes together, and runs of presets."""
 
 import importlib
 import json
@@ -102,50 +101,39 @@ def test_words_of_a_command_line(module: ModuleType, capsys: pytest.CaptureFixtu
 
 
 # --- what goes together ---------------------------------------------------------------------------
+# Script and settings; values of the last one that pass, and values that do not
 TOGETHER = [
-    (ppo_rlhf, "batch_size=12 num_minibatches=3", True),
-    (ppo_rlhf, "batch_size=9 num_minibatches=3", False),
-    (ppo_rlhf, "batch_size=8 num_minibatches=3", False),
-    (rloo_rlhf, "batch_size=8 rloo_k=4", True),
-    (rloo_rlhf, "batch_size=12 rloo_k=4", False),
-    (rloo_rlhf, "batch_size=8 rloo_k=4 micro_batch_size=12", True),
-    (rloo_rlhf, "batch_size=8 rloo_k=4 micro_batch_size=2", False),
-    (rloo_rlhf, "batch_size=8 rloo_k=4 micro_batch_size=6", False),
-    (train_reward, "batch_size=4 normalization_samples=6", True),
-    (train_reward, "batch_size=4 normalization_samples=0", True),
-    (train_reward, "batch_size=4 normalization_samples=3", False),
-    (train_reward, "batch_size=3 normalization_samples=6", False),
-    (ppo_rlhf, "response_length=17", True),
-    (ppo_rlhf, "response_length=16", False),
-    (ppo_rlhf, "response_length=16 truncate_token=None", True),
+    (ppo_rlhf, "num_minibatches=3 batch_size", "12", "9 8"),
+    (rloo_rlhf, "rloo_k=4 batch_size", "8", "12"),
+    (rloo_rlhf, "rloo_k=4 batch_size=8 micro_batch_size", "12", "2 6"),
+    (train_reward, "batch_size=4 normalization_samples", "6 0", "3"),
+    (train_reward, "normalization_samples=6 batch_size", "4", "3"),
+    (ppo_rlhf, "response_length", "17", "16"),
+    (ppo_rlhf, "truncate_token=None response_length", "16", ""),
     # a fifth of the batch is 12.8: the coefficient would be times 1 - 0.2 * 64 / 12.8 = 0
-    (rloo_rlhf, "batch_size=64 kl_horizon=12.8", False),
-    (rloo_rlhf, "batch_size=64 kl_horizon=12.9", True),
-    (rloo_rlhf, "batch_size=64 kl_horizon=1.0 adaptive_kl_target=None", True),
-    (rloo_rlhf, "total_episodes=384 lr_warmup=2", True),
-    (rloo_rlhf, "total_episodes=384 lr_warmup=3", False),
-    (ppo_rlhf, "total_episodes=257 critic_warmup=2", True),
-    (ppo_rlhf, "total_episodes=256 critic_warmup=2", False),
+    (rloo_rlhf, "batch_size=64 kl_horizon", "12.9", "12.8"),
+    (rloo_rlhf, "batch_size=64 adaptive_kl_target=None kl_horizon", "1.0", ""),
+    (rloo_rlhf, "total_episodes=384 lr_warmup", "2", "3"),
+    (ppo_rlhf, "critic_warmup=2 total_episodes", "257", "256"),
 ]
 
 
-@pytest.mark.parametrize(("module", "settings", "passes"), TOGETHER)
-def test_sizes_that_go_together(module: ModuleType, settings: str, passes: bool) -> None:
+@pytest.mark.parametrize(("module", "settings", "good", "bad"), TOGETHER)
+def test_sizes_that_go_together(module: ModuleType, settings: str, good: str, bad: str) -> None:
     """On two processes."""
     two = SimpleNamespace(num_processes=2, process_index=0)
-    with (
-        mock.patch.object(module, "make_accelerator", lambda dtype: two),
-        mock.patch.object(module, "choose_folder", side_effect=Stop),
-        pytest.raises(Stop if passes else module.UserError),
-    ):
-        module.main("tiny", module.Args(**values(settings)))
+    for value in f"{good} {bad}".split():
+        with (
+            mock.patch.object(module, "make_accelerator", lambda dtype: two),
+            mock.patch.object(module, "choose_folder", side_effect=Stop),
+            pytest.raises(Stop if value in good.split() else module.UserError),
+        ):
+            module.main("tiny", module.Args(**values(f"{settings}={value}")))
 
 
 @BOTH
 @pytest.mark.parametrize("longest", [0, 1, 3])
-def test_the_window_holds_every_query_and_its_response(
-    module: ModuleType, longest: int, tmp_path: Path
-) -> None:
+def test_the_window_holds_every_response(module: ModuleType, longest: int, tmp_path: Path) -> None:
     """Two of the four are held out. With a prefix and a suffix the policy's query is the longer."""
     queries = [module.Query([1], [i, i], {}) for i in range(4)]
     queries[longest].context = [longest] * 9
@@ -200,8 +188,7 @@ SMALL = {  # the reward model comes first: the others take it
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The cache folder: what HF_HOME does to a process that starts with it. What the hub would say
-    of names in hf://, the files of the cache say."""
+    """The cache folder, as HF_HOME sets it. Its files say what the hub would say of names."""
     folder = tmp_path_factory.mktemp("cache")
 
     def glob(_: Any, name: str, **options: Any) -> dict[str, dict[str, str]]:

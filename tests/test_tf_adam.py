@@ -1,5 +1,4 @@
-"""AdamTF against arrays recorded from TensorFlow; settings of torch, parameter groups, learning
-rates, clipping, and sums over processes."""
+"""AdamTF against TensorFlow's arrays; settings of torch, learning rates, clipping, sums."""
 
 import contextlib
 from pathlib import Path
@@ -77,8 +76,7 @@ def zeros(count: int) -> list[nn.Parameter]:
 
 
 def test_groups_keep_their_own_settings_and_step_count_and_the_eps_that_was_given() -> None:
-    """The second group is added after 30 steps of the first; an error within a step leaves eps as
-    it was, too."""
+    """The second group comes after 30 steps of the first; an error within a step changes no eps."""
     first, second, idle = zeros(3)
     alone, other = zeros(2)
     settings = {"lr": 1e-2, "betas": (0.5, 0.9), "eps": 1e-2}
@@ -212,8 +210,7 @@ LAUNCHES.append((DistributedType.FSDP, False))
 def test_processes_alone_or_in_ddp_or_fsdp2_are_launched(
     kind: DistributedType, is_fsdp2: bool
 ) -> None:
-    """MULTI_GPU, MULTI_CPU and others are DDP. The first version of FSDP holds weights flat, in a
-    form that cannot be sampled from."""
+    """MULTI_GPU and others are DDP. FSDP1's weights are flat, and cannot be sampled from."""
     expected = contextlib.nullcontext()
     if not (kind.value == "NO" or kind.value.startswith("MULTI_") or is_fsdp2):
         says = f"^launch: {kind.value} is not supported: use DDP or FSDP2"
@@ -247,8 +244,7 @@ def test_settings_of_torch_for_each_dtype(dtype: str) -> None:
 
 
 def test_layers_are_patched() -> None:
-    """Padding is an embedding like any other, GELU is one kernel, and a model without layers for
-    checkpointing is refused."""
+    """Padding is an embedding like any other, GELU is one kernel, and some models are refused."""
     lm = make_lm("gpt2")
     lm.transformer.wte.padding_idx = 3
     patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=False))
@@ -261,8 +257,7 @@ def test_layers_are_patched() -> None:
 
 
 def test_a_metric_is_the_sum_over_the_count_of_all_records() -> None:
-    """No mean of means, and nothing that the mask leaves out. A record of one number beside one of
-    2 ** 24 still counts: sums are fp64."""
+    """No mean of means. A record of one number beside one of 2 ** 24 counts: sums are fp64."""
     first = torch.tensor([[True, True, False], [True, False, False]])
     a = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]])
     second = first[:1, 1:]

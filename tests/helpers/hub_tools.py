@@ -1,5 +1,4 @@
-"""A hub cache with a stand-in for every file that a preset names: random models of the true
-vocabularies, tables."""
+"""A hub cache with a stand-in for every file that a preset names: models and tables."""
 
 import json
 import random
@@ -20,8 +19,7 @@ SMALL = values("n_embd=8 n_layer=1 n_head=2 n_positions=1024")
 
 
 def byte_words() -> list[str]:
-    """The names of the 256 bytes in GPT-2's order: those that can be shown, then the others; "." is
-    13, newline 198."""
+    """The names of the 256 bytes in GPT-2's order: those that can be shown, then the others."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = range(256, 512 - len(shown))
     return [chr(byte) for byte in (*shown, *hidden)]
@@ -46,8 +44,7 @@ def snapshot(cache: Path, name: str) -> Path:
 
 
 def make_label(rng: random.Random, length: int, response: int) -> dict[str, Any]:
-    """A label as OpenAI's: a query of up to `length` tokens, here whole words, padded, four samples
-    and the best."""
+    """A label as OpenAI's: a padded query of up to `length` tokens, four samples and the best."""
     query = rng.sample(range(256, 50_256), rng.randrange(length // 4, length + 1))
     label = {"query": query + [PAD] * (length - len(query)), "best": rng.randrange(4)}
     for i in range(4):

@@ -1,5 +1,4 @@
-"""Random tiny models of many architectures, and batches of given tokens, as the tests put them into
-the scripts."""
+"""Random tiny models of many architectures, and batches of given tokens, for the tests."""
 
 import ast
 import atexit
@@ -101,8 +100,7 @@ def make_config(name: str, **changes: Any) -> Any:
 
 
 def randomize(model: nn.Module) -> None:
-    """Biases and norms start at 0 and 1, where mistakes in them would not show; so do some buffers
-    that are saved."""
+    """Biases and norms start at 0 and 1, where mistakes in them would not show."""
     for x in model.state_dict().values():
         if x.dim() < 2:
             x += 0.2 * torch.randn_like(x)
@@ -219,8 +217,7 @@ class Stop(Exception):
 
 
 def with_attention(names: Iterable[str]) -> list[tuple[str, str]]:
-    """The names, each with the attention that the scripts take on a CPU and, where transformers has
-    it for this architecture, with that on a GPU."""
+    """The names, each with eager attention and, where transformers has it, with sdpa."""
     pairs = []
     for name in names:
         pairs.append((name, "eager"))
@@ -277,8 +274,7 @@ def full_states(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def assert_close(ours: Tensor, expected: Tensor) -> None:
-    """Equal but for the order of sums of two passes in fp32, each up to 1e-5 off one in float64,
-    and not because all of it is the same."""
+    """Equal but for the order of sums in fp32, and not because all of it is the same."""
     assert ours.shape == expected.shape
     assert ours.dtype == torch.float32
     assert expected.std() > 0.1
