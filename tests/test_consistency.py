@@ -1,5 +1,4 @@
-"""The scripts are copies on purpose: what they share is the same to the letter, and their diff is
-the algorithm. No line holds much."""
+"""The scripts are copies on purpose: what they share is the same to the letter."""
 
 import ast
 import dataclasses
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from density import measure
+from run_tools import call
 
 ROOT = Path(__file__).resolve().parent.parent
 PPO, RLOO, REWARD = SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
@@ -33,16 +33,7 @@ DIFFERENT_FIELDS = {  # between train_reward.py and the others, and why
     "response_length": "labels are cut to it, too",
     "truncate_token": "ends what is sampled, or what people compared",
 }
-SECTIONS = [
-    "the algorithm",
-    "checks",
-    "rollout and scoring",
-    "forward passes",
-    "models",
-    "data",
-    "results",
-    "entry point",
-]
+SECTIONS = "the algorithm, checks, rollout and scoring, forward passes, models, data, results"
 
 
 def read(script: str) -> str:
@@ -118,28 +109,19 @@ def test_args_of_one_name_agree_in_type_default_and_help(one: str, other: str) -
         assert (mine != theirs) == may_differ, name
 
 
-def test_presets_of_one_name_agree_on_the_task() -> None:
-    modules = [importlib.import_module(script[:-3]) for script in SCRIPTS]
-    for one, other in itertools.combinations(modules, 2):
-        assert list(one.PRESETS) == list(other.PRESETS)
-        for name in one.PRESETS:
-            mine = vars(preset_args(one, name))
-            theirs = vars(preset_args(other, name))
-            if other.__name__ == "train_reward":
-                task = {"query_dataset", "query_length", "query_prefix", "query_suffix"}
-                task |= {"start_text", "end_text", "long_queries", "base_model"}
-                task |= {"response_length", "temperature", "truncate_token"}
-            else:
-                task = set(mine) & set(theirs)
-            assert {x: mine[x] for x in task} == {x: theirs[x] for x in task}, name
+TASK = """query_dataset query_length query_prefix query_suffix start_text end_text long_queries
+base_model response_length temperature truncate_token""".split()
 
 
-def preset_args(module: object, name: str) -> object:
-    """The Args of a script's preset."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["script", name])
-        _, args = module.parse_args()
-    return args
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_presets_of_one_name_agree_on_the_task(one: str, other: str, tmp_path: Path) -> None:
+    names = list(importlib.import_module(one[:-3]).PRESETS)
+    assert names == list(importlib.import_module(other[:-3]).PRESETS)
+    for preset in names:
+        _, mine = call(one, [preset], tmp_path, name="parse_args")
+        _, theirs = call(other, [preset], tmp_path, name="parse_args")
+        for name in TASK if other == REWARD else vars(mine).keys() & vars(theirs).keys():
+            assert getattr(mine, name) == getattr(theirs, name), (preset, name)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -187,13 +169,13 @@ def test_the_measure(source: str, tokens: int, mean: float, long_statements: flo
 def test_order_of_a_script(script: str) -> None:
     lines = read(script).splitlines()
     sections = [line.strip("# -") for line in lines if line.startswith("# --- ")]
-    expected = [name for name in SECTIONS if name != "checks" or script != REWARD]
+    expected = SECTIONS
     if script == REWARD:
-        expected[expected.index("rollout and scoring")] = "sampling"
-    assert sections == expected
+        expected = SECTIONS.replace("checks, rollout and scoring", "sampling")
+    assert ", ".join(sections) == f"{expected}, entry point"
     main = next(i for i, line in enumerate(lines, 1) if line.startswith("def main("))
     assert main < 270
-    rollout = next(i for i, line in enumerate(lines) if line.startswith(f"# --- {expected[-6]}"))
+    rollout = next(i for i, line in enumerate(lines) if line.startswith(f"# --- {sections[-6]}"))
     assert rollout < 680
 
 

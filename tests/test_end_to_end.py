@@ -1,5 +1,4 @@
-"""Whole runs on tiny models, on one process and on two: the files, metrics and models that they
-leave."""
+"""Whole runs on tiny models, on one process and on two: the files and models that they leave."""
 
 import json
 import os
@@ -9,6 +8,7 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -49,9 +49,7 @@ def below(folder: str, names: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_leaves_these_files(
-    script: str, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_leaves_these_files(script: str, world: int, tmp_path: Path) -> None:
     out = plain(script, world) / "out"
     files = {"args.json", "metrics.jsonl", "samples.jsonl", "lock", script, "tf_adam.py"}
     files |= below(MODEL[script], FOLDER)
@@ -70,15 +68,10 @@ def test_a_run_leaves_these_files(
         assert (out / name).read_text() == (ROOT / name).read_text()
     record = json.loads((out / "args.json").read_text())
     assert (record["script"], record["torch"]) == (script[:-3], torch.__version__)
-    _, args = call(script, WORDS[script], tmp_path, monkeypatch, "parse_args")
+    _, args = call(script, WORDS[script], tmp_path, name="parse_args")
     args.output_dir = str(out)
     assert record["args"] == json.loads(json.dumps(vars(args)))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_metrics_have_seconds_and_memory(script: str, world: int) -> None:
-    rows = read_lines(plain(script, world) / "out/metrics.jsonl")
+    rows = read_lines(out / "metrics.jsonl")
     assert len(rows) == UPDATES
     for row in rows:
         assert 0 < row["seconds"] < 100
@@ -87,9 +80,7 @@ def test_metrics_have_seconds_and_memory(script: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
-def test_samples_are_before_and_after_and_scores_have_their_penalty(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_samples_are_scored_with_their_penalty(script: str, tmp_path: Path, capsys: Any) -> None:
     folder = copy(kit(), tmp_path)
     usual = Counter()
     for row in read_lines(plain(script, 1) / "out/samples.jsonl"):
@@ -97,7 +88,7 @@ def test_samples_are_before_and_after_and_scores_have_their_penalty(
     end_token = usual.most_common()[0][0]
     words = [*WORDS[script], "--truncate_token", end_token, "--truncate_after", "0"]
     words += ["--eval_queries", "6", "--penalty_reward_value", "-7"]
-    call(script, words, folder, monkeypatch)
+    call(script, words, folder)
     rows = read_lines(folder / "out/samples.jsonl")
     assert len(rows) == (6 if script == PPO else 12)
     assert {row["found_end"] for row in rows} == {True, False}
@@ -117,9 +108,7 @@ def test_samples_are_before_and_after_and_scores_have_their_penalty(
 
 
 @pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
-def test_three_samples_are_printed_as_they_are(
-    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_three_samples_are_printed_as_they_are(script: Any, tmp_path: Path, capsys: Any) -> None:
     """Between quotes, so that no text can send commands to a terminal; each query once."""
     rows = []
     for i in range(4):
@@ -139,19 +128,6 @@ def test_three_samples_are_printed_as_they_are(
     assert printed.endswith("\nmean score 0.21 before, 0.43 after\n")
 
 
-def test_held_out_labels_are_written_as_they_are() -> None:
-    """Those behind --num_labels, in their order."""
-    tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
-    rows = read_lines(plain(REWARD, 1) / "out/samples.jsonl")
-    labels = read_lines(kit() / "labels.jsonl")[16:]
-    for row, label in zip(rows, labels, strict=True):
-        samples = [label["sample0"], label["sample1"]]
-        assert list(row) == ["query", "responses", "best", "rewards"]
-        assert row["query"] == tokenizer.decode(label["query"])
-        assert row["responses"] == tokenizer.batch_decode(samples)
-        assert row["best"] == label["best"]
-
-
 def test_main_runs_twice_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook."""
     folder = copy(kit(), tmp_path)
@@ -163,9 +139,7 @@ def test_main_runs_twice_in_a_process(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_precision_and_compiler_of_accelerates_config_change_no_bit(
-    script: str, tmp_path: Path
-) -> None:
+def test_precision_and_compiler_of_a_config_change_no_bit(script: str, tmp_path: Path) -> None:
     """As its launcher hands them on: --dtype alone says what is in bf16, and a compiled model would
     be saved under other names. Nor do its accumulation steps, by which accelerate divides losses.
     """
@@ -180,21 +154,17 @@ def test_precision_and_compiler_of_accelerates_config_change_no_bit(
         assert (folder / "out" / name).read_bytes() == expected
 
 
-@pytest.mark.parametrize(
-    ("has_accelerator", "has_mps", "on_cpu"),
-    [(False, False, True), (True, True, True), (True, False, False)],
-)
-def test_a_mac_uses_its_cpu(
-    has_accelerator: bool, has_mps: bool, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("has", ["nothing", "accelerator", "accelerator and mps"])
+def test_a_mac_uses_its_cpu(has: str) -> None:
     """MPS is an accelerator, but reduce_means needs float64, which it has not."""
-    asked = {}
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
-    monkeypatch.setattr(tf_adam, "Accelerator", lambda **how: asked.update(how) or Accelerator())
-    tf_adam.make_accelerator("fp32")
-    assert asked["cpu"] == on_cpu
-    (settings,) = asked["kwargs_handlers"]
+    with (
+        mock.patch.object(torch.accelerator, "is_available", lambda: "acc" in has),
+        mock.patch.object(torch.backends.mps, "is_available", lambda: "mps" in has),
+        mock.patch.object(tf_adam, "Accelerator", return_value=Accelerator()) as made,
+    ):
+        tf_adam.make_accelerator("fp32")
+    assert made.call_args.kwargs["cpu"] == (has != "accelerator")
+    (settings,) = made.call_args.kwargs["kwargs_handlers"]
     assert settings.timeout == timedelta(hours=2)  # for slow disks and reward functions
 
 
@@ -219,24 +189,6 @@ def test_texts_are_scored_in_a_batch_as_the_documents_say() -> None:
     assert batch.tolist()[-1] == pytest.approx(expected, abs=1e-4)
 
 
-def check_rewards(model: Any, tokenizer: Any, out: Path) -> None:
-    """The reward that a plain model gives is that of the run's samples.jsonl."""
-    config = model.config
-    results = json.loads((out / "results.json").read_text())
-    assert (config.reward_gain, config.reward_bias) == (results["gain"], results["bias"])
-    hits = []
-    for row in read_lines(out / "samples.jsonl"):
-        rewards = []
-        for response in row["responses"]:
-            inputs = tokenizer(f"{row['query']} {response}", return_tensors="pt")
-            logit = model(**inputs).logits.item()
-            rewards.append(config.reward_gain * logit + config.reward_bias)
-        assert rewards == pytest.approx(row["rewards"], abs=1e-4)
-        hits.append(rewards[row["best"]] == max(rewards))
-    assert results["test/accuracy"] == sum(hits) / len(hits)
-    assert set(results) == {"gain", "bias", "test/accuracy"}
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_models_load_with_plain_transformers_and_have_moved(script: str) -> None:
     folder = plain(script, 1) / "out" / MODEL[script]
@@ -250,22 +202,45 @@ def test_models_load_with_plain_transformers_and_have_moved(script: str) -> None
         assert name not in begin or not torch.equal(x, begin[name]), name
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(kit() / "model").get_vocab()
-    if script == REWARD:  # its eos is no padding: a text is scored at its end, and a batch refused
-        rows = [[5, 6, 7, 8, 0], [9, 0], [4, 4, 7]]
-        with torch.no_grad():
-            for row in rows:
-                text = torch.tensor([row])
-                at_end = model.score(model.base_model(text).last_hidden_state[:, -1])
-                assert (model(text).logits - at_end).abs().max() < 1e-5
-        assert model.config.pad_token_id is tokenizer.pad_token_id is None
-        with pytest.raises(ValueError, match="padding token"):
-            tokenizer.pad({"input_ids": rows}, return_tensors="pt")
-        check_rewards(model, AutoTokenizer.from_pretrained(kit() / "model"), folder.parent)
-    else:
+    if script != REWARD:
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
         inputs = tokenizer("w1 w2 w3", return_tensors="pt")
         made = model.generate(**inputs, min_new_tokens=5, max_new_tokens=5, pad_token_id=0)
         assert made.shape == (1, 8)
+
+
+def test_held_out_labels_are_written_with_the_rewards_of_a_plain_model() -> None:
+    """Its eos is no padding: a text is scored at its end, and a batch is refused."""
+    out = plain(REWARD, 1) / "out"
+    model = AutoModelForSequenceClassification.from_pretrained(out / "reward_model")
+    tokenizer = AutoTokenizer.from_pretrained(out / "reward_model")
+    rows = [[5, 6, 7, 8, 0], [9, 0], [4, 4, 7]]
+    with torch.no_grad():
+        for row in rows:
+            text = torch.tensor([row])
+            at_end = model.score(model.base_model(text).last_hidden_state[:, -1])
+            assert (model(text).logits - at_end).abs().max() < 1e-5
+    assert model.config.pad_token_id is tokenizer.pad_token_id is None
+    with pytest.raises(ValueError, match="padding token"):
+        tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+    results = json.loads((out / "results.json").read_text())
+    assert set(results) == {"gain", "bias", "test/accuracy"}
+    gain = model.config.reward_gain
+    bias = model.config.reward_bias
+    assert (gain, bias) == (results["gain"], results["bias"])
+    labels = read_lines(kit() / "labels.jsonl")[16:]  # behind --num_labels, in their order
+    hits = []
+    for row, label in zip(read_lines(out / "samples.jsonl"), labels, strict=True):
+        assert list(row) == ["query", "responses", "best", "rewards"]
+        assert row["query"] == tokenizer.decode(label["query"])
+        assert row["responses"] == tokenizer.batch_decode([label["sample0"], label["sample1"]])
+        assert row["best"] == label["best"]
+        texts = [f"{row['query']} {response}" for response in row["responses"]]
+        inputs = [tokenizer(text, return_tensors="pt") for text in texts]
+        rewards = [gain * model(**x).logits.item() + bias for x in inputs]
+        assert rewards == pytest.approx(row["rewards"], abs=1e-4)
+        hits.append(rewards[row["best"]] == max(rewards))
+    assert results["test/accuracy"] == sum(hits) / len(hits)
 
 
 def test_eos_is_not_the_padding_of_a_reward_model(tmp_path: Path) -> None:
@@ -281,9 +256,7 @@ def test_eos_is_not_the_padding_of_a_reward_model(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "reward_model").pad_token is None
 
 
-def test_the_newest_reward_model_of_the_preset_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_newest_reward_model_is_taken(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Accelerator(cpu=True)
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")

@@ -1,5 +1,4 @@
-"""Passes of the scripts' models, over padded rows and through caches, give what plain transformers
-gives for each text alone."""
+"""Passes over padded rows and through caches give what transformers gives for each text alone."""
 
 import importlib
 from typing import Any
@@ -45,8 +44,7 @@ WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
 def assert_as_alone(
     policy: nn.Module, plain: nn.Module, contexts: list[list[int]], responses: list[list[int]]
 ) -> None:
-    """Log-probabilities, entropies and values of the policy, whatever stands beside a text, are
-    those that the plain model gives for the text alone."""
+    """Log-probabilities, entropies and values are those of the plain model for a text alone."""
     batch = make_batch(contexts, responses)
     with torch.no_grad():
         all_logprobs, values = ppo_rlhf.forward_response(policy, batch, TEMPERATURE)
@@ -96,8 +94,7 @@ def test_texts_may_have_contexts_and_responses_of_one_token(
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_tokens_that_the_tokenizer_lacks_have_no_logit(k: int) -> None:
-    """Models have more embeddings than tokens, for speed. Logits are divided where they are: a
-    second tensor of all tokens would double the memory."""
+    """Logits are divided where they are: a second tensor of all tokens would double the memory."""
     lm = tiny.make_lm("gpt2")
     policy = make_policy(lm, k)
     policy.num_tokens = 40

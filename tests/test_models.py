@@ -1,11 +1,12 @@
-"""Models of many architectures: how they are loaded, trained, held in bf16 and checkpointed, and
-which are refused."""
+"""Models of many architectures: loaded, trained, held in bf16, checkpointed, or refused."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import fork_tools
 import pytest
@@ -31,7 +32,6 @@ from tiny_models import (
     make_batch,
     make_policy,
     random_rows,
-    stop,
 )
 from torch import nn
 from transformers import (
@@ -57,8 +57,7 @@ WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_architecture_loads_as_on_a_gpu(name: str) -> None:
-    """With the attention that transformers chooses; train_reward.py's new reward head included. On
-    a CPU the eager one is faster."""
+    """With the attention that transformers chooses, also for a new reward head."""
     _, attention = tiny.with_attention([name])[-1]
     for classifier in (False, True)[: 1 + tiny.has_classifier(name)]:
         for chosen in ("eager", attention):
@@ -106,6 +105,9 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(name: str, tmp_
     assert torch.equal(head["weight"], policy.value_head.weight)
 
 
+COMMON = "--start_text none --end_text none --query_length 6 --response_length 2"
+
+
 def test_a_reward_model_and_a_critic_keep_their_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,10 +119,7 @@ def test_a_reward_model_and_a_critic_keep_their_buffers(
     ]
     (tmp_path / "labels.jsonl").write_text(to_lines(*labels))
     start = AutoModelForCausalLM.from_pretrained(folder)
-    common = (
-        f"--base_model {folder} --query_dataset queries.jsonl --start_text none --end_text none"
-    )
-    common += " --query_length 6 --response_length 2 --checkpoint_every 0"
+    common = f"{COMMON} --base_model {folder} --query_dataset queries.jsonl"
     flags = f"{common} --label_dataset labels.jsonl --num_labels 4 --normalization_samples 4"
     flags += " --batch_size 2 --output_dir reward"
     call("train_reward.py", flags.split(), tmp_path, monkeypatch)
@@ -191,20 +190,6 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(n
     assert torch.equal(trained, held)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_under_bf16_adapters_are_fp32_on_weights_in_bf16(name: str) -> None:
-    pytest.importorskip("peft")
-    args = ppo_rlhf.Args(dtype="bf16", base_model=str(folder_of(name)), lora_rank=2)
-    lm, _ = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, LONGEST)
-    names = []
-    for key, p in lm.named_parameters():
-        is_held = key.endswith("base_layer.weight")
-        assert p.requires_grad == ("lora_" in key), key
-        assert p.dtype == (torch.bfloat16 if is_held else torch.float32) or "bias" in key, key
-        names += [key] * is_held
-    assert len(names) > 6
-
-
 @pytest.mark.parametrize("name", WITH_CLASSIFIER)
 def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast(name: str) -> None:
     folder = folder_of(name)
@@ -232,7 +217,7 @@ def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast
 def test_models_that_a_cache_cannot_hold_are_refused_in_a_line(name: str, tmp_path: Path) -> None:
     """Sampling would give other tokens than the log-probabilities are of, and no error."""
     folder = tiny.save_model(tmp_path / "model", name)
-    with pytest.raises(ppo_rlhf.UserError, match=f"^--base_model {folder}: [^\n]+$"):
+    with pytest.raises(UserError, match=f"^--base_model {folder}: [^\n]+$"):
         load(folder)
 
 
@@ -245,12 +230,9 @@ def test_models_that_a_cache_cannot_hold_are_refused_in_a_line(name: str, tmp_pa
     ],
 )
 def test_models_that_padding_or_a_cache_confuses_are_refused(
-    name: str, change: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, change: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They ignore the mask, count positions from the first pad, or read a token that follows a
-    cache at another position: then only sampling would be wrong."""
-    folder = tiny.save_model(tmp_path, "gpt2")
-    load(folder)
+    """They ignore the mask, count positions from the first pad, or shift a token behind a cache."""
     forward = GPT2Model.forward
 
     def changed(self: GPT2Model, *args: object, **kwargs: object) -> object:
@@ -260,8 +242,8 @@ def test_models_that_padding_or_a_cache_confuses_are_refused(
 
     monkeypatch.setattr(GPT2Model, "forward", changed)
     line = "gives other results with padding and a cache: not supported"
-    with pytest.raises(ppo_rlhf.UserError, match=line):
-        load(folder)
+    with pytest.raises(UserError, match=line):
+        load(folder_of("gpt2"))
 
 
 def calls_of_a_layer(model: nn.Module) -> list[int]:
@@ -275,8 +257,7 @@ def calls_of_a_layer(model: nn.Module) -> list[int]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_checkpointing_has_no_dropout_and_changes_nothing(name: str) -> None:
-    """These models' configs have dropout. Outputs and gradients of PPO's and RLOO's policies are
-    those without checkpoints, and the backward pass computes activations again."""
+    """Outputs and gradients are those without it, but activations are computed again."""
     args = {"base_model": str(folder_of(name))}
     rows = random_rows([LENGTH] * 6, seed=2)
     twice = make_batch([row for row in CONTEXTS[:2] for _ in range(3)], rows)
@@ -327,15 +308,6 @@ def test_a_reward_model_with_checkpointing_gives_the_same_rewards(name: str) -> 
     assert (found[1][1] - found[0][1]).norm() < 1e-4 * found[0][1].norm()
 
 
-def without(folder: Path, part: str) -> Path:
-    """The folder, whose weights have no more names with this part."""
-    weights = load_file(folder / "model.safetensors")
-    left = {name: x for name, x in weights.items() if part not in name}
-    assert len(left) < len(weights)
-    save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.mark.parametrize(
     ("part", "flag", "config"),
     [
@@ -349,33 +321,37 @@ def test_missing_heads_and_layers_are_refused(
 ) -> None:
     """transformers would only warn, and make up random weights."""
     save = tiny.save_classifier if flag == "reward_model" else tiny.save_model
-    folder = save(tmp_path, "gpt2", **config)
-    load(folder, flag)
-    with pytest.raises(ppo_rlhf.UserError, match=f"^--{flag} .*: .*{part}[^\n]*$"):
-        load(without(folder, part), flag)
+    file = save(tmp_path, "gpt2", **config) / "model.safetensors"
+    load(tmp_path, flag)
+    weights = load_file(file)
+    left = {name: x for name, x in weights.items() if part not in name}
+    assert len(left) < len(weights)
+    save_file(left, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"^--{flag} .*: .*{part}[^\n]*$"):
+        load(tmp_path, flag)
 
 
 def test_a_new_head_is_no_fault_but_layers_too_many_are(tmp_path: Path) -> None:
+    """The new head is train_reward.py's."""
     folder = tiny.save_model(tmp_path, "gpt2")
-    load(folder, classifier=True)  # as train_reward.py does
+    load(folder, classifier=True)
     tiny.make_config("gpt2", num_hidden_layers=1).save_pretrained(folder)
-    with pytest.raises(ppo_rlhf.UserError, match=r"^--base_model [^\n]*\.1\."):
-        load(folder)
-    with pytest.raises(ppo_rlhf.UserError, match=r"^--base_model [^\n]*\.1\."):
-        load(folder, classifier=True)
+    for classifier in (False, True):
+        with pytest.raises(UserError, match=r"^--base_model [^\n]*\.1\."):
+            load(folder, classifier=classifier)
 
 
-@pytest.mark.parametrize("labels", [1, 2, 3])
-def test_a_classifier_has_one_label(labels: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["reward_model", "base_model"])
+def test_a_classifier_has_one_label(flag: str, tmp_path: Path) -> None:
     """Also one to train further."""
-    auto_class = AutoModelForSequenceClassification
-    tiny.save_model(tmp_path, "gpt2", auto_class, num_labels=labels)
-    for flag in ("reward_model", "base_model"):
+    for labels in (1, 2, 3):
+        folder = tmp_path / str(labels)
+        tiny.save_classifier(folder, "gpt2", num_labels=labels)
         if labels == 1:
-            assert load(tmp_path, flag, classifier=True).score.out_features == 1
+            assert load(folder, flag, classifier=True).score.out_features == 1
         else:
-            with pytest.raises(UserError, match=f"^--{flag} {tmp_path}: "):
-                load(tmp_path, flag, classifier=True)
+            with pytest.raises(UserError, match=f"^--{flag} {folder}: "):
+                load(folder, flag, classifier=True)
 
 
 def with_top_token(token: int) -> Any:
@@ -420,86 +396,74 @@ def test_a_model_may_differ_from_a_plain_pass_by_rounding_only(
         return SimpleNamespace(last_hidden_state=factor * states)
 
     monkeypatch.setattr(ppo_rlhf, "read", scaled)
-    with torch.no_grad():
-        if abs(factor - 1) < 1e-3:
-            ppo_rlhf.check_model(make("gpt2"), ANY_TOKENIZER, 20)
-        else:
-            with pytest.raises(UserError, match="other results with padding and a cache"):
-                ppo_rlhf.check_model(make("gpt2"), ANY_TOKENIZER, 20)
+    expected = contextlib.nullcontext()
+    if not abs(factor - 1) < 1e-3:
+        expected = pytest.raises(UserError, match="other results with padding and a cache")
+    with torch.no_grad(), expected:
+        ppo_rlhf.check_model(make("gpt2"), ANY_TOKENIZER, 20)
 
 
 @BOTH
-def test_a_reward_model_has_the_same_words_under_the_same_numbers(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_model_has_the_same_words_under_the_same_numbers(module: ModuleType) -> None:
     Accelerator(cpu=True)
-    monkeypatch.setattr(module, "load_model", lambda *_: tiny.make_classifier())
     args = module.Args(reward_model="judge")
-    ours = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
+
+    def load_beside(ours: dict[str, int], theirs: dict[str, int]) -> Any:
+        mine, other = (mock.Mock(**{"get_vocab.return_value": x}) for x in (ours, theirs))
+        with (
+            mock.patch.object(module, "load_model", lambda *_: tiny.make_classifier()),
+            mock.patch.object(module, "load_tokenizer", lambda flag, args: other),
+        ):
+            return module.load_reward("reward_model", args, "tiny", mine, 8)
+
+    ours = {"a": 0, "b": 1}
+    assert load_beside(ours, ours)
     for theirs in ({"a": 1, "b": 0}, {"a": 0, "c": 1}, {"a": 0}):
-        other = SimpleNamespace(get_vocab=lambda theirs=theirs: theirs)
-        monkeypatch.setattr(module, "load_tokenizer", lambda flag, args, other=other: other)
         with pytest.raises(module.UserError, match="has another tokenizer"):
-            module.load_reward("reward_model", args, "tiny", ours, 8)
-    monkeypatch.setattr(module, "load_tokenizer", lambda flag, args: ours)
-    assert module.load_reward("reward_model", args, "tiny", ours, 8)
+            load_beside(ours, theirs)
 
 
-def test_a_critic_can_start_from_the_reward_model_that_is_found_in_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def main_until(module: ModuleType, last: str, folder: Path, load_reward: Any, **flags: Any) -> Any:
+    """Runs main up to the call of this function, without queries, and returns what it got."""
+    queries = tiny.make_queries([[1], [2], [3]])
+    args = module.Args(eval_queries=1, output_dir=str(folder / "out"), **flags)
+    with (
+        mock.patch.object(module, "load_queries", lambda *_: queries),
+        mock.patch.object(module, "load_reward", load_reward),
+        mock.patch.object(module, last, side_effect=Stop) as called,
+        pytest.raises(Stop),
+    ):
+        module.main("tiny", args)
+    return called.call_args.args
+
+
+def test_a_critic_can_start_from_the_reward_model_that_is_found_in_runs(tmp_path: Path) -> None:
     """Without --reward_model, so after load_reward has chosen it."""
-    seen = []
 
     def choose(flag: str, args: Any, *_: Any) -> None:
         args.reward_model = "chosen"
 
-    def critic(args: Any, *_: Any) -> None:
-        seen.append(args.reward_model)
-        raise Stop
-
-    monkeypatch.setattr(ppo_rlhf, "load_queries", lambda *_: tiny.make_queries([[1], [2], [3]]))
-    monkeypatch.setattr(ppo_rlhf, "load_policy_and_reference", lambda *_: (None, None))
-    monkeypatch.setattr(ppo_rlhf, "load_reward", choose)
-    monkeypatch.setattr(ppo_rlhf, "load_critic", critic)
-    args = ppo_rlhf.Args(critic="reward", eval_queries=1, output_dir=str(tmp_path / "out"))
-    with pytest.raises(Stop):
-        ppo_rlhf.main("tiny", args)
-    assert seen == ["chosen"]
+    flags = {"base_model": str(folder_of("gpt2")), "critic": "reward"}
+    given = main_until(ppo_rlhf, "load_critic", tmp_path, choose, **flags)
+    assert given[0].reward_model == "chosen"
 
 
 # --- LoRA -----------------------------------------------------------------------------------------
 @BOTH
-def test_lora_adapters_depend_on_the_seed_alone(
-    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lora_adapters_depend_on_the_seed_alone(module: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    folder = str(folder_of("gpt2"))
-    load_both = module.load_policy_and_reference
-    loaded = []
-    monkeypatch.setattr(module, "load_queries", lambda *_: tiny.make_queries([[1], [2], [3]]))
-    monkeypatch.setattr(module, "load_reward", lambda *_: None)
-    monkeypatch.setattr(module, "Actor" if module is rloo_rlhf else "ActorCritic", stop)
-
-    def keep(*arguments: Any) -> Any:
-        loaded.append(load_both(*arguments))
-        return loaded[-1]
-
-    monkeypatch.setattr(module, "load_policy_and_reference", keep)
-    settings = {"base_model": folder, "lora_rank": 2, "lora_alpha": 6.0, "eval_queries": 1}
+    flags = {"base_model": str(folder_of("gpt2")), "lora_rank": 2, "lora_alpha": 6.0}
+    actor = "Actor" if module is rloo_rlhf else "ActorCritic"
+    weights = []
     for i, seed in enumerate([1, 1, 2]):
         torch.manual_seed(100 + i)
-        args = module.Args(seed=seed, output_dir=str(tmp_path / "out"), **settings)
-        with pytest.raises(Stop):
-            module.main("tiny", args)
-    weights = []
-    for lm, _ in loaded:
+        lm, *_ = main_until(module, actor, tmp_path, lambda *_: None, seed=seed, **flags)
         adapters = [x.flatten() for key, x in lm.state_dict().items() if "lora_A" in key]
         weights.append(torch.cat(adapters))
     assert torch.equal(weights[0], weights[1])
     assert (weights[0] - weights[2]).abs().mean() > 0.01
-    layers = [layer for layer in loaded[0][0].modules() if hasattr(layer, "lora_A")]
-    assert {layer.scaling["default"] for layer in layers} == {3.0}  # --lora_alpha / --lora_rank
+    scalings = [x.scaling["default"] for x in lm.modules() if hasattr(x, "lora_A")]
+    assert set(scalings) == {3.0}  # --lora_alpha / --lora_rank
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -529,6 +493,8 @@ def test_the_folder_of_a_lora_run_is_the_trained_policy(
     frozen = [name for name, p in policy.lm.named_parameters() if not p.requires_grad]
     assert {name for name, _ in policy.lm.named_parameters() if "lora_" not in name} == {*frozen}
     assert len(frozen) == len(base)
+    trained = {p.dtype for p in policy.parameters() if p.requires_grad}
+    assert trained == {torch.float32}
     for name in frozen:
         p = policy.lm.get_parameter(name)
         assert p is ref.lm.get_parameter(name), name

@@ -10,8 +10,9 @@ import pytest
 import torch
 from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO
-from run_tools import read_lines, to_lines
+from run_tools import read_lines, to_lines, turn
 from test_readme import commands
+from tiny_models import LLAMA
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from benchmark.speed import memory_table
@@ -33,11 +34,6 @@ SMALLER = {
 SMALLER[RLOO] = SMALLER[PPO]
 
 
-def turn(role: str, text: str) -> list[dict[str, str]]:
-    """A chat of one message."""
-    return [{"role": role, "content": text}]
-
-
 def save_model(folder: Path) -> None:
     """A random Qwen2 and a tokenizer whose end of sequence ends a turn, as Qwen2.5's does."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny/model")
@@ -45,15 +41,9 @@ def save_model(folder: Path) -> None:
     tokenizer.bos_token = None
     tokenizer.chat_template = SYSTEM + TURNS + ASK
     tokenizer.save_pretrained(folder)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer) + 7,  # more embeddings than tokens, as Qwen2.5 has
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
+    size = len(tokenizer) + 7  # more embeddings than tokens, as Qwen2.5 has
+    sizes = LLAMA | {"vocab_size": size, "max_position_embeddings": 128}
+    config = Qwen2Config(**sizes, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
@@ -63,9 +53,9 @@ def save_data(folder: Path) -> None:
     for split, count in (("train", 32), ("test", 8)):
         rows = []
         for i in range(count):
-            asked = turn("user", f"Is the lamp {i} lit?")
-            row = {"prompt": asked, "chosen": turn("assistant", "Yes, it is.")}
-            row["rejected"] = turn("assistant", f"{i} is a number.")
+            asked = turn(f"Is the lamp {i} lit?", "user")
+            row = {"prompt": asked, "chosen": turn("Yes, it is.")}
+            row["rejected"] = turn(f"{i} is a number.")
             rows.append(row)
         (folder / f"{split}.jsonl").write_text(to_lines(*rows))
 

@@ -1,5 +1,4 @@
-"""The folder of a run. One that is killed or interrupted goes on with --resume to the bits of one
-left alone, or says why not. What is in the folder, who may use it, what Weights & Biases gets."""
+"""The folder of a run: kills and interruptions, who may use it, its checkpoints and records."""
 
 import contextlib
 import importlib
@@ -51,47 +50,48 @@ from safetensors.torch import load_file
 import ppo_rlhf
 import tf_adam
 
-# Moments inside the writing of something: part of a line in the log of fork_tools.strike, which of
-# such lines, signal; or no signal, and the disk is full. metrics.jsonl is opened when it is made
-# and after each update. A signal then lets the update end.
-KILL = signal.SIGKILL
-FULL = 0
-INTERRUPT = ("open out/metrics.jsonl", 2, signal.SIGINT)
+# Moments inside the writing of something: what happens; part of a line in the log of
+# fork_tools.strike, and which of such lines. metrics.jsonl is opened when it is made and after each
+# update. A signal then lets the update end.
+NUMBERS = {"kill": signal.SIGKILL, "full": 0, "int": signal.SIGINT, "term": signal.SIGTERM}
+STATUS = {"kill": -signal.SIGKILL, "full": 1, "int": 130, "term": 130}
 TERMINATE = ("open out/metrics.jsonl", 2, signal.SIGTERM)
 CHAINS = {
-    (PPO, 1): [
-        ("open out/args.tmp", 1, FULL),
-        ("os.rename out/args.tmp", 1, KILL),
-        ("open out/metrics.jsonl", 2, KILL),
-        ("open out/metrics.jsonl", 1, FULL),
-        ("half of out/checkpoints/0000001/model", 1, KILL),
-        ("save out/checkpoints/0000001/model", 1, FULL),
-        ("half of out/checkpoints/0000001/optimizer", 1, KILL),
-        INTERRUPT,
-        ("os.rename out/checkpoints/0000003/state.tmp", 1, KILL),
-        ("os.remove out/checkpoints/0000002", 2, KILL),
-        ("half of out/policy", 1, KILL),
-        ("save out/policy", 1, FULL),
-        ("half of out/critic", 1, KILL),
-        ("open out/samples", 1, KILL),
-    ],
-    (RLOO, 1): [
-        TERMINATE,
-        ("half of out/checkpoints/0000002/optimizer", 1, FULL),
-        ("save out/checkpoints/0000003/optimizer", 1, KILL),
-        ("open out/samples", 1, FULL),
-    ],
-    (REWARD, 1): [
-        INTERRUPT,
-        ("open out/checkpoints/0000004/state.tmp", 1, KILL),
-        ("open out/results.tmp", 1, KILL),
-        ("open out/results.tmp", 1, FULL),
-    ],
-    (PPO, 2): [TERMINATE, ("half of out/checkpoints/0000003/optimizer", 1, KILL)],
-    (RLOO, 2): [("os.rename out/checkpoints/0000002/state.tmp", 1, KILL)],
-    (REWARD, 2): [("half of out/checkpoints/0000003/model", 1, KILL)],
+    (PPO, 1): """
+full 1 open out/args.tmp
+kill 1 os.rename out/args.tmp
+kill 2 open out/metrics.jsonl
+full 1 open out/metrics.jsonl
+kill 1 half of out/checkpoints/0000001/model
+full 1 save out/checkpoints/0000001/model
+kill 1 half of out/checkpoints/0000001/optimizer
+int 2 open out/metrics.jsonl
+kill 1 os.rename out/checkpoints/0000003/state.tmp
+kill 2 os.remove out/checkpoints/0000002
+kill 1 half of out/policy
+full 1 save out/policy
+kill 1 half of out/critic
+kill 1 open out/samples
+""",
+    (RLOO, 1): """
+term 2 open out/metrics.jsonl
+full 1 half of out/checkpoints/0000002/optimizer
+kill 1 save out/checkpoints/0000003/optimizer
+full 1 open out/samples
+""",
+    (REWARD, 1): """
+int 2 open out/metrics.jsonl
+kill 1 open out/checkpoints/0000004/state.tmp
+kill 1 open out/results.tmp
+full 1 open out/results.tmp
+""",
+    (PPO, 2): """
+term 2 open out/metrics.jsonl
+kill 1 half of out/checkpoints/0000003/optimizer
+""",
+    (RLOO, 2): "kill 1 os.rename out/checkpoints/0000002/state.tmp",
+    (REWARD, 2): "kill 1 half of out/checkpoints/0000003/model",
 }
-STATUS = {KILL: -KILL, FULL: 1, signal.SIGINT: 130, signal.SIGTERM: 130}
 # For whoever changes a script
 LOST = (
     "The resumed run differs from one left alone. What the loop carries from update to update must "
@@ -110,9 +110,24 @@ def has_a_folder(request: pytest.FixtureRequest) -> None:
         pytest.skip(f"{script} makes no Run: it has no checkpoints, and cannot be resumed")
 
 
-def to_resume(folder: Path) -> list[str]:
-    """The words that a run in this folder is resumed with."""
-    return ["--resume", "--output_dir", f"{folder}/out"]
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder to run in, with models and data."""
+    return copy(kit(), tmp_path)
+
+
+def finish(script: str, words: list[str], folder: Path, *changes: Any, **env: str) -> None:
+    """The script with these words ends well."""
+    code, _, errors = run(script, words, folder, *changes, **env)
+    assert code == 0, errors
+
+
+def refuse(folder: Path, script: str, words: list[str], says: str) -> None:
+    """The script ends with this error, and changes nothing."""
+    before = contents(folder)
+    with pytest.raises(tf_adam.UserError, match=says):
+        call(script, words, folder)
+    assert contents(folder) == before
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -125,19 +140,19 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def assert_same_results(folder: Path, expected: Path) -> None:
-    """All that finished runs leave is the same, but for args.json, checkpoints, and what
-    metrics.jsonl says of the machine."""
+    """All that finished runs leave is the same, but args.json, checkpoints, seconds and memory."""
     assert_same_metrics(folder / "out", expected / "out", LOST)
-    found = []
-    for place in (folder / "out", expected / "out"):
-        files = {}
-        for file in place.rglob("*"):
-            name = file.relative_to(place).as_posix()
-            if file.is_file() and not name.startswith(("args.json", "checkpoints", "metrics")):
-                files[name] = file.read_bytes()
-        found.append(files)
-    assert found[0].keys() == found[1].keys()
-    assert [name for name in found[0] if found[0][name] != found[1][name]] == [], LOST
+
+    def files(place: Path) -> dict[str, bytes]:
+        found = {file.relative_to(place).as_posix(): file for file in place.rglob("*")}
+        others = ("args.json", "checkpoints", "metrics")
+        names = [name for name in found if not name.startswith(others)]
+        return {name: found[name].read_bytes() for name in names if found[name].is_file()}
+
+    found = files(folder / "out")
+    wanted = files(expected / "out")
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if found[name] != wanted[name]] == [], LOST
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -147,53 +162,38 @@ def checkpoints(folder: Path) -> list[str]:
 
 # --- kills and signals ----------------------------------------------------------------------------
 @pytest.mark.parametrize(("script", "world"), CHAINS)
-def test_kills_and_interruptions_change_no_bit(script: str, world: int, tmp_path: Path) -> None:
-    """Nor does a full disk. The same command every time, whatever there is; after every end half a
-    line stands in metrics.jsonl too."""
-    folder = copy(kit(), tmp_path)
+def test_kills_and_interruptions_change_no_bit(script: str, world: int, folder: Path) -> None:
+    """Nor does a full disk. After every end half a line stands in metrics.jsonl, too."""
     words = [*WORDS[script], "--resume"]
     log = folder / "out/metrics.jsonl"
-    for pattern, count, number in CHAINS[script, world]:
-        is_signal = STATUS[number] == 130
+    for line in CHAINS[script, world].strip().splitlines():
+        kind, count, pattern = line.split(maxsplit=2)
+        is_signal = STATUS[kind] == 130
         every = ["--checkpoint_every", "0"] if is_signal else []
-        change = (fork_tools.strike, pattern, count, number)
+        change = (fork_tools.strike, pattern, int(count), NUMBERS[kind])
         code, printed, errors = run_on(world, script, [*words, *every], folder, change)
-        assert code == STATUS[number], (pattern, errors)
+        assert code == STATUS[kind], (line, errors)
         assert not (folder / "out/samples.jsonl").exists()
-        if number == FULL:
+        if kind == "full":
             assert errors.splitlines()[-1] == f"{script}: [Errno 28] No space left on device"
         if is_signal:
             says, command = printed.splitlines()[-2:]
             assert says == "stopped by a signal; to go on:"
-            assert command == shlex.join([str(ROOT / script), *words, *every, *to_resume(folder)])
+            given = [str(ROOT / script), *words, *every, "--resume", "--output_dir", folder / "out"]
+            assert command == shlex.join(map(str, given))
             assert "Traceback" not in errors
             made = len(read_lines(log))
             assert checkpoints(folder) == [f"{made:07d}"]
         if log.exists():
             with log.open("a") as file:
                 file.write('{"half of a li')
-    unpickled = tmp_path / "unpickled"
+    unpickled = folder.with_name("unpickled")
     change = (fork_tools.log_unpickling, str(unpickled))
     code, _, errors = run_on(world, script, words, folder, change)
     assert code == 0, errors
     assert_same_results(folder, plain(script, world))
     assert checkpoints(folder)[-2:] == checkpoints(plain(script, world)) == ["0000003", "0000004"]
     assert not unpickled.exists(), unpickled.read_text()
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_checkpoint_gets_state_json_last_and_old_ones_go_after_it(script: str) -> None:
-    log = (plain(script, 1) / "log").read_text().splitlines()
-    for update in range(1, UPDATES + 1):
-        path = f"out/checkpoints/{update:07d}"
-        last = max(i for i, line in enumerate(log) if f"half of {path}" in line)
-        opened = log.index(f"open {path}/state.tmp")
-        assert last < opened
-        assert log[opened + 1] == f"os.rename {path}/state.tmp"
-    third = log.index("os.rename out/checkpoints/0000003/state.tmp")
-    old = "out/checkpoints/0000001"
-    assert third < log.index(f"os.remove {old}/state.json") < log.index(f"os.rmdir {old}")
-    assert "out/samples" in log[-1], "the file that marks a finished run"
 
 
 HANGS = """
@@ -214,9 +214,8 @@ BY_FUNCTION = {
 }
 
 
-def test_a_ctrl_c_ends_a_run_that_hangs_if_it_is_pressed_again(tmp_path: Path) -> None:
+def test_a_ctrl_c_ends_a_run_that_hangs_if_it_is_pressed_again(folder: Path) -> None:
     """Launchers and job managers may send each signal twice, at once; SIGTERM always waits."""
-    folder = copy(kit(), tmp_path)
     (folder / "hanging.py").write_text(HANGS)
     process = begin(PPO, [*WORDS[PPO], *BY_FUNCTION[PPO], "hanging:f"], folder)
     while process.is_alive() and not (folder / "hangs").exists():
@@ -232,9 +231,8 @@ def test_a_ctrl_c_ends_a_run_that_hangs_if_it_is_pressed_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
-def test_a_run_of_a_billion_episodes_starts_at_once(script: str, tmp_path: Path) -> None:
+def test_a_run_of_a_billion_episodes_starts_at_once(script: str, folder: Path) -> None:
     """Nothing is drawn before it is needed, and nothing has an entry for every episode."""
-    folder = copy(kit(), tmp_path)
     begun = time.monotonic()
     words = [*WORDS[script], "--total_episodes", "2000000000"]
     code, _, errors = run(script, words, folder, (fork_tools.strike, *TERMINATE))
@@ -244,14 +242,18 @@ def test_a_run_of_a_billion_episodes_starts_at_once(script: str, tmp_path: Path)
 
 # --- numbers gone wrong ---------------------------------------------------------------------------
 # Processes; the micro-batch whose loss is no number, on the first process; the updates before it
-@pytest.mark.parametrize(
-    ("script", "world", "micro_batch", "updates"),
-    [(PPO, 1, 11, 2), (PPO, 2, 4, 1), (RLOO, 1, 2, 0), (REWARD, 1, 6, 2)],
-)
+NANS = [
+    (PPO, 1, 11, 2),
+    (PPO, 2, 4, 1),
+    (RLOO, 1, 2, 0),
+    (REWARD, 1, 6, 2),
+]
+
+
+@pytest.mark.parametrize(("script", "world", "micro_batch", "updates"), NANS)
 def test_a_gradient_that_is_no_number_stops_before_it_reaches_a_file(
-    script: str, world: int, micro_batch: int, updates: int, tmp_path: Path
+    script: str, world: int, micro_batch: int, updates: int, folder: Path
 ) -> None:
-    folder = copy(kit(), tmp_path)
     nan = (fork_tools.give_nan, micro_batch)
     code, _, errors = run_on(world, script, WORDS[script], folder, nan)
     says = "gradient_norm is nan, its limit 1e+308: the loss is not finite, or --lr is too high;"
@@ -278,11 +280,10 @@ PASSES = [
 
 @pytest.mark.parametrize(("script", "added", "says", "kls"), PASSES)
 def test_far_policies_and_first_passes_that_differ_stop_a_run(
-    script: str, added: Any, says: str, kls: list[int], tmp_path: Path, monkeypatch: Any
+    script: str, added: Any, says: str, kls: list[int], folder: Path, monkeypatch: Any
 ) -> None:
     """All that is logged is finite, and the update gets no checkpoint."""
     module = importlib.import_module(script[:-3])
-    folder = copy(kit(), tmp_path)
     set_logprobs = module.set_logprobs
     calls = itertools.count()
 
@@ -294,7 +295,7 @@ def test_far_policies_and_first_passes_that_differ_stop_a_run(
 
     monkeypatch.setattr(module, "set_logprobs", changed)
     with pytest.raises(module.UserError, match=f"^{says}"):
-        call(script, WORDS[script], folder, monkeypatch)
+        call(script, WORDS[script], folder)
     rows = read_lines(folder / "out/metrics.jsonl")
     assert [round(row["objective/kl"] / 1000) for row in rows] == kls
     assert all(math.isfinite(x) for row in rows for x in row.values())
@@ -331,19 +332,17 @@ CALLS = [
 
 @pytest.mark.parametrize(("script", "name", "says", "updates"), CALLS)
 def test_reward_functions_that_fail_late_or_move(
-    script: str, name: str, says: str, updates: int, tmp_path: Path, monkeypatch: Any
+    script: str, name: str, says: str, updates: int, folder: Path, monkeypatch: Any
 ) -> None:
     """What is no number stops the run, and nothing is lost. No file moves to another folder."""
-    folder = copy(kit(), tmp_path)
     (folder / "rewards.py").write_text(FUNCTIONS)
     words = [*WORDS[script], *BY_FUNCTION[script], f"rewards:{name}"]
     monkeypatch.delitem(fork_tools.sys.modules, "rewards", raising=False)
-    module = importlib.import_module(script[:-3])
     expected = contextlib.nullcontext()
     if says:
-        expected = pytest.raises(module.UserError, match=f"^--reward_fn must return {says}$")
+        expected = pytest.raises(tf_adam.UserError, match=f"^--reward_fn must return {says}$")
     with expected:
-        call(script, words, folder, monkeypatch)
+        call(script, words, folder)
     assert (folder / "out/samples.jsonl").exists() == (not says)
     assert (folder / "out/policy").exists() == (not says)
     assert (folder / "out").exists() == (updates > 0), "the first evaluation is before the run"
@@ -353,9 +352,8 @@ def test_reward_functions_that_fail_late_or_move(
 
 
 @pytest.mark.parametrize("script", [PPO, REWARD])
-def test_the_model_is_on_the_disk_before_results_are_printed(script: str, tmp_path: Path) -> None:
+def test_the_model_is_on_the_disk_before_results_are_printed(script: str, folder: Path) -> None:
     """As when the program that reads them has gone; no flag is to blame."""
-    folder = copy(kit(), tmp_path)
     refuse = (fork_tools.refuse_to_print, "mean score" if script == PPO else "test/accuracy")
     code, _, errors = run(script, WORDS[script], folder, refuse)
     assert_same_results(folder, plain(script, 1))
@@ -364,60 +362,51 @@ def test_the_model_is_on_the_disk_before_results_are_printed(script: str, tmp_pa
 
 
 # --- who may use a folder -------------------------------------------------------------------------
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("script", SCRIPTS)
+RESUMED = [(script, world, "") for script in SCRIPTS for world in (1, 2)]
+RESUMED += [(script, 1, "--total_episodes 8") for script in SCRIPTS if script != REWARD]
+
+
+@pytest.mark.parametrize(("script", "world", "fewer"), RESUMED)
 def test_a_finished_run_that_is_resumed_writes_the_same_files(
-    script: str, world: int, tmp_path: Path
+    script: str, world: int, fewer: str, tmp_path: Path
 ) -> None:
     """It makes no update, but evaluates again."""
     folder = copy(plain(script, world), tmp_path)
     before = contents(folder / "out/checkpoints")
-    code, _, errors = run_on(world, script, [*WORDS[script], "--resume"], folder)
+    code, _, errors = run_on(world, script, [*WORDS[script], "--resume", *fewer.split()], folder)
     assert code == 0, errors
     assert_same_results(folder, plain(script, world))
     assert contents(folder / "out/checkpoints") == before
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_finished_run_is_not_overwritten(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_not_overwritten(script: str, tmp_path: Path) -> None:
     """Nor by another script that resumes it, nor if its checkpoints are gone."""
     folder = copy(plain(script, 1), tmp_path)
-    before = contents(folder)
-    with pytest.raises(tf_adam.UserError, match=NOT_EMPTY):
-        call(script, WORDS[script], folder, monkeypatch)
+    refuse(folder, script, WORDS[script], NOT_EMPTY)
     for other in {PPO, RLOO, REWARD} - {script}:
-        with pytest.raises(tf_adam.UserError, match="^--[a-z_]+ .*: .* was started with "):
-            call(other, [*WORDS[other], "--resume"], folder, monkeypatch)
-    assert contents(folder) == before
+        words = [*WORDS[other], "--resume"]
+        refuse(folder, other, words, "^--[a-z_]+ .*: .* was started with ")
     shutil.rmtree(folder / "out/checkpoints")
-    before = contents(folder)
-    with pytest.raises(tf_adam.UserError, match=NOT_EMPTY):
-        call(script, [*WORDS[script], "--resume"], folder, monkeypatch)
-    assert contents(folder) == before
+    refuse(folder, script, [*WORDS[script], "--resume"], NOT_EMPTY)
 
 
+NOT_OURS = "notes.txt policy/model.safetensors metrics.jsonl samples.jsonl".split()
+
+
+@pytest.mark.parametrize("name", NOT_OURS)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_folder_with_other_files_is_refused(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_with_other_files_is_refused(script: str, name: str, folder: Path) -> None:
     """Also where --base_model is a folder below it: its policy/ would take that one's place."""
-    for name in ("notes.txt", "policy/model.safetensors", "metrics.jsonl", "samples.jsonl"):
-        folder = copy(kit(), tmp_path / Path(name).stem)
-        shutil.copytree(folder / "model", folder / "out/policy")
-        (folder / "out" / name).write_text("not ours")
-        before = contents(folder)
-        for words in ([], ["--resume"]):
-            words = [*WORDS[script], *words, "--base_model", "out/policy"]
-            with pytest.raises(tf_adam.UserError, match=NOT_EMPTY):
-                call(script, words, folder, monkeypatch)
-            assert contents(folder) == before
+    shutil.copytree(folder / "model", folder / "out/policy")
+    (folder / "out" / name).write_text("not ours")
+    for words in ([], ["--resume"]):
+        words = [*WORDS[script], *words, "--base_model", "out/policy"]
+        refuse(folder, script, words, NOT_EMPTY)
 
 
-def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(tmp_path: Path) -> None:
+def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(folder: Path) -> None:
     """The other one is not disturbed."""
-    folder = copy(kit(), tmp_path)
     (folder / "hanging.py").write_text(HANGS)
     words = [*WORDS[RLOO], *BY_FUNCTION[RLOO], "hanging:f", "--resume"]
     processes = {name: begin(RLOO, words, folder, name=name) for name in ("one", "two")}
@@ -435,10 +424,9 @@ def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(tmp_path: Pat
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_folder_that_another_run_has_used_while_the_models_loaded_is_left_as_it_is(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first look at the folder is before that: no checkpoint of the other run is adopted."""
-    folder = copy(kit(), tmp_path)
     found = {}
 
     def set_seed(seed: int) -> None:
@@ -447,7 +435,7 @@ def test_a_folder_that_another_run_has_used_while_the_models_loaded_is_left_as_i
 
     monkeypatch.setattr(importlib.import_module(script[:-3]), "set_seed", set_seed)
     with pytest.raises(tf_adam.UserError, match=NOT_EMPTY):
-        call(script, [*WORDS[script], "--lr", "0.5"], folder, monkeypatch)
+        call(script, [*WORDS[script], "--lr", "0.5"], folder)
     assert contents(folder / "out") == found
 
 
@@ -462,41 +450,17 @@ def test_a_resumed_run_writes_to_no_other_place(tmp_path: Path) -> None:
     assert other.read_text() == "not ours"
 
 
-def test_settings_of_args_json_are_never_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "path"), [("~/out", "home/out"), ("link", "link")])
+def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(
+    name: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are compared; so no function that somebody's folder names is imported."""
-    folder = copy(kit(), tmp_path)
-    (folder / "out").mkdir()
-    (folder / "out/lock").touch()
-    (folder / "evil.py").write_text("import os\nos.mkdir('marker')\ndef f(**_): return [0.0]\n")
-    for changes in ({"reward_fn": "evil:f"}, {"lr_schedule": "cosine"}, {"seed": 2}):
-        args = vars(ppo_rlhf.Args(output_dir="elsewhere", **changes))
-        (folder / "out/args.json").write_text(json.dumps({"args": args}))
-        before = contents(folder)
-        with pytest.raises(ppo_rlhf.UserError, match="^--.*out was started with "):
-            call(PPO, [*WORDS[PPO], "--resume"], folder, monkeypatch)
-        assert contents(folder) == before
-
-
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    args = ppo_rlhf.Args(output_dir="~/out")
-    one = tf_adam.Run(Accelerator(cpu=True), ppo_rlhf.FILE, args, 1, {"data": 0})
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    Accelerator(cpu=True)
+    args = ppo_rlhf.Args(output_dir=name)
     tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
-    assert args.output_dir == f"{tmp_path}/out"
-    one.start()
-    one.lock.release()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    (tmp_path / "link").symlink_to(tmp_path / "new")  # it keeps its name
-    linked = ppo_rlhf.Args(output_dir="link")
-    tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", linked)
-    assert linked.output_dir == f"{tmp_path}/link"
-    for changes, says in (({"resume": True, "seed": 2}, " with 1$"), ({}, "is not empty")):
-        args = ppo_rlhf.Args(output_dir="~/out", **changes)
-        with pytest.raises(tf_adam.UserError, match=f" {tmp_path}/out .*{says}"):
-            tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
+    assert args.output_dir == f"{tmp_path}/{path}"
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -550,8 +514,7 @@ def test_every_setting_is_refused_on_resume_or_takes_effect(script: str, tmp_pat
 
 
 def test_what_an_older_run_does_not_record_had_its_default(tmp_path: Path) -> None:
-    """A copy that gets a new flag can go on with runs from before. A --reward_model that is not
-    given was the newest, and is recorded."""
+    """A copy gets a new flag; or --reward_model was not given, and the newest one is recorded."""
     old = vars(ppo_rlhf.Args(reward_model="newest"))
     before = old.pop("temperature")
     (tmp_path / "lock").touch()
@@ -573,26 +536,15 @@ def test_a_finished_run_goes_on_with_more_episodes_as_if_it_had_had_them(
     words = [*WORDS[script], "--lr_schedule", "constant", "--resume"]
     more = [*words, "--total_episodes", "24"]
     longer = copy(kit(), tmp_path / "longer")
-    assert run(script, more, longer)[0] == 0
+    finish(script, more, longer)
     folder = copy(kit(), tmp_path)
-    assert run(script, words, folder)[0] == 0
-    kill = (fork_tools.strike, "open out/metrics.jsonl", 1, KILL)
-    assert run(script, more, folder, kill)[0] == -KILL
+    finish(script, words, folder)
+    kill = (fork_tools.strike, "open out/metrics.jsonl", 1)
+    assert run(script, more, folder, kill)[0] == -signal.SIGKILL
     assert not (folder / "out/samples.jsonl").exists()
     assert len(read_lines(folder / "out/metrics.jsonl")) == UPDATES
-    assert run(script, more, folder)[0] == 0
+    finish(script, more, folder)
     assert_same_results(folder, longer)
-
-
-@pytest.mark.parametrize("script", [PPO, RLOO])
-def test_a_finished_run_with_fewer_episodes_writes_the_same_files(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = copy(plain(script, 1), tmp_path)
-    words = [*WORDS[script], "--resume", "--total_episodes", "8"]
-    call(script, words, folder, monkeypatch)
-    assert_same_results(folder, plain(script, 1))
-    assert checkpoints(folder) == ["0000003", "0000004"]
 
 
 def test_what_may_change_takes_effect(
@@ -611,7 +563,7 @@ def test_what_may_change_takes_effect(
     (folder / "out" / PPO).write_text("another version")
     words = "--resume --total_episodes 24 --lr 0 --critic_lr 0.5 --checkpoint_every 0"
     words = [*WORDS[PPO], *words.split(), "--micro_batch_size", "1"]
-    call(PPO, words, folder, monkeypatch)
+    call(PPO, words, folder)
     assert sizes == {1}
     assert checkpoints(folder) == ["0000004", "0000006"]
     rows = read_lines(folder / "out/metrics.jsonl")
@@ -628,15 +580,13 @@ def test_what_may_change_takes_effect(
     for name, record in records.items():
         assert (folder / "out" / name).read_bytes() == record
     with pytest.raises(ppo_rlhf.UserError, match="^objective/kl is .*, its limit 1e-09: "):
-        words = [*words, "--total_episodes", "28", "--max_kl", "1e-9"]
-        call(PPO, words, folder, monkeypatch)
+        call(PPO, [*words, "--total_episodes", "28", "--max_kl", "1e-9"], folder)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
 @pytest.fixture
 def small(tmp_path: Path) -> Any:
-    """Opens the run in tmp_path/out, of three updates on four weights with two checkpoints, or a
-    copy of it."""
+    """Opens the run in tmp_path/out, of three updates on four weights, or a copy of it."""
     accelerator = Accelerator(cpu=True)
     args = ppo_rlhf.Args(adam_eps=1e-3, resume=True, checkpoint_every=1)
     net = torch.nn.Linear(3, 1)
@@ -717,73 +667,65 @@ def test_the_newest_of_two_checkpoints_is_loaded_by_one_run_of_the_same_data_and
     ],
 )
 def test_checkpoints_are_left_after_these_updates(
-    every: int, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every: int, expected: list[list[int]], small: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """One that is deleted is no checkpoint any more when that begins."""
+    """The newest two are complete when the deletion of an old one begins, and that one is none."""
     rmtree = shutil.rmtree
+    one = small(tmp_path / "new")
+    one.num_updates = 3
+    one.args.checkpoint_every = every
 
     def checked(path: Path) -> None:
-        assert not (path / "state.json").exists()
+        assert len(one.checkpoints()) == 2
+        assert path not in one.checkpoints()
         rmtree(path)
 
     monkeypatch.setattr(tf_adam.shutil, "rmtree", checked)
-    args = ppo_rlhf.Args(output_dir=str(tmp_path / "out"), checkpoint_every=every)
     found = []
-    one = tf_adam.Run(Accelerator(cpu=True), ppo_rlhf.FILE, args, 3, {"data": 0})
-    one.start()
     for _ in range(3):
         one.end_update()
         found.append([int(path.name) for path in one.checkpoints()])
-    one.lock.release()
     assert found == expected
 
 
-def test_a_users_copies_of_checkpoints_are_no_checkpoints(tmp_path: Path) -> None:
+def test_a_users_copies_of_checkpoints_are_no_checkpoints(small: Any, tmp_path: Path) -> None:
     """Neither taken for the newest, nor deleted."""
-    folder = copy(plain(RLOO, 1), tmp_path)
-    own = folder / "out/checkpoints"
+    own = tmp_path / "out/checkpoints"
     copies = ["0000001_good", "best", "00000099", "9", "0000002.bak", "my_best"]
     for name in copies:
-        shutil.copytree(own / "0000003", own / name)
-    words = [*WORDS[RLOO], "--resume", "--total_episodes", "24"]
-    assert run(RLOO, words, folder)[0] == 0
-    assert checkpoints(folder) == sorted([*copies, "0000005", "0000006"])
-    assert len(read_lines(folder / "out/metrics.jsonl")) == 6
+        shutil.copytree(own / "0000002", own / name)
+    small(tmp_path / "out", updates=5)
+    assert checkpoints(tmp_path) == sorted([*copies, "0000004", "0000005"])
+    assert len(read_lines(tmp_path / "out/metrics.jsonl")) == 5
 
 
 # --- state of a copy ------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("name", "value"), [("counts", {"a": {1: 0.5}}), ("pair", (1, 2)), ("mean", torch.ones(1))]
-)
+CHANGED = {"counts": {"a": {1: 0.5}}, "pair": (1, 2), "mean": torch.ones(1)}
+
+
+@pytest.mark.parametrize("name", CHANGED)
 def test_state_that_json_would_change_is_an_error_at_once(
-    name: str, value: Any, small: Any, tmp_path: Path
+    name: str, small: Any, tmp_path: Path
 ) -> None:
-    """Not at the first checkpoint: at the start, or after the update that made it. A tensor is a
-    TypeError, as the mistake is the copy's."""
+    """At the start, or after the update that made it. A tensor, a copy's mistake: a TypeError."""
     says = "^run.state must survive JSON: texts as keys, |is not JSON serializable$"
     with pytest.raises((tf_adam.UserError, TypeError), match=says):
-        small(tmp_path / "other", updates=1, **{name: value})
+        small(tmp_path / "other", updates=1, **{name: CHANGED[name]})
     opened = small(tmp_path / "other")
     opened.args.checkpoint_every = 9
-    opened.state[name] = value
+    opened.state[name] = CHANGED[name]
     with pytest.raises((tf_adam.UserError, TypeError), match=says):
         opened.end_update()
 
 
-def reward_copy(folder: Path, line: str) -> str:
-    """A copy of train_reward.py in the folder, with a line at the begin of every update."""
+def test_state_that_differs_between_processes_stops_after_the_update(folder: Path) -> None:
     text = (ROOT / REWARD).read_text()
     place = "        start = update * args.batch_size\n"
     assert text.count(place) == 1
-    (folder / "mine.py").write_text(text.replace(place, f"        {line}\n{place}"))
+    changed = text.replace(place, f'        run.state["mine"] = rank\n{place}')
+    (folder / "mine.py").write_text(changed)
     shutil.copy(ROOT / "tf_adam.py", folder)
-    return str(folder / "mine.py")
-
-
-def test_state_that_differs_between_processes_stops_after_the_update(tmp_path: Path) -> None:
-    folder = copy(kit(), tmp_path)
-    script = reward_copy(folder, 'run.state["mine"] = rank')
-    for code, _, errors in run_two(script, WORDS[REWARD], folder):
+    for code, _, errors in run_two(str(folder / "mine.py"), WORDS[REWARD], folder):
         says = "mine.py: run.state differs between processes, gather it first: {"
         assert (code, errors.splitlines()[-1].startswith(says)) == (1, True), errors
     assert checkpoints(folder) == []
@@ -803,20 +745,17 @@ def test_seconds_are_of_one_update_and_memory_is_in_gigabytes(
 
 
 # --- Weights & Biases -----------------------------------------------------------------------------
-def test_weights_and_biases_gets_every_metric(tmp_path: Path) -> None:
+def test_weights_and_biases_gets_every_metric(folder: Path) -> None:
     """Offline; the record is in the run's folder or beside it."""
-    folder = copy(kit(), tmp_path)
     silent = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    code, _, errors = run(REWARD, [*WORDS[REWARD], "--track"], folder, **silent)
-    assert code == 0, errors
+    finish(REWARD, [*WORDS[REWARD], "--track"], folder, **silent)
     (record,) = folder.rglob("*.wandb")
     data = record.read_bytes()
     for row in read_lines(folder / "out/metrics.jsonl"):
         assert all(name.encode() in data for name in row)
 
 
-def test_weights_and_biases_without_a_key_leaves_nothing_that_is_in_the_way(tmp_path: Path) -> None:
-    folder = copy(kit(), tmp_path)
+def test_weights_and_biases_without_a_key_leaves_nothing_that_is_in_the_way(folder: Path) -> None:
     online = {"WANDB_MODE": "online", "WANDB_API_KEY": ""}
     code, _, errors = run(RLOO, [*WORDS[RLOO], "--track"], folder, **online)
     assert (code, "No API key configured" in errors) == (1, True)
@@ -824,31 +763,21 @@ def test_weights_and_biases_without_a_key_leaves_nothing_that_is_in_the_way(tmp_
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_weights_and_biases_goes_on_with_the_run(script: str, tmp_path: Path) -> None:
-    """Every update once, under one id, with its settings, and what train_reward.py finds at the
-    end."""
-    folder = copy(kit(), tmp_path)
-    log = tmp_path / "log"
+def test_weights_and_biases_goes_on_with_the_run(script: str, folder: Path) -> None:
+    """Every update once, under one id, with its settings; and train_reward.py's results."""
+    log = folder.with_name("tracked")
     words = [*WORDS[script], "--track", "--resume"]
     track = (fork_tools.log_tracking, str(log))
     code, _, errors = run(script, words, folder, track, (fork_tools.strike, *TERMINATE))
     assert code == 130, errors
-    code, _, errors = run(script, words, folder, track)
-    assert code == 0, errors
+    finish(script, words, folder, track)
     rows = read_lines(log)
-    kinds = [row[0] for row in rows if row[0] != "log"]
-    assert kinds == ["init", "config", "init", "config", "finish"]
-    inits = [row[1] for row in rows if row[0] == "init"]
-    assert len(inits[0]["id"]) == 8
-    settings = {"project": "rlhf", "id": inits[0]["id"], "name": "out", "resume": "allow"}
-    assert inits == [settings] * 2
+    settings = {"project": "rlhf", "id": rows[0][1]["id"], "name": "out", "resume": "allow"}
+    assert len(settings["id"]) == 8
     record = json.loads((folder / "out/args.json").read_text())
-    assert next(row[1] for row in rows if row[0] == "config") == record["args"]
+    begun = [["init", settings], ["config", record["args"]]]
     metrics = read_lines(folder / "out/metrics.jsonl")
-    logged = [row[1:] for row in rows if row[0] == "log" and row[1] is not None]
-    assert logged == [[i + 1, row] for i, row in enumerate(metrics)]
-    last = [row[2] for row in rows if row[0] == "log" and row[1] is None]
-    if script == REWARD:
-        assert last == [json.loads((folder / "out/results.json").read_text())]
-    else:
-        assert last == []
+    first, *others = [["log", i, row] for i, row in enumerate(metrics, start=1)]
+    results = [json.loads(path.read_text()) for path in folder.glob("out/results.json")]
+    last = [["log", None, row] for row in results]
+    assert rows == [*begun, first, *begun, *others, *last, ["finish"]]

@@ -1,7 +1,5 @@
-"""Settings: defaults of all flags, presets, what goes together, the entry point, and runs of every
-preset and of the defaults."""
+"""Settings: defaults of all flags, presets, what goes together, and runs of presets."""
 
-import ast
 import importlib
 import json
 from collections.abc import Iterator
@@ -9,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import fork_tools
 import hub_tools
@@ -22,8 +21,7 @@ from hub_tools import GPT2, LABELS
 from huggingface_hub import HfFileSystem
 from run_tools import call, read_lines, read_metrics
 from safetensors.torch import load_file
-from tiny_models import Stop, stop
-from transformers import AutoModelForCausalLM
+from tiny_models import Stop, values
 
 import ppo_rlhf
 import rloo_rlhf
@@ -57,28 +55,18 @@ kl_horizon=1e4"""
 POSTS = r"""query_length=500 response_length=75 truncate_token='\n' long_queries='keep_start'
 query_suffix='\n\nTL;DR:'"""
 POSTS_RL = "lr=2e-6 batch_size=32 truncate_after=55 adaptive_kl_target=None kl_horizon=2e3"
+TLDR = f"{POSTS} temperature=0.7 query_prefix=None"
 NEWS = rf"{POSTS} temperature=0.5 query_prefix='Article:\n\n'"
 TASKS = {  # the number in the file's name, the task, PPO and RLOO, the reward model, PPO
     "sentiment": ("5k", BOOKS, BOOKS_RL, "num_labels=4992 batch_size=32 lr=5e-5"),
     "descriptiveness": ("5k", BOOKS, BOOKS_RL, "num_labels=4992 batch_size=32 lr=5e-5"),
     "cnndm": ("60k", NEWS, f"{POSTS_RL} kl_coef=0.01", "num_labels=46000 batch_size=16 lr=2.5e-5"),
-    "tldr": (
-        "60k",
-        f"{POSTS} temperature=0.7 query_prefix=None",
-        f"{POSTS_RL} kl_coef=0.03",
-        "num_labels=46000 batch_size=16 lr=2.5e-5",
-    ),
+    "tldr": ("60k", TLDR, f"{POSTS_RL} kl_coef=0.03", "num_labels=46000 batch_size=16 lr=2.5e-5"),
 }
 ALL_TASKS = "base_model='gpt2' start_text=None end_text=None adam='tf' adam_eps=1e-5"
 ALL_RL = """total_episodes=1000000 num_epochs=4 num_minibatches=1 cliprange=0.2
 mask_truncated=False penalty_reward_value=-1.0 penalty_mode='replace'"""
 ALL_PPO = "vf_coef=0.1 cliprange_value=0.2 gamma=1.0 lam=0.95"
-
-
-def values(text: str) -> dict[str, Any]:
-    """Settings, of words with a name and a Python literal."""
-    pairs = [word.split("=") for word in text.split()]
-    return {name: ast.literal_eval(value) for name, value in pairs}
 
 
 def parse(module: ModuleType, *words: str) -> tuple[str, Any]:
@@ -96,8 +84,6 @@ def test_defaults_of_all_flags_are_the_preset_tiny_and_flags_win(module: ModuleT
     assert parse(module) == parse(module, "tiny") == ("tiny", module.Args())
     preset, args = parse(module, "tldr", "--temperature", "0.9")
     assert (preset, args.temperature, args.query_length) == ("tldr", 0.9, 500)
-    with pytest.raises(module.UserError, match="no preset 'sentimant': choose one of tiny, "):
-        parse(module, "sentimant")
 
 
 @pytest.mark.parametrize("module", SCRIPTS)
@@ -107,11 +93,6 @@ def test_words_of_a_command_line(module: ModuleType, capsys: pytest.CaptureFixtu
     _, args = parse(module, *given)
     assert args.end_text is args.start_text is args.truncate_token is None
     assert args.seed == 3_999_999_999
-    for seed in ("4000000000", "-1"):
-        with pytest.raises(module.UserError, match=f"^--seed {seed}: "):
-            parse(module, "--seed", seed)
-    with pytest.raises(module.UserError, match="^--resume needs --output_dir"):
-        parse(module, "--resume")
     for word in ("-h", "--help"):
         with pytest.raises(SystemExit) as end:
             parse(module, word)
@@ -120,67 +101,51 @@ def test_words_of_a_command_line(module: ModuleType, capsys: pytest.CaptureFixtu
 
 
 # --- what goes together ---------------------------------------------------------------------------
+# Script and settings; values of the last one that pass, and values that do not
 TOGETHER = [
-    (ppo_rlhf, "batch_size=12 num_minibatches=3", True),
-    (ppo_rlhf, "batch_size=9 num_minibatches=3", False),
-    (ppo_rlhf, "batch_size=8 num_minibatches=3", False),
-    (rloo_rlhf, "batch_size=8 rloo_k=4", True),
-    (rloo_rlhf, "batch_size=12 rloo_k=4", False),
-    (rloo_rlhf, "batch_size=8 rloo_k=4 micro_batch_size=12", True),
-    (rloo_rlhf, "batch_size=8 rloo_k=4 micro_batch_size=2", False),
-    (rloo_rlhf, "batch_size=8 rloo_k=4 micro_batch_size=6", False),
-    (train_reward, "batch_size=4 normalization_samples=6", True),
-    (train_reward, "batch_size=4 normalization_samples=0", True),
-    (train_reward, "batch_size=4 normalization_samples=3", False),
-    (train_reward, "batch_size=3 normalization_samples=6", False),
-    (ppo_rlhf, "response_length=17", True),
-    (ppo_rlhf, "response_length=16", False),
-    (ppo_rlhf, "response_length=16 truncate_token=None", True),
+    (ppo_rlhf, "num_minibatches=3 batch_size", "12", "9 8"),
+    (rloo_rlhf, "rloo_k=4 batch_size", "8", "12"),
+    (rloo_rlhf, "rloo_k=4 batch_size=8 micro_batch_size", "12", "2 6"),
+    (train_reward, "batch_size=4 normalization_samples", "6 0", "3"),
+    (train_reward, "normalization_samples=6 batch_size", "4", "3"),
+    (ppo_rlhf, "response_length", "17", "16"),
+    (ppo_rlhf, "truncate_token=None response_length", "16", ""),
     # a fifth of the batch is 12.8: the coefficient would be times 1 - 0.2 * 64 / 12.8 = 0
-    (rloo_rlhf, "batch_size=64 kl_horizon=12.8", False),
-    (rloo_rlhf, "batch_size=64 kl_horizon=12.9", True),
-    (rloo_rlhf, "batch_size=64 kl_horizon=1.0 adaptive_kl_target=None", True),
-    (rloo_rlhf, "total_episodes=384 lr_warmup=2", True),
-    (rloo_rlhf, "total_episodes=384 lr_warmup=3", False),
-    (ppo_rlhf, "total_episodes=257 critic_warmup=2", True),
-    (ppo_rlhf, "total_episodes=256 critic_warmup=2", False),
+    (rloo_rlhf, "batch_size=64 kl_horizon", "12.9", "12.8"),
+    (rloo_rlhf, "batch_size=64 adaptive_kl_target=None kl_horizon", "1.0", ""),
+    (rloo_rlhf, "total_episodes=384 lr_warmup", "2", "3"),
+    (ppo_rlhf, "critic_warmup=2 total_episodes", "257", "256"),
 ]
 
 
-@pytest.mark.parametrize(("module", "settings", "passes"), TOGETHER)
-def test_sizes_that_go_together(
-    module: ModuleType, settings: str, passes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("module", "settings", "good", "bad"), TOGETHER)
+def test_sizes_that_go_together(module: ModuleType, settings: str, good: str, bad: str) -> None:
     """On two processes."""
-    accelerator = SimpleNamespace(num_processes=2, process_index=0)
-    monkeypatch.setattr(module, "make_accelerator", lambda dtype: accelerator)
-    monkeypatch.setattr(module, "choose_folder", stop)
-    with pytest.raises(Stop if passes else module.UserError):
-        module.main("tiny", module.Args(**values(settings)))
+    two = SimpleNamespace(num_processes=2, process_index=0)
+    for value in f"{good} {bad}".split():
+        with (
+            mock.patch.object(module, "make_accelerator", lambda dtype: two),
+            mock.patch.object(module, "choose_folder", side_effect=Stop),
+            pytest.raises(Stop if value in good.split() else module.UserError),
+        ):
+            module.main("tiny", module.Args(**values(f"{settings}={value}")))
 
 
 @BOTH
-@pytest.mark.parametrize("lengths", [[9, 2, 2, 2], [2, 9, 2, 2], [2, 2, 2, 9]])
-def test_the_window_holds_every_query_and_its_response(
-    module: ModuleType, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two of the four are held out. With a prefix and a suffix the policy's query is the longer.
-    A query must be left to train on."""
-    queries = [module.Query([1], length * [token], {}) for token, length in enumerate(lengths)]
-    monkeypatch.setattr(module, "load_queries", lambda *_: queries)
-    seen = []
-
-    def load_both(args: Any, tokenizer: Any, longest: int) -> None:
-        seen.append(longest)
-        raise Stop
-
-    monkeypatch.setattr(module, "load_policy_and_reference", load_both)
-    monkeypatch.setattr(module, "load_reward", lambda *args: seen.append(args[-1]))
-    with pytest.raises(Stop):
+@pytest.mark.parametrize("longest", [0, 1, 3])
+def test_the_window_holds_every_response(module: ModuleType, longest: int, tmp_path: Path) -> None:
+    """Two of the four are held out. With a prefix and a suffix the policy's query is the longer."""
+    queries = [module.Query([1], [i, i], {}) for i in range(4)]
+    queries[longest].context = [longest] * 9
+    with (
+        mock.patch.object(module, "load_queries", lambda *_: queries),
+        mock.patch.object(module, "load_reward") as load_reward,
+        mock.patch.object(module, "load_policy_and_reference", side_effect=Stop) as load_both,
+        pytest.raises(Stop),
+    ):
         module.main("tiny", module.Args(eval_queries=2, output_dir=str(tmp_path / "out")))
-    assert seen == [9 + 24] * 2
-    with pytest.raises(module.UserError, match="^--eval_queries 4: no query is left to "):
-        module.main("tiny", module.Args(eval_queries=4, output_dir=str(tmp_path / "out")))
+    for load in (load_reward, load_both):
+        assert load.call_args.args[-1] == 9 + 24
 
 
 LABEL_OF_9 = train_reward.Comparison([1, 2], [[3], 7 * [4]], 0)  # 2 + 7 tokens
@@ -197,24 +162,20 @@ LABEL_OF_3 = train_reward.Comparison([1, 2], [[3], [4]], 0)
     ],
 )
 def test_the_window_holds_every_label_and_every_sample(
-    labels: Any, held_out: Any, query: int, longest: int, tmp_path: Path, monkeypatch: Any
+    labels: Any, held_out: Any, query: int, longest: int, tmp_path: Path
 ) -> None:
+    """Of the reference and of the reward model."""
     queries = [train_reward.Query([1], [1] * size, {}) for size in (1, query, 1)]
-    monkeypatch.setattr(train_reward, "load_queries", lambda *_: queries)
-    monkeypatch.setattr(train_reward, "load_labels", lambda *_: (labels, held_out))
-    seen = []
-
-    def load(flag: str, args: Any, auto_class: Any, tokenizer: Any, size: int) -> Any:
-        seen.append(size)
-        if auto_class is not AutoModelForCausalLM:  # the second model, for the rewards
-            raise Stop
-        return tiny.make_lm("gpt2")
-
-    monkeypatch.setattr(train_reward, "load_model", load)
-    with pytest.raises(Stop):
-        args = train_reward.Args(response_length=5, batch_size=1, output_dir=str(tmp_path / "out"))
+    args = train_reward.Args(response_length=5, batch_size=1, output_dir=str(tmp_path / "out"))
+    with (
+        mock.patch.object(train_reward, "load_queries", lambda *_: queries),
+        mock.patch.object(train_reward, "load_labels", lambda *_: (labels, held_out)),
+        mock.patch.object(train_reward, "load_model") as load,
+        pytest.raises(Stop),
+    ):
+        load.side_effect = (tiny.make_lm("gpt2"), Stop)
         train_reward.main("tiny", args)
-    assert seen == [longest, longest]
+    assert [one.args[-1] for one in load.call_args_list] == [longest] * 2
 
 
 # --- presets --------------------------------------------------------------------------------------
@@ -227,8 +188,7 @@ SMALL = {  # the reward model comes first: the others take it
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The cache folder: what HF_HOME does to a process that starts with it. What the hub would say
-    of names in hf://, the files of the cache say."""
+    """The cache folder, as HF_HOME sets it. Its files say what the hub would say of names."""
     folder = tmp_path_factory.mktemp("cache")
 
     def glob(_: Any, name: str, **options: Any) -> dict[str, dict[str, str]]:
@@ -263,13 +223,11 @@ def test_values_are_those_of_openais_launch_file(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["sentiment", "cnndm"])
-def test_every_command_line_runs_offline(
-    task: str, cache: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_every_command_line_runs_offline(task: str, cache: Path, tmp_path: Path) -> None:
     """No query is left out; a label would leave too few. The others are like these."""
     for module, small in SMALL.items():
         name = module.__name__
-        call(f"{name}.py", [task, *small.split()], tmp_path, monkeypatch)
+        call(f"{name}.py", [task, *small.split()], tmp_path)
         (folder,) = tmp_path.glob(f"runs/{name}-{task}-1-*")
         assert len(read_lines(folder / "metrics.jsonl")) == 1
         model = "reward_model" if module is train_reward else "policy"
@@ -292,7 +250,7 @@ MISSING = [
 
 @pytest.mark.parametrize(("file", "command", "says"), MISSING)
 def test_a_missing_file_is_named_in_one_line(
-    file: str, command: str, says: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, command: str, says: str, cache: Path, tmp_path: Path
 ) -> None:
     (path,) = cache.glob(file)
     name, task = command.split()
@@ -301,21 +259,19 @@ def test_a_missing_file_is_named_in_one_line(
     path.rename(away)
     try:
         with pytest.raises(module.UserError, match=f"^--[^\n]*{says}[^\n]*$"):
-            call(f"{name}.py", [task, *SMALL[module].split()], tmp_path, monkeypatch)
+            call(f"{name}.py", [task, *SMALL[module].split()], tmp_path)
     finally:
         away.rename(path)
     assert not (tmp_path / "runs").exists()
 
 
 # --- whole runs -----------------------------------------------------------------------------------
-def test_critic_warmup_moves_no_bit_of_the_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_critic_warmup_moves_no_bit_of_the_policy(tmp_path: Path) -> None:
     """Nor does weight decay in it; value head and critic learn."""
     folder = fork_tools.copy(kit(), tmp_path)
     flags = "--critic policy --critic_lr 1e-2 --weight_decay 0.1 --max_grad_norm 1"
     flags += " --total_episodes 12 --critic_warmup 2"
-    call(PPO, [*WORDS[PPO], *flags.split()], folder, monkeypatch)
+    call(PPO, [*WORDS[PPO], *flags.split()], folder)
     base = load_file(kit() / "model/model.safetensors")
     warm, after = (
         load_file(folder / f"out/checkpoints/000000{i}/model.safetensors") for i in (2, 3)

@@ -1,11 +1,11 @@
-"""A hub cache with a stand-in for every file that a preset names: random models of the true
-vocabularies, tables."""
+"""A hub cache with a stand-in for every file that a preset names: models and tables."""
 
 import json
 import random
 from pathlib import Path
 from typing import Any
 
+from tiny_models import values
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers import PreTrainedTokenizerFast as Fast
@@ -15,17 +15,11 @@ PAD = 50259
 ROWS = 12  # of every table
 EOS = "<|endoftext|>"
 GPT2 = "models--gpt2"
-SMALL = {
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 1024,
-}
+SMALL = values("n_embd=8 n_layer=1 n_head=2 n_positions=1024")
 
 
 def byte_words() -> list[str]:
-    """The names of the 256 bytes in GPT-2's order: those that can be shown, then the others; "." is
-    13, newline 198."""
+    """The names of the 256 bytes in GPT-2's order: those that can be shown, then the others."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = range(256, 512 - len(shown))
     return [chr(byte) for byte in (*shown, *hidden)]
@@ -50,8 +44,7 @@ def snapshot(cache: Path, name: str) -> Path:
 
 
 def make_label(rng: random.Random, length: int, response: int) -> dict[str, Any]:
-    """A label as OpenAI's: a query of up to `length` tokens, here whole words, padded, four samples
-    and the best."""
+    """A label as OpenAI's: a padded query of up to `length` tokens, four samples and the best."""
     query = rng.sample(range(256, 50_256), rng.randrange(length // 4, length + 1))
     label = {"query": query + [PAD] * (length - len(query)), "best": rng.randrange(4)}
     for i in range(4):

@@ -24,7 +24,6 @@ TESTS_OF_COPIES = (
     "test_forward_passes.py",
     "test_models.py",
     "test_data.py",
-    "test_tokens.py",
     "test_engines.py",
     "test_simulated_device.py",
 )

@@ -21,18 +21,24 @@ RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 
 
 def call(
-    script: str, words: Sequence[str], folder: Path, patch: pytest.MonkeyPatch, name: str = "main"
+    script: str,
+    words: Sequence[str],
+    folder: Path,
+    patch: pytest.MonkeyPatch | None = None,
+    name: str = "main",
 ) -> Any:
     """The script's main, or its parse_args alone, with these words in `folder`, in this process, on
-    the CPU."""
-    patch.chdir(folder)
-    patch.setattr(sys, "argv", [script, *fork_tools.complete(script, words)])
-    patch.setattr(sys, "path", sys.path[:])  # to which --reward_fn adds
-    patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder.with_name(f"{folder.name}-cache"))
-    patch.setenv("ACCELERATE_USE_CPU", "true")
-    module = importlib.import_module(script[:-3])
-    parsed = module.parse_args()
-    return parsed if name == "parse_args" else module.main(*parsed)
+    the CPU. With a patch the process stays in the folder."""
+    with pytest.MonkeyPatch.context() as own:
+        patch = patch or own
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [script, *fork_tools.complete(script, words)])
+        patch.setattr(sys, "path", sys.path[:])  # to which --reward_fn adds
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", Path(f"{folder}-cache"))
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        module = importlib.import_module(script[:-3])
+        parsed = module.parse_args()
+        return parsed if name == "parse_args" else module.main(*parsed)
 
 
 def start(words: Sequence[str], folder: Path, **env: str) -> subprocess.Popen:
@@ -86,3 +92,8 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def to_lines(*rows: dict[str, Any]) -> str:
     """The text of a jsonl file."""
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def turn(text: str, role: str = "assistant") -> list[Any]:
+    """A chat of one message."""
+    return [{"role": role, "content": text}]

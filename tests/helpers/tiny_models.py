@@ -1,12 +1,12 @@
-"""Random tiny models of many architectures, and batches of given tokens, as the tests put them into
-the scripts."""
+"""Random tiny models of many architectures, and batches of given tokens, for the tests."""
 
+import ast
 import atexit
 import contextlib
 import functools
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,60 +30,39 @@ EOS = 0
 LONGEST = 24  # tokens of a row in these tests
 # Suits every model here
 ANY_TOKENIZER: Any = SimpleNamespace(get_vocab=lambda: {"w0": 0, "w49": VOCABULARY - 1})
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "initializer_range": 0.25,
-    "bos_token_id": EOS,
-    "eos_token_id": EOS,
-    "pad_token_id": None,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "attention_dropout": 0.1,  # GPT-2 has dropout without being told
-}
-LLAMA = COMMON | {"intermediate_size": 64, "num_key_value_heads": 2}
-GEMMA = LLAMA | {"head_dim": 8, "query_pre_attn_scalar": 8, "initializer_range": 0.15}
-NEOX = LLAMA | {"hidden_dropout": 0.1, "classifier_dropout": 0.1}
-FALCON = COMMON | {"hidden_dropout": 0.1}
-OPT = COMMON | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.25}
-MPT = COMMON | {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
-GRANITE = LLAMA | {
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.25,
-    "residual_multiplier": 0.5,
-    "logits_scaling": 2.0,
-}
-CAPS = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0}
-DEEPSEEK = LLAMA | {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 2,  # all of them, so that all are trained
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-SHORT = 8  # tokens of a sliding window that is shorter than the texts
-MAMBA = COMMON | {"state_size": 4}
-JAMBA = LLAMA | {
-    "num_experts": 2,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
-    "use_mamba_kernels": False,
-    "mamba_d_state": 4,
-}
-GRIFFIN = LLAMA | {"lru_width": 32, "attention_window_size": 32, "num_hidden_layers": 3}
-RWKV = COMMON | {"context_length": 64, "attention_hidden_size": 32}
-MINIMAX = LLAMA | {"head_dim": 8, "num_local_experts": 2, "block_size": 8}
-MINIMAX |= {"layer_types": ["linear_attention", "full_attention"]}
+
+
+def values(text: str) -> dict[str, Any]:
+    """Settings, of words with a name and a Python literal."""
+    pairs = [word.split("=") for word in text.split()]
+    return {name: ast.literal_eval(value) for name, value in pairs}
+
+
+# GPT-2 has dropout without being told.
+COMMON = values("""hidden_size=32 num_hidden_layers=2 num_attention_heads=4 attention_dropout=0.1
+vocab_size=50 max_position_embeddings=64 initializer_range=0.25 bos_token_id=0 eos_token_id=0
+pad_token_id=None""")
+LLAMA = COMMON | values("intermediate_size=64 num_key_value_heads=2")
+GEMMA = LLAMA | values("head_dim=8 query_pre_attn_scalar=8 initializer_range=0.15")
+NEOX = LLAMA | values("hidden_dropout=0.1 classifier_dropout=0.1")
+FALCON = COMMON | values("hidden_dropout=0.1")
+OPT = COMMON | values("ffn_dim=64 word_embed_proj_dim=32 init_std=0.25")
+MPT = COMMON | values("d_model=32 n_heads=4 n_layers=2 max_seq_len=64")
+GRANITE = LLAMA | values("""embedding_multiplier=3.0 attention_multiplier=0.25
+residual_multiplier=0.5 logits_scaling=2.0""")
+CAPS = values("final_logit_softcapping=5.0 attn_logit_softcapping=3.0")
+# Each token takes all experts, so that all are trained.
+DEEPSEEK = LLAMA | values("""num_key_value_heads=4 q_lora_rank=16 kv_lora_rank=16 v_head_dim=8
+qk_nope_head_dim=8 qk_rope_head_dim=8 moe_intermediate_size=16 n_routed_experts=2 n_group=1
+num_experts_per_tok=2 topk_group=1 first_k_dense_replace=1""")
+SHORT = {"sliding_window": 8}  # shorter than the texts
+MAMBA = COMMON | values("state_size=4")
+JAMBA = LLAMA | values("""num_experts=2 attn_layer_period=2 attn_layer_offset=1 mamba_d_state=4
+expert_layer_period=2 expert_layer_offset=1 use_mamba_kernels=False""")
+GRIFFIN = LLAMA | values("lru_width=32 attention_window_size=32 num_hidden_layers=3")
+RWKV = COMMON | values("context_length=64 attention_hidden_size=32")
+MINIMAX = LLAMA | values("""head_dim=8 num_local_experts=2 block_size=8
+layer_types=['linear_attention','full_attention']""")
 CONFIGS = {
     "gpt2": (transformers.GPT2Config, COMMON),
     "gpt_neox": (transformers.GPTNeoXConfig, NEOX),
@@ -102,8 +81,8 @@ CONFIGS = {
     "cohere": (transformers.CohereConfig, LLAMA | {"logit_scale": 0.5}),
     "granite": (transformers.GraniteConfig, GRANITE),
     "deepseek_v3": (transformers.DeepseekV3Config, DEEPSEEK),
-    "mistral_short": (transformers.MistralConfig, LLAMA | {"sliding_window": SHORT}),
-    "gemma3_short": (transformers.Gemma3TextConfig, GEMMA | {"sliding_window": SHORT}),
+    "mistral_short": (transformers.MistralConfig, LLAMA | SHORT),
+    "gemma3_short": (transformers.Gemma3TextConfig, GEMMA | SHORT),
 }
 RECURRENT = {  # whose states a cache of keys and values does not hold
     "mamba": (transformers.MambaConfig, MAMBA),
@@ -121,8 +100,7 @@ def make_config(name: str, **changes: Any) -> Any:
 
 
 def randomize(model: nn.Module) -> None:
-    """Biases and norms start at 0 and 1, where mistakes in them would not show; so do some buffers
-    that are saved."""
+    """Biases and norms start at 0 and 1, where mistakes in them would not show."""
     for x in model.state_dict().values():
         if x.dim() < 2:
             x += 0.2 * torch.randn_like(x)
@@ -150,8 +128,9 @@ def save_model(
 
 
 def save_classifier(folder: Path, name: str, **changes: Any) -> Path:
-    """The same of a classifier with one label."""
-    return save_model(folder, name, AutoModelForSequenceClassification, num_labels=1, **changes)
+    """The same of a classifier, with one label if `changes` do not say more."""
+    changes = {"num_labels": 1} | changes
+    return save_model(folder, name, AutoModelForSequenceClassification, **changes)
 
 
 GAIN = 1.75
@@ -172,14 +151,6 @@ def folder_of(name: str) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def as_on_a_gpu(script: Any = ppo_rlhf) -> Iterator[None]:
-    """load_model takes its branch for GPUs, while weights stay on the CPU."""
-    state = SimpleNamespace(device=torch.device("cuda"), print=print)
-    with mock.patch.object(script, "PartialState", lambda: state):
-        yield
-
-
 def load(
     folder: Path,
     flag: str = "base_model",
@@ -194,16 +165,12 @@ def load(
     if flag == "reward_model" or classifier:
         auto_class = AutoModelForSequenceClassification
     args = ppo_rlhf.Args(**{flag: str(folder)}, **settings)
-    device = contextlib.nullcontext() if attention == "eager" else as_on_a_gpu()
+    device = contextlib.nullcontext()
+    if attention != "eager":  # load_model takes its branch for GPUs; weights stay on the CPU
+        state = SimpleNamespace(device=torch.device("cuda"))
+        device = mock.patch.object(ppo_rlhf, "PartialState", lambda: state)
     with device:
         return ppo_rlhf.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST)
-
-
-def fill_value_head(policy: ppo_rlhf.ActorCritic) -> ppo_rlhf.ActorCritic:
-    """The policy, whose value head of zeros becomes a random one."""
-    generator = torch.Generator().manual_seed(7)
-    nn.init.normal_(policy.value_head.weight, std=0.25, generator=generator)
-    return policy
 
 
 def make_lm(name: str, attention: str = "eager", **changes: Any) -> Any:
@@ -225,10 +192,13 @@ def make_classifier(name: str = "gpt2", **changes: Any) -> Any:
 
 
 def make_policy(lm: Any, k: int) -> nn.Module:
-    """PPO's policy for one response to a query, RLOO's for more."""
-    if k == 1:
-        return fill_value_head(ppo_rlhf.ActorCritic(lm, VOCABULARY))
-    return rloo_rlhf.Actor(lm, VOCABULARY, rloo_rlhf.Args(rloo_k=k))
+    """PPO's policy for one response to a query, with a random value head; RLOO's for more."""
+    if k > 1:
+        return rloo_rlhf.Actor(lm, VOCABULARY, rloo_rlhf.Args(rloo_k=k))
+    policy = ppo_rlhf.ActorCritic(lm, VOCABULARY)
+    generator = torch.Generator().manual_seed(7)
+    nn.init.normal_(policy.value_head.weight, std=0.25, generator=generator)
+    return policy
 
 
 def roll_out(
@@ -246,14 +216,8 @@ class Stop(Exception):
     """Raised in the place of a function, to end main where it is called."""
 
 
-def stop(*arguments: Any, **named: Any) -> None:
-    """Ends main."""
-    raise Stop
-
-
 def with_attention(names: Iterable[str]) -> list[tuple[str, str]]:
-    """The names, each with the attention that the scripts take on a CPU and, where transformers has
-    it for this architecture, with that on a GPU."""
+    """The names, each with eager attention and, where transformers has it, with sdpa."""
     pairs = []
     for name in names:
         pairs.append((name, "eager"))
@@ -310,8 +274,7 @@ def full_states(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def assert_close(ours: Tensor, expected: Tensor) -> None:
-    """Equal but for the order of sums of two passes in fp32, each up to 1e-5 off one in float64,
-    and not because all of it is the same."""
+    """Equal but for the order of sums in fp32, and not because all of it is the same."""
     assert ours.shape == expected.shape
     assert ours.dtype == torch.float32
     assert expected.std() > 0.1
