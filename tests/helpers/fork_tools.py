@@ -173,6 +173,13 @@ def run(
     return end(begin(script, words, folder, *changes, **env), folder)
 
 
+def succeed(*values: Any, **env: str) -> str:
+    """The same, with an exit status of 0: stdout."""
+    status, printed, errors = run(*values, **env)
+    assert status == 0, errors
+    return printed
+
+
 def run_two(
     script: str,
     words: Sequence[str],
