@@ -227,23 +227,15 @@ def kit() -> Path:
     return fill(folder / "kit")
 
 
-FAILED: dict[tuple[str, int], str] = {}
-
-
 @functools.cache
 def plain(script: str, world: int) -> Path:
     """A folder in which the script has run and nothing stopped it, on one process or two; `log`
     lists what it wrote."""
-    # What follows is not cached after a failure, and must not hide its cause.
-    assert (script, world) not in FAILED, FAILED[script, world]
-    folder = copy(kit(), kit().with_name(f"{script}-{world}"))
+    folder = copy(kit(), Path(tempfile.mkdtemp(dir=kit().parent)))
     log_all = (strike, "", 0, 0, f"{folder}/log")
     code, _, errors = run_on(world, script, WORDS[script], folder, log_all)
-    if code != 0:
-        words = shlex.join(WORDS[script])
-        says = f"a run that many tests compare with ends with status {code}: {script} {words}"
-        FAILED[script, world] = f"{says}\n{errors}"
-    assert code == 0, FAILED[script, world]
+    command = f"{script} {shlex.join(WORDS[script])}"
+    assert code == 0, f"a run that many tests compare with fails: {command}\n{errors}"
     return folder
 
 
