@@ -271,18 +271,16 @@ def test_a_copy_without_its_flags_is_the_script(name: str, tmp_path: Path) -> No
         assert part(mine, row) == pytest.approx(row, rel=1e-6)
 
 
-def test_advantages_of_dr_grpo_are_those_of_rloo_but_for_a_constant() -> None:
-    rewards = torch.randn(5, 4)
-    advantages = patched.module("dr_grpo").rloo_advantages(rewards)
-    torch.testing.assert_close(advantages, 3 / 4 * rloo_rlhf.rloo_advantages(rewards))
-
-
 def test_dr_grpo_clips_ratios_of_tokens_and_sums_their_losses() -> None:
+    """Its advantages are those of RLOO but for a constant."""
+    dr_grpo = patched.module("dr_grpo")
+    rewards = torch.randn(5, 4)
+    advantages = 3 / 4 * rloo_rlhf.rloo_advantages(rewards)
+    torch.testing.assert_close(dr_grpo.rloo_advantages(rewards), advantages)
     logprobs = torch.tensor([[2.0, 0.5, 9.0], [1.1, 3.0, 0.1]]).log()
     mask = torch.tensor([[True, True, False], [True, True, True]])
     old = {"logprobs": torch.zeros(2, 3), "advantages": torch.tensor([1.0, -2.0])}
     batch = patched.batch("dr_grpo", loss_mask=mask, **old)
-    dr_grpo = patched.module("dr_grpo")
     args = dr_grpo.Args(cliprange=0.2)
     loss, metrics = dr_grpo.rloo_loss(logprobs, batch, args)
     assert loss.tolist() == pytest.approx([-1.2 - 0.5, 2 * (1.1 + 3.0 + 0.8)])
@@ -310,11 +308,11 @@ def test_scores_are_scaled_or_whitened(name: str) -> None:
     equal = torch.full((3,), -1.0)
     unit = 2 / (8 / 3) ** 0.5
     for norm, expected, of_equal in (
-        (None, [0, 2, 4], -1),
-        ("scale", [0, unit, 2 * unit], -1),
-        ("whiten", [-unit, 0, unit], 0),
+        ({}, [0, 2, 4], -1),
+        ({"score_norm": "scale"}, [0, unit, 2 * unit], -1),
+        ({"score_norm": "whiten"}, [-unit, 0, unit], 0),
     ):
-        args = script.Args(score_norm=norm) if norm else script.Args()
+        args = script.Args(**norm)
         assert script.normalize_scores(scores, args).tolist() == pytest.approx(expected)
         assert script.normalize_scores(equal, args).tolist() == [of_equal] * 3
 
