@@ -1,7 +1,7 @@
 """Every program of benchmark/ runs, with its smallest settings, in a process of its own."""
 
 import json
-import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from conftest import ROOT
 from fork_tools import PPO, WORDS, kit, plain
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+TINY = ROOT / "tiny/model"
 SMALL = "--batch_size 4 --query_length 8 --response_length 4 --num_epochs 1"
 PROGRAMS = {
     "studies/adam/run": "--seeds 1 --batch_size 4",
@@ -19,6 +20,8 @@ PROGRAMS = {
     "studies/bf16_ratios/run": "--models tiny --algorithms rloo --episodes 4 --lengths 4"
     " --dtypes fp32",
     "studies/optimum/run": "--seeds 1 --updates 2",
+    "studies/optimum/run estimate": "--reward_fn tiny.rewards:happy --policy tiny/model"
+    " --queries 4 --samples 4 --policy_samples 4",
     "studies/short_runs/run": "--choices default GRPO --seeds 1 --jobs 1 --episodes 8"
     " --batch_size 8",
     "studies/slow_rate/run": "--choices default --seeds 1 --jobs 1 --episodes 8 --batch_size 8",
@@ -28,7 +31,6 @@ PROGRAMS = {
     " --repeats 1 --response_length 4 --num_epochs 1 --speed_only",
     "speed/scaling": f"--sweeps batch_size --points_batch_size 4 --model 1x32 --repeats 1 {SMALL}",
 }
-ESTIMATE = "--reward_fn tiny.rewards:happy --policy tiny/model --queries 4 --samples 4"
 
 
 def few_judged() -> None:
@@ -43,86 +45,71 @@ def few_judged() -> None:
     judge.Judge.__init__ = changed
 
 
-def ready_reward_models(name: str, folder: str) -> None:
+def ready_reward_models(folder: str) -> None:
     """A change of a run: reward models are there already."""
     from benchmark import common
 
     for run in ("reward-1", "reward-128-1"):
         out = Path(folder) / common.commit() / run
-        model = AutoModelForSequenceClassification.from_pretrained(
-            ROOT / "tiny" / "model", num_labels=1
-        )
+        model = AutoModelForSequenceClassification.from_pretrained(TINY, num_labels=1)
         torch.nn.init.normal_(model.score.weight, std=0.1)
-        model.save_pretrained(out / "reward_model")
-        AutoTokenizer.from_pretrained(ROOT / "tiny" / "model").save_pretrained(out / "reward_model")
+        for part in (model, AutoTokenizer.from_pretrained(TINY)):
+            part.save_pretrained(out / "reward_model")
         (out / "samples.jsonl").touch()
         (out / "results.json").write_text(json.dumps({"test/accuracy": 0.5}))
 
 
-def start(program: str, words: list[str], folder: Path, *changes: Any) -> tuple[int, str, str]:
-    """Runs the program in a new folder."""
-    folder.mkdir(exist_ok=True)
-    return fork_tools.run(f"benchmark/{program}.py", words, folder, *changes)
+def start(program: str, words: Sequence[str], folder: Path, *changes: Any) -> list[str]:
+    """The lines that the program prints in a new folder."""
+    folder.mkdir()
+    return fork_tools.succeed(f"benchmark/{program}.py", words, folder, *changes).splitlines()
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_writes_its_record(program: str, tmp_path: Path) -> None:
-    words = shlex.split(PROGRAMS[program])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_writes_its_record(name: str, tmp_path: Path) -> None:
+    program, *kind = name.split()
+    words = PROGRAMS[name].split()
     changes = []
     if "--jobs" in words:
-        runs = tmp_path / "runs"
-        words += ["--folder", str(runs)]
-        changes = [(ready_reward_models, program, str(runs)), (few_judged,)]
+        runs = str(tmp_path / "runs")
+        words += ["--folder", runs]
+        changes = [(ready_reward_models, runs), (few_judged,)]
     out = tmp_path / "out"
-    status, _, errors = start(program, [*words, "--tag", "x", "--out", str(out)], out, *changes)
-    assert status == 0, errors
+    start(program, [*words, "--tag", "x", "--out", str(out)], out, *changes)
     (path,) = out.glob("*x.json")
-    record = json.loads(path.read_text())
-    assert record["rows"]
-    assert not any(row.get("failed") for row in record["rows"])
-
-
-def test_the_optimum_of_a_reward_function_is_estimated(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    words = [*ESTIMATE.split(), "--policy_samples", "4", "--tag", "x", "--out", str(out)]
-    status, _, errors = start("studies/optimum/run", words, out)
-    assert status == 0, errors
-    assert "kl_policy" in json.loads((out / "x.json").read_text())["rows"][0]
+    rows = json.loads(path.read_text())["rows"]
+    assert rows
+    assert not any(row.get("failed") for row in rows)
+    assert ("kl_policy" in rows[0]) == bool(kind)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
 def test_ours_and_plain_make_the_same_step(algorithm: str, tmp_path: Path) -> None:
     """What throughput.py asks of a process of its own, before it measures."""
-    words = [*SMALL.split(), "--check", algorithm, str(ROOT / "tiny" / "model")]
-    status, printed, errors = start("speed/throughput", words, tmp_path / "out")
-    assert status == 0, errors
-    assert float(printed.splitlines()[-1]) < 1e-2
+    words = f"{SMALL} --check {algorithm} {TINY}"
+    *_, distance = start("speed/throughput", words.split(), tmp_path / "out")
+    assert float(distance) < 1e-2
 
 
 def test_peak_memory_of_a_contender(tmp_path: Path) -> None:
-    words = [*SMALL.split(), "--peak", "ours-critic-ppo", str(ROOT / "tiny" / "model")]
-    status, printed, errors = start("speed/throughput", words, tmp_path / "out")
-    assert status == 0, errors
-    assert json.loads(printed.splitlines()[-1])["peak_bytes"] > 0
+    words = f"{SMALL} --peak ours-critic-ppo {TINY}"
+    *_, record = start("speed/throughput", words.split(), tmp_path / "out")
+    assert json.loads(record)["peak_bytes"] > 0
 
 
 def test_a_whole_run_is_measured(tmp_path: Path) -> None:
-    flags = [word for word in WORDS[PPO] if word not in ("--output_dir", "out")]
-    flags = " ".join(flags).replace(" model", f" {kit()}/model").replace("judge", f"{kit()}/judge")
-    flags = flags.replace("queries.jsonl", f"{kit()}/queries.jsonl").split()
-    words = ["--run", json.dumps([str(ROOT), PPO, flags])]
-    status, printed, errors = start("speed/whole_run", words, tmp_path / "out")
-    assert status == 0, errors
-    assert json.loads(printed.splitlines()[-1])["updates"] == 4
+    flags = " ".join(WORDS[PPO]).replace(" --output_dir out", "")
+    for name in ("model", "judge", "queries.jsonl"):
+        flags = flags.replace(f" {name}", f" {kit()}/{name}")
+    words = ["--run", json.dumps([str(ROOT), PPO, flags.split()])]
+    *_, record = start("speed/whole_run", words, tmp_path / "out")
+    assert json.loads(record)["updates"] == 4
 
 
 def test_runs_are_drawn_and_compared(tmp_path: Path) -> None:
-    run = plain(PPO, 1) / "out"
+    run = str(plain(PPO, 1) / "out")
     out = tmp_path / "runs.png"
-    words = [str(run), "--over", "seconds", "--out", str(out)]
-    status, _, errors = start("tools/plot", words, tmp_path / "plot")
-    assert status == 0, errors
+    start("tools/plot", [run, "--over", "seconds", "--out", str(out)], tmp_path / "plot")
     assert out.stat().st_size > 10_000
-    words = [str(run), str(run), "--judge", "benchmark.tools.vader:sentiment"]
-    status, _, errors = start("tools/win_rate", words, tmp_path / "win_rate")
-    assert status == 0, errors
+    judge = ["--judge", "benchmark.tools.vader:sentiment"]
+    start("tools/win_rate", [run, run, *judge], tmp_path / "win_rate")

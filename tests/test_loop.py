@@ -1,6 +1,5 @@
 """docs/loop.sh makes whole rounds. Its scripts run in forked processes, which start faster."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +8,10 @@ from pathlib import Path
 
 import fork_tools
 from conftest import ROOT
+from fork_tools import PPO, REWARD, RLOO
+from run_tools import read_lines
+
+from tiny.rewards import happy
 
 # Asks the test to run a script, and waits for its exit status; other programs run as usual.
 STAND_IN = f"""#!/usr/bin/env bash
@@ -33,13 +36,11 @@ SIZES = {
 def test_two_rounds_of_the_loop(tmp_path: Path) -> None:
     """Each begins with the policy of the one before, and keeps its labels."""
     folder = tmp_path / "here"
-    programs = tmp_path / "bin"
     folder.mkdir()
-    programs.mkdir()
-    (programs / "python").write_text(STAND_IN)
-    (programs / "python").chmod(0o755)
+    (tmp_path / "python").write_text(STAND_IN)
+    (tmp_path / "python").chmod(0o755)
     env = os.environ | SIZES | {"PYTHONPATH": str(ROOT)}
-    env["PATH"] = f"{programs}:{env['PATH']}"
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
     ran = []
     command = ["bash", str(ROOT / "docs/loop.sh"), *SMALL.split()]
     with subprocess.Popen(command, cwd=folder, env=env) as loop:
@@ -54,22 +55,19 @@ def test_two_rounds_of_the_loop(tmp_path: Path) -> None:
                 ran.append((script, words))
             time.sleep(0.02)
     assert loop.returncode == 0
-    assert [script for script, _ in ran] == ["rloo_rlhf.py", "train_reward.py", "ppo_rlhf.py"] * 2
+    assert [script for script, _ in ran] == [RLOO, REWARD, PPO] * 2
     for _, words in ran[3:]:
         assert words[words.index("--base_model") + 1] == "runs/loop/1/ppo/policy"
     for script, words in ran:
-        assert ("1e-3" in words) == (script != "rloo_rlhf.py")
+        assert ("1e-3" in words) == (script != RLOO)
 
-    labels = []
-    for name in ("1/labels", "2/labels", "2/all_labels"):
-        lines = (folder / f"runs/loop/{name}.jsonl").read_text().splitlines()
-        labels.append([json.loads(line) for line in lines])
-    first, second, all_labels = labels
-    assert first + second == all_labels
+    rounds = folder / "runs/loop"
+    second = read_lines(rounds / "2/labels.jsonl")
+    labels = read_lines(rounds / "2/all_labels.jsonl")
     assert second
-    for label in all_labels:
-        texts = [label[f"sample{i}"] for i in range(4)]
-        happy = ("proud", "smile", "cheer", "love", "delight", "happy", "glad", "laugh", "wonder")
-        best = texts[label["best"]].lower()
-        assert any(word in best for word in happy), best
-    assert (folder / "runs/loop/2/ppo/samples.jsonl").exists()
+    assert read_lines(rounds / "1/labels.jsonl") + second == labels
+    for label in labels:
+        scores = happy([label[f"sample{i}"] for i in range(4)])
+        others = scores[: label["best"]] + scores[label["best"] + 1 :]
+        assert scores[label["best"]] > max(others)
+    assert (rounds / "2/ppo/samples.jsonl").exists()

@@ -10,7 +10,6 @@ has a state of its own, but runs of two updates are stopped in between and resum
 import json
 import math
 import statistics
-import subprocess
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -297,7 +296,7 @@ METHODS = {
     "rm_ensemble of RLOO": Method("rm_ensemble", RLOO, as_ensemble, JUDGES),
 }
 MARGIN = Method("margin", REWARD, dict, {})
-NOT_ON_DEVICE = ("dapo, no ends", "tis of RLOO", "rm_ensemble of RLOO")  # in other runs it was
+NOT_ON_DEVICE = {"dapo, no ends", "tis of RLOO", "rm_ensemble of RLOO"}  # in other runs it was
 RUNS = [(name, False) for name in METHODS]
 RUNS += [(name, True) for name in METHODS if name not in NOT_ON_DEVICE]
 
@@ -309,43 +308,33 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     for i in (1, 2, 3):
         save_classifier(folder / f"judge{i}", "gpt2", reward_gain=0.5 + i / 4, reward_bias=0.3 - i)
-    labels = read_lines(folder / "labels.jsonl")[:8]
-    for i, label in enumerate(labels):
-        label["margin"] = (None, 1, 0.5)[i % 3]
-    (folder / "pairs.jsonl").write_text(to_lines(*labels))
-    for label in labels:
-        label["sample2"] = label["query"]
-    (folder / "triples.jsonl").write_text(to_lines(*labels))
+    pairs = []
+    for i, label in enumerate(read_lines(folder / "labels.jsonl")[:8]):
+        pairs.append(label | {"margin": (None, 1, 0.5)[i % 3]})
+    triples = [pair | {"sample2": pair["query"]} for pair in pairs]
+    (folder / "pairs.jsonl").write_text(to_lines(*pairs))
+    (folder / "triples.jsonl").write_text(to_lines(*triples))
     return folder
 
 
-def copy_of(method: Method, folder: Path) -> str:
-    """The path of a copy with the patch. That of `tis` samples at another temperature."""
-    file = patched.SYSTEMS / f"{method.patch}.patch"
-    path = folder / f"{method.patch}_copy.py"
-    command = ["patch", "--fuzz=0", "-o", str(path), str(ROOT / method.script), str(file)]
-    subprocess.run(command, check=True, capture_output=True)
-    if method.patch == "tis":
-        text = path.read_text()
-        assert text.count(SAMPLED) == 1
-        path.write_text(text.replace(SAMPLED, SAMPLED.replace("args", f"{FLATTER} * args")))
-    (folder / "tf_adam.py").write_text((ROOT / "tf_adam.py").read_text())
-    return str(path)
-
-
 def launch(method: Method, flags: list[str], is_on_device: bool, kit: Path, folder: Path) -> None:
-    """Runs a copy with these words, on the device or on two processes."""
-    script = copy_of(method, folder)
+    """Runs a copy with these words, on the device or on two processes. That of `tis` samples at
+    another temperature."""
+    script = patched.copy_of(method.script, method.patch, folder)
+    if method.patch == "tis":
+        text = script.read_text()
+        assert text.count(SAMPLED) == 1
+        script.write_text(text.replace(SAMPLED, SAMPLED.replace("args", f"{FLATTER} * args")))
     if is_on_device:
-        flags = ["--report", str(folder / "report.json"), script, *flags]
-        status, _, errors = fork_tools.run(RUNNER, flags, kit)
-    else:
-        if "total_episodes" in method.other:
-            stop = (reference_tools.stop_in_update, 1)
-            status, _, errors = fork_tools.run_on(2, script, flags, kit, stop)
-            assert status == 130, errors
-            flags = [*flags, "--resume"]
-        status, _, errors = fork_tools.run_on(2, script, flags, kit)
+        report = str(folder / "report.json")
+        fork_tools.succeed(RUNNER, ["--report", report, str(script), *flags], kit)
+        return
+    if "total_episodes" in method.other:
+        stop = (reference_tools.stop_in_update, 1)
+        status, _, errors = fork_tools.run_on(2, script, flags, kit, stop)
+        assert status == 130, errors
+        flags = [*flags, "--resume"]
+    status, _, errors = fork_tools.run_on(2, script, flags, kit)
     assert status == 0, errors
 
 
@@ -470,9 +459,9 @@ def test_a_dual_clip_limits_the_loss_where_the_advantage_is_negative() -> None:
     """Ye et al. 2020, equation 5, with ratios on both sides of all three limits."""
     dapo = patched.module("dapo")
     logprobs = torch.tensor([4.0, 1.1, 0.5]).log().expand(3, 3)
-    about = dict.fromkeys("contexts responses lengths found_end sampled_logprobs loss_mask".split())
-    parts = {"logprobs": torch.zeros(3, 3), "advantages": torch.tensor([1.0, -2.0, 0.0])}
-    losses, _ = dapo.rloo_loss(logprobs, dapo.Batch(**about, **parts), dapo.Args(dual_clip=3.0))
+    old = {"logprobs": torch.zeros(3, 3), "advantages": torch.tensor([1.0, -2.0, 0.0])}
+    batch = patched.batch("dapo", **old)
+    losses, _ = dapo.rloo_loss(logprobs, batch, dapo.Args(dual_clip=3.0))
     expected = torch.tensor([[-1.28, -1.1, -0.5], [6.0, 2.2, 1.6], [0.0, 0.0, 0.0]])
     torch.testing.assert_close(losses, expected)
 
@@ -488,10 +477,10 @@ def test_which_kl_has_the_gradient_of_k3(unbiased: bool) -> None:
     logprobs = logits.log_softmax(0)
     old = old_logits.log_softmax(0)
     ref = ref_logits.log_softmax(0)
-    about = dict.fromkeys("contexts responses lengths found_end sampled_logprobs".split())
-    parts = {"logprobs": old.view(7, 1), "ref_logprobs": ref.view(7, 1)}
-    mask = torch.ones(7, 1, dtype=torch.bool)
-    batch = grpo.Batch(**about, **parts, loss_mask=mask, advantages=torch.zeros(7))
+    batch = patched.batch("grpo", advantages=torch.zeros(7))
+    batch.logprobs = old.view(7, 1)
+    batch.ref_logprobs = ref.view(7, 1)
+    batch.loss_mask = torch.ones(7, 1, dtype=torch.bool)
     losses, _ = grpo.rloo_loss(logprobs.view(7, 1), batch, 1.0, grpo.Args(unbiased_kl=unbiased))
     (gradient,) = torch.autograd.grad(old.exp().dot(losses), logits, retain_graph=True)
 
@@ -500,14 +489,6 @@ def test_which_kl_has_the_gradient_of_k3(unbiased: bool) -> None:
         kl = logprobs.exp().dot(logprobs - ref)
     (expected,) = torch.autograd.grad(kl, logits)
     torch.testing.assert_close(gradient, expected)
-
-
-def test_more_reward_models_need_a_reward_model() -> None:
-    script = patched.module("rm_ensemble")
-    for flags in ({}, {"reward_model": "judge1", "reward_fn": "rewards:count"}):
-        args = script.Args(more_reward_models=("judge2",), **flags)
-        with pytest.raises(script.UserError, match="^--more_reward_models needs a --reward_model"):
-            script.load_reward("reward_model", args, "tiny", None, 9)
 
 
 def test_a_margin_is_a_number(kit: Path) -> None:

@@ -12,17 +12,22 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import PPO, REWARD, SCRIPTS, WORDS, copy, kit, plain, run
+from fork_tools import PPO, REWARD, SCRIPTS, WORDS, copy, kit, plain, succeed
 from run_tools import read_lines
 from transformers import AutoTokenizer, DistilBertConfig, DistilBertForSequenceClassification
 
-import ppo_rlhf
 import train_reward
 from benchmark import report
+from tiny import rewards
 
-STUDIES = tuple(str(path.relative_to(ROOT)) for path in ROOT.glob("benchmark/studies/*/README.md"))
-STUDIES += ("benchmark/speed/README.md",)
-DOCS = tuple(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))
+
+def pages(pattern: str) -> list[str]:
+    """The paths of these pages in the project."""
+    return [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(pattern))]
+
+
+STUDIES = [*pages("benchmark/studies/*/README.md"), "benchmark/speed/README.md"]
+DOCS = pages("docs/*.md")
 PAGES = ("README.md", "benchmark/README.md", *STUDIES, *DOCS, "tiny/rewards.py")
 SYSTEMS = "benchmark/systems/README.md"  # names flags of patches, and of former versions
 DOCUMENTS = (*PAGES[:-1], SYSTEMS, "CHANGELOG.md")
@@ -62,9 +67,8 @@ def test_tables_and_pictures_are_made_from_the_records(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("out of date")
-    changed = ["README.md", "curves.png"]
-    found = [name for name in changed if f"optimum/{name}" in done.stderr]
-    assert found == changed
+    for name in ("README.md", "curves.png"):
+        assert f"studies/optimum/{name}" in done.stderr
     assert done.stderr.count("/studies/") == 2
 
 
@@ -85,13 +89,12 @@ def test_every_table_of_the_measurements_is_made_from_records() -> None:
             assert name == "benchmark/studies/symptoms/README.md"
             _, _, healthy, ill, *_ = line.strip("|").split(" | ")
             assert not re.search(r"\d", healthy + ill), line
-    pages = [folder / "README.md" for folder in report.folders()]
-    found = [str(page.relative_to(ROOT)) for page in pages]
-    expected = ["benchmark/README.md", *STUDIES]
-    assert sorted(found) == sorted(expected)
+    known = {ROOT / page for page in ("benchmark/README.md", *STUDIES)}
+    assert known == {folder / "README.md" for folder in report.folders()}
     start = read("benchmark/README.md")
-    names = [name.removeprefix("benchmark/").removesuffix("/README.md") for name in STUDIES]
-    assert [name for name in names if f"]({name})" not in start] == []
+    for page in STUDIES:
+        name = page.removeprefix("benchmark/").removesuffix("/README.md")
+        assert f"]({name})" in start, page
 
 
 def test_the_numbers_of_the_summary_are_those_of_the_findings() -> None:
@@ -143,8 +146,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", DOCUMENTS)
 def test_every_link_leads_to_a_file_and_to_a_part_of_it(page: str) -> None:
-    links = re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", read(page))
-    links = [(target, part) for target, part in links if not target.startswith("http")]
+    links = re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", read(page))
     assert links
     for target, part in links:
         path = (ROOT / page).parent / target if target else ROOT / page
@@ -272,20 +274,18 @@ def test_samples_of_the_readme_are_those_of_the_record() -> None:
     """Each row stands in the table that is made from the record."""
     rows = re.findall(r"^\| (?:During|On|Before) .*$", read("README.md"), re.M)
     assert len(rows) == 3
-    assert [row for row in rows if f"\n{row}\n" not in read("benchmark/README.md")] == []
+    for row in rows:
+        assert f"\n{row}\n" in read("benchmark/README.md")
 
 
-def test_the_readme_has_the_two_commands_of_the_set_up() -> None:
+def test_the_readme_has_the_commands_of_the_set_up_and_of_one_s_own_model() -> None:
+    """Settings that two commands share reach both."""
     assert re.findall(r"^pip install.*$", read("README.md"), re.M) == [
         "pip install -e . && python train_reward.py && python ppo_rlhf.py",
         'pip install -e ".[test]" && pytest',
     ]
-
-
-def test_the_settings_that_two_commands_of_the_readme_share_reach_both() -> None:
     shared = [words for words in commands("README.md") if "./my_sft" in words]
-    scripts = [words[0] for words in shared]
-    assert scripts == [REWARD, PPO]
+    assert [words[0] for words in shared] == [REWARD, PPO]
     for words in shared:
         assert "--truncate_token" in words
 
@@ -293,60 +293,42 @@ def test_the_settings_that_two_commands_of_the_readme_share_reach_both() -> None
 def test_the_loop_of_the_readme_is_the_script_s() -> None:
     """Its lines stand in main in the same order, with other comments and nothing between them."""
     (loop,) = re.findall(r"```python\n(for .*?)```", read("README.md"), re.S)
-    script = (ROOT / PPO).read_text()
-    _, _, main = script.partition("def main(")
-    main, _, _ = main.partition("\n# --- ")
+    (main,) = re.findall(r"^def main\(.*?^# --- ", read(PPO), re.S | re.M)
 
-    def code(text: str) -> list[str]:
-        lines = []
-        for line in text.splitlines():
-            before, _, _ = line.partition("  #")
-            lines.append(before.strip())
-        return lines
-
-    rest = code(main)
-    shown = code(loop)
+    rest = re.sub("  #.*", "", main)
+    shown = re.sub("  #.*", "", loop).splitlines()
     assert len(shown) > 5
     for line in shown:
-        assert line in rest, line
-        rest = rest[rest.index(line) + 1 :]
+        _, is_there, rest = rest.partition(f" {line.strip()}\n")
+        assert is_there, line
 
 
 def test_the_entropy_bonus_of_the_readme_is_one_line(tmp_path: Path) -> None:
     """It does what it says where it says: the policy's entropy is higher with a large one. So what
     `ppo_update` gets of `forward_response` keeps its gradient."""
     line = re.search(r"`(loss = loss - 0.01 \* .*?)`", read("README.md"))[1]
-    code = (ROOT / PPO).read_text()
+    code = read(PPO)
     ((whole, indent),) = re.findall(r"^(( +)loss = policy_loss .*\n)", code, re.M)
     folder = copy(kit(), tmp_path)
     shutil.copy(ROOT / "tf_adam.py", folder)
     added = indent + line.replace("0.01", "50") + "\n"
     (folder / "mine.py").write_text(code.replace(whole, whole + added))
-    status, _, errors = run(str(folder / "mine.py"), WORDS[PPO], folder)
-    assert status == 0, errors
-    entropies = []
-    for out in (folder / "out", plain(PPO, 1) / "out"):
-        entropies.append(read_lines(out / "metrics.jsonl")[-1]["policy/entropy"])
-    assert entropies[0] > entropies[1] + 0.05
+    succeed(str(folder / "mine.py"), WORDS[PPO], folder)
+    *_, more = read_lines(folder / "out/metrics.jsonl")
+    *_, less = read_lines(plain(PPO, 1) / "out/metrics.jsonl")
+    assert more["policy/entropy"] > less["policy/entropy"] + 0.05
 
 
-def test_reward_functions_of_tiny_score_what_the_scripts_give_them(
+def test_reward_functions_of_tiny_score_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rewards = importlib.import_module("tiny.rewards")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model", pad_token="<|endoftext|>")
-    texts = [("He knelt down.", " He was proud, and full of joy and cheer."), ("She", " wept.")]
-    queries = []
-    responses = []
-    for query, response in texts:
-        ids = tokenizer(query).input_ids
-        queries.append(ppo_rlhf.Query(ids, ids, {"query": query}))
-        responses.append(tokenizer(response).input_ids)
-    Accelerator(cpu=True)  # scores are on its device
-    monkeypatch.setattr(ppo_rlhf, "truncated", lambda batch: batch)
-    scores = ppo_rlhf.score_by_function(rewards.happy, tokenizer, queries, responses)
-    assert scores.tolist() == [2.0, 0.0]
+    """As the scripts call them: with lists and a column that is not theirs."""
+    prompts = ["He knelt down.", "She"]
+    completions = [" He was proud, and full of joy and cheer.", " wept."]
+    texts = {"prompts": prompts, "completions": completions, "query": prompts}
+    assert rewards.happy(**texts) == [2.0, 0.0]
 
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model", pad_token="<|endoftext|>")
     sizes = {"dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "vocab_size": len(tokenizer)}
     labels = {0: "NEGATIVE", 1: "POSITIVE"}
     config = DistilBertConfig(**sizes, pad_token_id=0, id2label=labels)
@@ -355,10 +337,10 @@ def test_reward_functions_of_tiny_score_what_the_scripts_give_them(
     tokenizer.save_pretrained(tmp_path)
     monkeypatch.setattr(rewards, "MODEL", str(tmp_path))
     rewards.load.cache_clear()
-    scores = ppo_rlhf.score_by_function(rewards.classifier, tokenizer, queries, responses)
+    scores = rewards.classifier(**texts)
     rewards.load.cache_clear()
     logits = []
-    for query, response in texts:
-        ids = torch.tensor([tokenizer(query + response).input_ids])
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.tensor([tokenizer(prompt + completion).input_ids])
         logits.append(model(ids).logits[0, 1])
-    torch.testing.assert_close(scores, torch.stack(logits))
+    torch.testing.assert_close(torch.tensor(scores), torch.stack(logits))

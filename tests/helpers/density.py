@@ -1,14 +1,10 @@
-"""Size and density of Python code, counted in tokens without comments and docstrings.
-
-python tests/density.py FILE..    # a row per file
-"""
+"""Size and density of Python code, counted in tokens without comments and docstrings."""
 
 import ast
 import io
-import sys
 import tokenize
+from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 NO_CODE = {
     tokenize.COMMENT,
@@ -58,11 +54,7 @@ def code_tokens(source: str) -> list[tokenize.TokenInfo]:
 def measure(source: str) -> Density:
     """The density of a file's source."""
     tokens = code_tokens(source)
-    per_line = {}
-    for token in tokens:
-        line = token.start[0]
-        per_line[line] = per_line.get(line, 0) + 1
-    counts = sorted(per_line.values())
+    counts = sorted(Counter(token.start[0] for token in tokens).values())
     sizes = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.stmt) and not isinstance(node, BLOCK):
@@ -76,8 +68,3 @@ def measure(source: str) -> Density:
         longest=counts[-1],
         long_statements=sum(size > 25 for size in sizes) / len(sizes),
     )
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        sys.stdout.write(f"{name}: {measure(Path(name).read_text())}\n")

@@ -173,6 +173,13 @@ def run(
     return end(begin(script, words, folder, *changes, **env), folder)
 
 
+def succeed(*values: Any, **env: str) -> str:
+    """The same, with an exit status of 0: stdout."""
+    status, printed, errors = run(*values, **env)
+    assert status == 0, errors
+    return printed
+
+
 def run_two(
     script: str,
     words: Sequence[str],
@@ -220,23 +227,15 @@ def kit() -> Path:
     return fill(folder / "kit")
 
 
-FAILED: dict[tuple[str, int], str] = {}
-
-
 @functools.cache
 def plain(script: str, world: int) -> Path:
     """A folder in which the script has run and nothing stopped it, on one process or two; `log`
     lists what it wrote."""
-    # What follows is not cached after a failure, and must not hide its cause.
-    assert (script, world) not in FAILED, FAILED[script, world]
-    folder = copy(kit(), kit().with_name(f"{script}-{world}"))
+    folder = copy(kit(), Path(tempfile.mkdtemp(dir=kit().parent)))
     log_all = (strike, "", 0, 0, f"{folder}/log")
     code, _, errors = run_on(world, script, WORDS[script], folder, log_all)
-    if code != 0:
-        words = shlex.join(WORDS[script])
-        says = f"a run that many tests compare with ends with status {code}: {script} {words}"
-        FAILED[script, world] = f"{says}\n{errors}"
-    assert code == 0, FAILED[script, world]
+    command = f"{script} {shlex.join(WORDS[script])}"
+    assert code == 0, f"a run that many tests compare with fails: {command}\n{errors}"
     return folder
 
 
@@ -350,13 +349,18 @@ def refuse_near_draws(margin: float) -> None:
     torch.searchsorted = checked
 
 
+def append(log: str, row: Any) -> None:
+    """Adds a line to that file."""
+    with open(log, "a") as file:
+        file.write(json.dumps(row, default=str) + "\n")
+
+
 def log_unpickling(log: str) -> None:
     """Every name that a pickle looks up is written to that file: to be safe there must be none."""
 
     def watch(event: str, values: tuple[Any, ...]) -> None:
         if event == "pickle.find_class":
-            with open(log, "a") as file:
-                file.write(f"{values}\n")
+            append(log, values)
 
     sys.addaudithook(watch)
 
@@ -391,22 +395,19 @@ def log_whole_tensors(log: str) -> None:
     backward = accelerate.Accelerator.backward
     search = torch.searchsorted
 
-    def note(name: str, value: int) -> None:
-        with open(log, "a") as file:
-            file.write(json.dumps({name: value}) + "\n")
-
     def whole() -> list[Any]:
         weights = [x for x in gc.get_objects() if type(x) is torch.nn.Parameter]
         return [x for x in weights if x.requires_grad and not hasattr(x, "to_local")]
 
     def counted(self: Any, loss: Any) -> None:
         backward(self, loss)
-        note("gradients", sum(x.grad.numel() for x in whole() if x.grad is not None))
+        grads = [x.grad.numel() for x in whole() if x.grad is not None]
+        append(log, {"gradients": sum(grads)})
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         here = [x for x in whole() if x.untyped_storage().size() > 0]  # others are in shards now
-        note("weights", sum(x.numel() for x in here))
-        note("copies", torch.is_autocast_cache_enabled())
+        append(log, {"weights": sum(x.numel() for x in here)})
+        append(log, {"copies": torch.is_autocast_cache_enabled()})
         return search(*args, **kwargs)
 
     accelerate.Accelerator.backward = counted
@@ -417,23 +418,19 @@ def log_tracking(log: str) -> None:
     """What would go to Weights & Biases is written to that file: start, metrics, tables, end."""
     import wandb
 
-    def note(*values: Any) -> None:
-        with open(log, "a") as file:
-            file.write(json.dumps(values, default=str) + "\n")
-
     class Config:
         def update(self, *settings: Any, **_: Any) -> None:
-            note("config", *settings)
+            append(log, ["config", *settings])
 
     class Run:
         def __init__(self, **settings: Any) -> None:
-            note("init", settings)
+            append(log, ["init", settings])
 
         def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-            note("log", step, values)
+            append(log, ["log", step, values])
 
         def finish(self) -> None:
-            note("finish")
+            append(log, ["finish"])
 
     wandb.init = Run
     wandb.config = Config()

@@ -43,11 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def original_of(copy: Path) -> str:
     """Which of the scripts a copy was made from: the one with most lines in common."""
     lines = copy.read_text().splitlines()
-    alike = {}
-    for script in SCRIPTS:
+
+    def likeness(script: str) -> float:
         theirs = (ROOT / script).read_text().splitlines()
-        alike[script] = difflib.SequenceMatcher(None, lines, theirs, autojunk=False).ratio()
-    return max(alike, key=alike.get)
+        return difflib.SequenceMatcher(None, lines, theirs, autojunk=False).ratio()
+
+    return max(SCRIPTS, key=likeness)
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:

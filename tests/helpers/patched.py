@@ -5,10 +5,12 @@ import functools
 import importlib.util
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from conftest import ROOT
 
@@ -44,6 +46,15 @@ def script(name: str) -> Path:
     return make.patched(name, folder() / f"{name}.py")
 
 
+def copy_of(base: str, name: str, to: Path) -> Path:
+    """A copy of any script with this patch in a new folder, for patches of more than one script."""
+    path = to / f"{name}_copy.py"
+    command = ["patch", "--fuzz=0", "-o", str(path), str(ROOT / base), str(PATCHES[name])]
+    subprocess.run(command, check=True, capture_output=True)
+    shutil.copy(ROOT / "tf_adam.py", to)
+    return path
+
+
 @functools.cache
 def module(name: str) -> ModuleType:
     """The patched copy, imported."""
@@ -53,3 +64,9 @@ def module(name: str) -> ModuleType:
 def flags(name: str) -> list[str]:
     """The words of NAME.args."""
     return re.sub("#.*", "", ARGS[name].read_text()).split()
+
+
+def batch(name: str, **parts: Any) -> Any:
+    """A micro-batch for a loss, of these parts alone."""
+    needed = "contexts responses lengths found_end loss_mask sampled_logprobs".split()
+    return module(name).Batch(**dict.fromkeys(needed) | parts)
