@@ -95,9 +95,10 @@ def test_whiten_gives_the_table_of_the_n_implementation_details() -> None:
         "1.2127019 1.6000004 1.9872988 /"
         "2.3745968 2.7618952 3.1491938"
     )
-    whitened = ppo_rlhf.whiten(rewards, every(rewards), shift_mean=False)
+    mask = every(rewards)
+    whitened = ppo_rlhf.whiten(rewards, mask, shift_mean=False)
     assert_close(whitened, published, atol=2e-6)
-    shifted = ppo_rlhf.whiten(rewards, every(rewards), shift_mean=True)
+    shifted = ppo_rlhf.whiten(rewards, mask, shift_mean=True)
     assert_close(shifted, published - 1.6, atol=2e-6)
     # 1e-8 is added to the variance: 0 and 2e-4, mean 1e-4, variance 1e-8:
     # 1e-4 / sqrt(1e-8 + 1e-8) = 0.707107
@@ -250,7 +251,8 @@ def test_a_model_that_gives_equal_rewards_is_right_by_chance_alone() -> None:
     _, best, is_hit = train_reward.label_rewards(make_reward(gain=0.0), labels)
     assert best.tolist() == [0, 1, 2] * 3
     assert is_hit.sum() == 3
-    tokenizer: Any = SimpleNamespace(decode=str, batch_decode=lambda rows: [*map(str, rows)])
+    tokenizer: Any = SimpleNamespace(decode=str)
+    tokenizer.batch_decode = lambda rows: [*map(str, rows)]
     rows = train_reward.evaluate_labels(make_reward(gain=0.0), labels, tokenizer)
     assert rows.is_hit.sum() == 3
     assert rows.best.tolist() == best.tolist()

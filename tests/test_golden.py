@@ -124,8 +124,9 @@ def test_reward_scores_equal_the_original(golden_03a: Path, variant: str) -> Non
     classifier = load_reward(folder_of(golden_03a, "hf_reward")).lm
     size = classifier.config.vocab_size
     contexts = rows_of(arrays["queries"], size)
-    batch = make_responses(rows_of(arrays[f"responses{variant}"], size))
-    scores = scores_of(classifier, contexts, batch, ppo_rlhf.Args(micro_batch_size=4))
+    responses = rows_of(arrays[f"responses{variant}"], size)
+    args = ppo_rlhf.Args(micro_batch_size=4)
+    scores = scores_of(classifier, contexts, make_responses(responses), args)
     assert off(scores, arrays[f"scores{variant}"]) < 5e-6
 
 
@@ -217,7 +218,8 @@ def update_all_ranks(
         patch.setattr(tf_adam, "reduce", accelerator.reduce)
         for i, j in np.ndindex(args.num_epochs, args.num_minibatches):
             records = []
-            for batch, order, stepper in zip(batches, epochs, steppers, strict=True):
+            ranks = zip(batches, epochs, steppers, strict=True)
+            for batch, order, stepper in ranks:
                 rows = order[i : i + 1, j : j + 1]
                 records += ppo_rlhf.ppo_update(accelerator, policy, stepper, batch, rows, args)
             found.append(records)
