@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import GPT2Tokenizer
 
 import ppo_rlhf
+import tf_adam
 import train_reward
 from benchmark.ours import make_batch
 from tf_adam import make_optimizer, set_learning_rates
@@ -112,17 +113,20 @@ def test_logprobs_values_and_entropies_equal_the_original(golden_02: Path, varia
     assert off(values, arrays[f"{variant}values"]) < 5e-6
 
 
+def scores_of(classifier: Any, contexts: list[list[int]], batch: Any, args: Any) -> Tensor:
+    head = ppo_rlhf.reward_head(classifier)
+    return ppo_rlhf.score_by_model(classifier, head, args, make_queries(contexts), batch)
+
+
 @pytest.mark.parametrize("variant", ["", "_padded"])
 def test_reward_scores_equal_the_original(golden_03a: Path, variant: str) -> None:
     arrays, _ = load_golden(golden_03a)
     classifier = load_reward(folder_of(golden_03a, "hf_reward")).lm
     size = classifier.config.vocab_size
-    queries = make_queries(rows_of(arrays["queries"], size))
+    contexts = rows_of(arrays["queries"], size)
     responses = rows_of(arrays[f"responses{variant}"], size)
     args = ppo_rlhf.Args(micro_batch_size=4)
-    head = ppo_rlhf.reward_head(classifier)
-    batch = make_responses(responses)
-    scores = ppo_rlhf.score_by_model(classifier, head, args, queries, batch)
+    scores = scores_of(classifier, contexts, make_responses(responses), args)
     assert off(scores, arrays[f"scores{variant}"]) < 5e-6
 
 
@@ -186,9 +190,10 @@ class AllRanks:
     """An accelerator of one process that plays all ranks in turn: gradients of all of them, then
     one optimizer step."""
 
+    no_sync = contextlib.nullcontext
+
     def __init__(self, world: int) -> None:
         self.num_processes = world
-        self.no_sync = contextlib.nullcontext
 
     def reduce(self, x: Tensor, how: str) -> Tensor:
         """Every rank has as many tokens."""
@@ -201,25 +206,24 @@ class AllRanks:
 
 
 def update_all_ranks(
-    policy: Any,
-    optimizer: Any,
-    batches: list[ppo_rlhf.Batch],
-    epochs: list[Tensor],
-    args: Any,
-    patch: pytest.MonkeyPatch,
-) -> None:
-    """ppo_update of several ranks, minibatch by minibatch."""
+    policy: Any, optimizer: Any, batches: list, epochs: list[Tensor], args: Any
+) -> list[list[dict]]:
+    """ppo_update of all ranks, minibatch by minibatch. Returns each minibatch's records."""
     accelerator = AllRanks(len(batches))
-    patch.setattr(ppo_rlhf, "reduce", accelerator.reduce)
+    Accelerator(cpu=True)
     wait = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
-    for i in range(args.num_epochs):
-        for j in range(args.num_minibatches):
-            for rank, batch in enumerate(batches):
-                is_last = rank == len(batches) - 1
-                stepper = optimizer if is_last else wait
-                mine = epochs[rank][i : i + 1, j : j + 1]
-                ppo_rlhf.ppo_update(accelerator, policy, stepper, batch, mine, args)
-    patch.undo()
+    steppers = [wait] * (len(batches) - 1) + [optimizer]
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tf_adam, "reduce", accelerator.reduce)
+        for i, j in np.ndindex(args.num_epochs, args.num_minibatches):
+            records = []
+            ranks = zip(batches, epochs, steppers, strict=True)
+            for batch, order, stepper in ranks:
+                rows = order[i : i + 1, j : j + 1]
+                records += ppo_rlhf.ppo_update(accelerator, policy, stepper, batch, rows, args)
+            found.append(records)
+    return found
 
 
 def assert_metrics(records: list, arrays: Arrays, prefix: str) -> None:
@@ -237,21 +241,6 @@ def assert_metrics(records: list, arrays: Arrays, prefix: str) -> None:
         assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-6), f"{prefix} {name}"
 
 
-def update_one_rank(
-    policy: Any, optimizer: Any, batch: Any, epochs: Tensor, args: Any, arrays: Arrays, step: str
-) -> None:
-    """ppo_update, with the statistics of every minibatch and their means."""
-    accelerator = Accelerator(cpu=True)
-    records = ppo_rlhf.ppo_update(accelerator, policy, optimizer, batch, epochs, args)
-    assert_metrics(records, arrays, f"{step}/stats/ppo/")
-    first = 0
-    minibatches = [x for x, record in enumerate(records) if "returns/mean" in record]
-    assert len(minibatches) == args.num_epochs * args.num_minibatches
-    for i, last in enumerate([*minibatches[1:], len(records)]):
-        assert_metrics(records[first:last], arrays, f"{step}/mb{i}/stats/")
-        first = last
-
-
 def replay_rollout(
     file: Path, policy: Any, ref: Any, batch: Any, arrays: Arrays, args: Any
 ) -> None:
@@ -267,9 +256,7 @@ def replay_rollout(
     recorded = rows_of(arrays["postprocessed_responses"], policy.lm.config.vocab_size)
     assert ppo_rlhf.truncated(batch) == recorded
     classifier = load_reward(folder_of(file, "hf_reward")).lm
-    queries = make_queries(batch.contexts)
-    head = ppo_rlhf.reward_head(classifier)
-    scores = ppo_rlhf.score_by_model(classifier, head, args, queries, batch)
+    scores = scores_of(classifier, batch.contexts, batch, args)
     assert off(ppo_rlhf.penalize_missing_end(scores, found, args), arrays["scores"]) < 1e-5
 
 
@@ -292,7 +279,7 @@ def assert_first_minibatch(batch: ppo_rlhf.Batch, recorded: Arrays, args: Any) -
         assert off(mini.returns, recorded["returns"]) < 1e-5
 
 
-def test_ppo_steps_equal_the_original(golden_04: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
     """Rewards, advantages, statistics, weights and KL coefficient after every recorded PPO step, of
     all ranks, in the original's order of rows."""
     first, record = load_golden(golden_04)
@@ -332,10 +319,11 @@ def test_ppo_steps_equal_the_original(golden_04: Path, monkeypatch: pytest.Monke
             kls.append(log_ratio.sum(1).mean().item())
 
         set_learning_rates(optimizer, number, number / num_updates, args)
-        if len(ranks) > 1:
-            update_all_ranks(policy, optimizer, batches, epochs, args, monkeypatch)
-        else:
-            update_one_rank(policy, optimizer, batches[0], epochs[0], args, first, step)
+        records = update_all_ranks(policy, optimizer, batches, epochs, args)
+        if len(ranks) == 1:
+            assert_metrics(sum(records, []), first, f"{step}/stats/ppo/")
+            for i, minibatch in enumerate(records):
+                assert_metrics(minibatch, first, f"{step}/mb{i}/stats/")
         assert_moved_alike(policy, before, first, f"{step}/weights_after/policy/")
         kl_coef = ppo_rlhf.adapt_kl_coef(kl_coef, float(np.mean(kls)), args)
         assert float(first[f"{step}/kl_coef_after"]) == pytest.approx(kl_coef, rel=1e-6)

@@ -159,9 +159,7 @@ def test_uniforms_and_shuffles_follow_from_seed_update_and_process_alone() -> No
 class Casts(TorchDispatchMode):
     """Counts the copies of weights in bf16."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any, named: Any = None) -> Any:
         named = named or {}

@@ -67,27 +67,19 @@ def script_args(hparams: dict[str, Any]) -> ppo_rlhf.Args:
     rewards = hparams["rewards"]
     task = hparams["task"]
     adaptive = rewards.get("adaptive_kl") or {"target": None, "horizon": 1.0}
+    same = "total_episodes batch_size lr vf_coef cliprange cliprange_value gamma lam whiten_rewards"
+    of_task = "truncate_token truncate_after penalty_reward_value"
     return ppo_rlhf.Args(
         seed=hparams["run"]["seed"],
         temperature=task["policy"]["temperature"],
-        truncate_token=task["truncate_token"],
-        truncate_after=task["truncate_after"],
-        penalty_reward_value=task["penalty_reward_value"],
-        total_episodes=ppo["total_episodes"],
-        batch_size=ppo["batch_size"],
         micro_batch_size=ppo["batch_size"],
         num_minibatches=ppo["nminibatches"],
         num_epochs=ppo["noptepochs"],
-        lr=ppo["lr"],
-        vf_coef=ppo["vf_coef"],
-        cliprange=ppo["cliprange"],
-        cliprange_value=ppo["cliprange_value"],
-        gamma=ppo["gamma"],
-        lam=ppo["lam"],
-        whiten_rewards=ppo["whiten_rewards"],
         kl_coef=rewards["kl_coef"],
         adaptive_kl_target=adaptive["target"],
         kl_horizon=adaptive["horizon"],
+        **{name: ppo[name] for name in same.split()},
+        **{name: task[name] for name in of_task.split()},
     )
 
 

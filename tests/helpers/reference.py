@@ -72,10 +72,7 @@ class Adam:
             gradients.append(torch.zeros_like(p) if p.grad is None else p.grad)
             p.grad = None
         norm = math.sqrt(sum((gradient**2).sum().item() for gradient in gradients))
-        clip = 1.0
-        if s.max_grad_norm is not None:
-            clip = s.max_grad_norm / (norm + 1e-6)
-            clip = min(1.0, clip)
+        clip = min(1.0, (s.max_grad_norm or math.inf) / (norm + 1e-6))
 
         beta1, beta2 = s.adam_betas
         rest1 = 1 - beta1**self.steps
@@ -109,11 +106,10 @@ def scheduled(lr: float, left: float, update: int, s: Any) -> float:
 # --- models ---
 
 
-def load(auto_class: Any, folder: Path, **kwargs: Any) -> Any:
+def load(auto_class: Any, folder: Path, **options: Any) -> Any:
     """A model in float64, without dropout; every token that it reads is a real one, the pad too."""
-    model = auto_class.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager", **kwargs
-    )
+    options |= {"dtype": torch.float64, "attn_implementation": "eager"}
+    model = auto_class.from_pretrained(folder, **options)
     for module in model.eval().modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None
@@ -152,12 +148,8 @@ def cut_query(
         if first < len(tokens):
             tokens = tokens[first:]
     if len(tokens) > length:
-        if long == "drop":
-            return []
-        elif long == "keep_start":
-            tokens = tokens[:length]
-        else:
-            tokens = tokens[len(tokens) - length :]
+        kept = {"drop": [], "keep_start": tokens[:length], "keep_end": tokens[-length:]}
+        tokens = kept[long]
     if end is not None:
         while tokens and tokens[-1] != end:
             tokens = tokens[:-1]

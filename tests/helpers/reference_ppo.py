@@ -4,14 +4,8 @@ from typing import Any
 
 import torch
 from reference import CLIP_EDGE, Numbers, clipped_loss, note, read
+from reference_rloo import NAMES
 from torch import Tensor
-
-NAMES = {
-    "loss": "loss/policy",
-    "ratio": "policy/ratio",
-    "approxkl": "policy/approxkl",
-    "clipfrac": "policy/clipfrac",
-}
 
 
 def whiten(rows: list[Tensor], shift_mean: bool) -> list[Tensor]:
@@ -19,21 +13,22 @@ def whiten(rows: list[Tensor], shift_mean: bool) -> list[Tensor]:
     mean 0."""
     every = torch.cat(rows)
     mean = every.mean()
-    deviation = (every.var(correction=0) + 1e-8).sqrt()
+    variance = every.var(correction=0)
+    deviation = (variance + 1e-8).sqrt()
     whitened = [(x - mean) / deviation for x in rows]
     return whitened if shift_mean else [x + mean for x in whitened]
 
 
 def gae(values: Tensor, rewards: Tensor, gamma: float, lam: float) -> Tensor:
     """Advantages of one response (Schulman et al. 2016, equation 16)."""
-    next_values = [*values[1:], 0.0]
-    deltas = []
-    for reward, value, next_value in zip(rewards, values, next_values, strict=True):
-        deltas.append(reward + gamma * next_value - value)
+    next_values = torch.cat([values[1:], torch.zeros(1)])
+    deltas = rewards + gamma * next_values - values
     advantages = []
     for t in range(len(deltas)):
-        later = range(t, len(deltas))
-        advantages.append(sum((gamma * lam) ** (i - t) * deltas[i] for i in later))
+        later = deltas[t:]
+        distances = torch.arange(len(later), dtype=torch.float64)
+        discounts = (gamma * lam) ** distances
+        advantages.append(discounts @ later)
     return torch.stack(advantages)
 
 
@@ -61,11 +56,9 @@ def set_advantages(rows: list[Any], kl_coef: float, s: Any) -> None:
 def value_loss(values: Tensor, row: Any, cliprange: float, means: Numbers) -> Tensor:
     """Half the squared error of every value, or of what is left of it after a clip around the old
     one, whichever is larger."""
-    lowest = row.values - cliprange
-    highest = row.values + cliprange
     beyond = (values - row.values).abs() - cliprange
     assert beyond.abs().min() > CLIP_EDGE, "clipped or not: take another seed"
-    near = torch.minimum(torch.maximum(values, lowest), highest)
+    near = values.clamp(row.values - cliprange, row.values + cliprange)
     error = (values - row.returns) ** 2
     near_error = (near - row.returns) ** 2
     loss = torch.maximum(error, near_error) / 2
@@ -83,8 +76,7 @@ def ppo_step(
     s: Any,
     means: Numbers,
 ) -> None:
-    """The gradient of the mean losses over the tokens of a minibatch; `parts` has each rank's
-    rows."""
+    """The gradient of the mean losses over a minibatch's tokens; `parts` has each rank's rows."""
     every = [row for rows in parts for row in rows]
     for rows in parts:
         set_advantages(rows, kl_coef, s)

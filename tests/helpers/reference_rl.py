@@ -90,15 +90,9 @@ def evaluate(
     numbers = uniforms(s.seed, 0, len(queries), s.response_length)
     for query, u in zip(queries, numbers, strict=True):
         row = make_row(policy, ref, judge, query, u, end, s)
-        found.append(
-            {
-                "query": tokenizer.decode(query.ids),
-                "response": tokenizer.decode(row.truncated),
-                "score": row.score,
-                "kl": row.log_ratio.sum().item(),
-                "found_end": row.found_end,
-            }
-        )
+        texts = {"query": tokenizer.decode(query.ids), "response": tokenizer.decode(row.truncated)}
+        kl = row.log_ratio.sum().item()
+        found.append(texts | {"score": row.score, "kl": kl, "found_end": row.found_end})
     return found
 
 
@@ -134,13 +128,11 @@ def draw_steps(update: int, world: int, rows: list[Any], k: int, s: Any) -> list
 
 def make_policies(s: Any, folder: Path, is_rloo: bool) -> tuple[Any, Any, dict[str, Any]]:
     """Policy and reference with their value heads, and which model each file of the run has."""
-    lm = load(AutoModelForCausalLM, folder / s.base_model)
-    ref_lm = load(AutoModelForCausalLM, folder / s.base_model)
+    lm, ref_lm = (load(AutoModelForCausalLM, folder / s.base_model) for _ in range(2))
     head = nn.Linear(lm.config.hidden_size, 1, dtype=torch.float64)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    policy = SimpleNamespace(lm=lm, head=head, critic=None)
-    ref = SimpleNamespace(lm=ref_lm, head=head, critic=None)
+    policy, ref = (SimpleNamespace(lm=x, head=head, critic=None) for x in (lm, ref_lm))
     if s.critic == "policy":
         policy.critic = load(AutoModelForCausalLM, folder / s.base_model).base_model
     if s.critic == "reward":
@@ -160,9 +152,7 @@ def make_policies(s: Any, folder: Path, is_rloo: bool) -> tuple[Any, Any, dict[s
 
 def make_optimizer(policy: Any, is_rloo: bool, s: Any) -> Adam:
     """Adam over what is trained."""
-    critic = []
-    if not is_rloo:
-        critic += policy.head.parameters()
+    critic = [] if is_rloo else [*policy.head.parameters()]
     if policy.critic is not None:
         critic += policy.critic.parameters()
     return Adam([*policy.lm.parameters()], critic, s)
@@ -201,9 +191,7 @@ def reinforce(script: str, settings: dict[str, Any], folder: Path, world: int) -
         means = defaultdict(list)
         left = 1 - update / num_updates
         lr = scheduled(s.lr, left, update, s)
-        critic_lr = lr
-        if s.critic_lr is not None:
-            critic_lr = scheduled(s.critic_lr, left, update, s)
+        critic_lr = scheduled(s.critic_lr or s.lr, left, update, s)
         if update < s.critic_warmup:
             lr = 0.0
 

@@ -13,8 +13,7 @@ NAMES = {
 
 
 def set_leave_one_out(rows: list[Any], k: int, kl_coef: float) -> None:
-    """The reward less the mean of the others' (Ahmadian et al. 2024, equation
-    8)."""
+    """The reward less the mean of the others' (Ahmadian et al. 2024, equation 8)."""
     totals = [(row.score - kl_coef * row.log_ratio.sum()).item() for row in rows]
     for i, row in enumerate(rows):
         first = i // k * k

@@ -16,16 +16,22 @@ runs a script's main() so. After it
 It cannot show memory, speed, rounding of real kernels, reads of memory that an asynchronous copy
 has not filled yet, or more than one device. Attention is computed by torch's math backend, and
 counts as many kernels where a GPU has one.
+
+Why it is this long: torch has a device that checks (FakeTensor) and one that computes (the CPU),
+but none that does both, and a script draws its tokens from values. Half of the file are rules that
+only CUDA's own sources state: which operations take a CPU tensor, which make the host wait, and
+what autocast does with each.
 """
 
 import os
 import sys
 import sysconfig
 import threading
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,41 +81,20 @@ class MixedDevices(RuntimeError):
     """An operation on tensors of the device and of the CPU, which CUDA refuses."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where in the code an operation comes from."""
-
-    functions: str  # of the script, from the outermost: main/rollout/sample
-    line: str  # of the script
-    library: str  # the innermost line outside of torch, if it is not the script's
-
-
 @dataclass
 class Ledger:
     """What has happened on the device."""
 
     launches: int = 0
-    syncs: Counter[tuple[str, Place]] = field(default_factory=Counter)  # by kind and place
-
-    def launch(self) -> None:
-        """Counts an operation."""
-        self.launches += 1
+    syncs: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     def sync(self, kind: str) -> None:
         """Counts a synchronisation."""
-        self.syncs[kind, place()] += 1
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self.launches = 0
-        self.syncs.clear()
+        self.syncs[kind, *place()] += 1
 
     def rows(self) -> list[list[Any]]:
         """Synchronisations, the most frequent first: count, kind, functions, line, library."""
-        found = []
-        for (kind, at), count in self.syncs.most_common():
-            found.append([count, kind, at.functions, at.line, at.library])
-        return found
+        return [[count, *at] for at, count in self.syncs.most_common()]
 
 
 LEDGER = Ledger()
@@ -117,39 +102,29 @@ rounds_products = False
 kernels: list[torch.library.Library] = []  # they are registered as long as these exist
 
 
-def frames() -> Iterator[FrameType]:
-    """The main thread's frames, from the innermost: a backward pass runs in a thread of its own,
-    while the main thread waits in loss.backward()."""
-    frame = sys._getframe(1)
-    main = threading.main_thread().ident
-    if threading.get_ident() != main:
-        frame = sys._current_frames().get(main)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def place() -> Place:
-    """Where the code is now."""
+def place() -> tuple[str, str, str]:
+    """Where in the code an operation comes from: functions of the script, from the outermost
+    (main/rollout/sample); line of the script; the innermost line outside of torch, if it is not the
+    script's. A backward pass runs in a thread of its own, while the main one waits in it."""
     functions = []
     line = ""
     library = ""
-    for frame in frames():
+    innermost = sys._current_frames()[threading.main_thread().ident]
+    for frame, number in traceback.walk_stack(innermost):
         path = frame.f_code.co_filename
-        if path in OWN_FILES:
-            if functions:  # whoever runs the script
-                break
-            continue
+        if path in OWN_FILES and functions:  # whoever runs the script
+            break
         is_library = path.startswith(LIBRARIES)
-        if not line and not library and not path.startswith((TORCH, "<")):
+        is_ours = path in OWN_FILES or path.startswith((TORCH, "<"))
+        if is_library and not is_ours and not line and not library:
             folder, name = os.path.split(path)
-            library = f"{os.path.basename(folder)}/{name}:{frame.f_lineno}" if is_library else ""
-        if is_library:
+            library = f"{os.path.basename(folder)}/{name}:{number}"
+        if is_library or path in OWN_FILES:
             continue
-        line = line or f"{os.path.basename(path)}:{frame.f_lineno}"
+        line = line or f"{os.path.basename(path)}:{number}"
         if frame.f_code.co_name.isidentifier():
             functions.append(frame.f_code.co_name)
-    return Place("/".join(reversed(functions)), line, library)
+    return "/".join(reversed(functions)), line, library
 
 
 class SimTensor(Tensor):
@@ -176,9 +151,6 @@ class SimTensor(Tensor):
         cls, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         return dispatch(func, args, kwargs or {})
-
-    def __repr__(self, **_: Any) -> str:
-        return f"SimTensor({self.raw})"
 
     def tolist(self) -> Any:
         """Reads the values."""
@@ -221,39 +193,39 @@ def name_of(func: OpOverload) -> str:
 
 def refuse(func: OpOverload, why: str) -> None:
     """Raises MixedDevices."""
-    at = place()
-    raise MixedDevices(
-        f"{name_of(func)}: expected all tensors to be on the same device, but {why} ({at.line})"
-    )
+    _, line, _ = place()
+    says = f"expected all tensors to be on the same device, but {why} ({line})"
+    raise MixedDevices(f"{name_of(func)}: {says}")
+
+
+def is_on_cpu(x: Any) -> bool:
+    """Whether it is a tensor, and not one of the device."""
+    return isinstance(x, Tensor) and not isinstance(x, SimTensor)
 
 
 def check_devices(func: OpOverload, args: tuple, tensors: Sequence[Tensor]) -> None:
     """Raises MixedDevices for tensors of the device and of the CPU that CUDA does not take."""
-    name = name_of(func)
-    base = name.rstrip("_")
+    base = name_of(func).rstrip("_")
     indices = []
-    if name in INDEXING:
-        indices = [x for x in args[1] if x is not None]
-    if indices and not isinstance(args[0], SimTensor):
+    if name_of(func) in INDEXING:
+        indices = [id(x) for x in args[1] if x is not None]
+    if indices and is_on_cpu(args[0]):
         refuse(func, "the indexed tensor is on the CPU")
     takes_scalars = torch.Tag.pointwise in func.tags or base in TAKE_SCALARS
     takes_scalars |= base.startswith("_foreach")
     takes_scalars &= base not in NO_SCALARS
     for x in tensors:
-        if isinstance(x, SimTensor) or any(x is index for index in indices):
-            continue
-        if x.dim() > 0 or not takes_scalars:
+        if is_on_cpu(x) and id(x) not in indices and (x.dim() > 0 or not takes_scalars):
             refuse(func, f"one of shape {tuple(x.shape)} is on the CPU")
     for value, argument in zip(args, func._schema.arguments, strict=False):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        for x in pytree.tree_leaves(value):
-            if is_written and isinstance(x, Tensor) and not isinstance(x, SimTensor):
-                refuse(func, "the tensor that is written is on the CPU")
+        if is_written and any(map(is_on_cpu, pytree.tree_leaves(value))):
+            refuse(func, "the tensor that is written is on the CPU")
 
 
-def is_pageable(x: Tensor) -> bool:
-    """Whether it is in ordinary host memory, from which a copy is never asynchronous."""
-    return not getattr(x, "is_pinned_here", False)
+def is_pinned(x: Tensor, device: Any = None) -> bool:
+    """Whether it is not in ordinary host memory, from which a copy is never asynchronous."""
+    return getattr(x, "is_pinned_here", False)
 
 
 def count_syncs(func: OpOverload, args: tuple, kwargs: dict, to_device: bool) -> None:
@@ -263,40 +235,30 @@ def count_syncs(func: OpOverload, args: tuple, kwargs: dict, to_device: bool) ->
         LEDGER.sync(READING[name])
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
         LEDGER.sync("value read")
-    if name in INDEXING:
-        for index in args[1]:
-            if index is None:
-                continue
-            fills = "put" in name and args[2].numel() == 1
-            if not isinstance(index, SimTensor):
-                LEDGER.sync("index from the host")
-            elif index.dtype in (torch.bool, torch.uint8) and not fills:
-                LEDGER.sync("nonzero")
+    for index in args[1] if name in INDEXING else ():
+        fills = "put" in name and args[2].numel() == 1
+        if is_on_cpu(index):
+            LEDGER.sync("index from the host")
+        elif index is not None and index.dtype in (torch.bool, torch.uint8) and not fills:
+            LEDGER.sync("nonzero")
     if name in TRANSFERS:
-        count_transfer(name, args, kwargs, to_device)
-
-
-def count_transfer(name: str, args: tuple, kwargs: dict, to_device: bool) -> None:
-    """The same for a copy, which may be one between the device and the CPU."""
-    source = args[1] if name == "copy_" else args[0]
-    from_device = isinstance(source, SimTensor)
-    if name == "copy_":
-        to_device = isinstance(args[0], SimTensor)
-    if source.numel() == 0:
-        return
-    if from_device and not to_device:
-        LEDGER.sync("copy to the host")
-    may_run_on = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
-    if to_device and not from_device and (is_pageable(source) or not may_run_on):
-        LEDGER.sync("copy from the host")
+        # a copy, which may be one between the device and the CPU
+        source = args[1] if name == "copy_" else args[0]
+        if name == "copy_":
+            to_device = isinstance(args[0], SimTensor)
+        may_run_on = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
+        is_asynchronous = may_run_on and is_pinned(source)
+        if source.numel() > 0 and isinstance(source, SimTensor) and not to_device:
+            LEDGER.sync("copy to the host")
+        if source.numel() > 0 and is_on_cpu(source) and to_device and not is_asynchronous:
+            LEDGER.sync("copy from the host")
 
 
 def is_kernel(func: OpOverload) -> bool:
     """Whether the operation launches a kernel: views and allocations do not."""
     name = name_of(func)
-    return (
-        not func.is_view and name not in NO_KERNEL and not name.startswith(("empty", "new_empty"))
-    )
+    is_allocation = name in NO_KERNEL or name.startswith(("empty", "new_empty"))
+    return not func.is_view and not is_allocation
 
 
 def to_tf32(x: Tensor) -> Tensor:
@@ -341,7 +303,7 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
         check_devices(func, args, tensors)
     count_syncs(func, args, kwargs, to_device)
     if to_device and is_kernel(func):
-        LEDGER.launch()
+        LEDGER.launches += 1
 
     raw_args, raw_kwargs = pytree.tree_unflatten([to_host(x) for x in leaves], spec)
     if device is not None:
@@ -363,23 +325,16 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     return pytree.tree_map_only(Tensor, wrap, out)
 
 
-def nothing(*_: Any) -> None:
-    """What needs not be done."""
-
-
 # torch.simgpu, as far as libraries ask for it. Random numbers are the CPU's.
+NOTHING = "set_device empty_cache manual_seed manual_seed_all set_rng_state"
 MODULE = SimpleNamespace(
+    **dict.fromkeys(NOTHING.split(), lambda *_: None),
     is_available=lambda: True,
     is_initialized=lambda: True,
     device_count=lambda: 1,
     current_device=lambda: 0,
-    set_device=nothing,
     synchronize=lambda *_: LEDGER.sync("synchronize"),
-    empty_cache=nothing,
-    manual_seed=nothing,
-    manual_seed_all=nothing,
     get_rng_state=lambda device=0: torch.get_rng_state(),
-    set_rng_state=nothing,
     get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
     _is_in_bad_fork=lambda: False,
 )
@@ -388,13 +343,9 @@ MODULE = SimpleNamespace(
 def register_kernels() -> list[torch.library.Library]:
     """What torch asks a device for where no argument is a SimTensor: memory, above all."""
 
-    def empty(size: Sequence[int], *, dtype: Any = None, **_: Any) -> Tensor:
-        return SimTensor(torch.empty(size, dtype=dtype, device=CPU))
-
-    def empty_strided(
-        size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, **_: Any
-    ) -> Tensor:
-        return SimTensor(torch.empty_strided(size, stride, dtype=dtype, device=CPU))
+    def empty(*sizes: Sequence[int], dtype: Any = None, **_: Any) -> Tensor:
+        make = torch.empty if len(sizes) == 1 else torch.empty_strided
+        return SimTensor(make(*sizes, dtype=dtype, device=CPU))
 
     # torch.tensor copies so, past __torch_dispatch__.
     def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
@@ -405,7 +356,7 @@ def register_kernels() -> list[torch.library.Library]:
 
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("empty.memory_format", empty, "PrivateUse1")
-    aten.impl("empty_strided", empty_strided, "PrivateUse1")
+    aten.impl("empty_strided", empty, "PrivateUse1")
     aten.impl("_copy_from", copy_from, "PrivateUse1")
     every = torch.library.Library("_", "IMPL")
     every.fallback(any_other, "PrivateUse1")
@@ -418,9 +369,8 @@ casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # of weights, 
 def cast(x: Any, dtype: torch.dtype) -> Any:
     """A floating tensor of the device in another type. As on CUDA, bf16 copies of trained weights
     are kept until the outermost block of torch.autocast ends."""
-    if not isinstance(x, SimTensor) or x.dtype == dtype or x.dtype == torch.float64:
-        return x
-    if not x.is_floating_point():
+    is_kind = isinstance(x, SimTensor) and x.is_floating_point()
+    if not is_kind or x.dtype in (dtype, torch.float64):
         return x
     is_kept = dtype != torch.float32 and x.is_leaf and x.requires_grad
     if not (is_kept and torch.is_autocast_cache_enabled()):
@@ -492,6 +442,6 @@ def install(tf32: bool = False) -> Ledger:
 
     torch.clear_autocast_cache = clear_autocast_cache
     Tensor.pin_memory = pin_memory
-    Tensor.is_pinned = lambda x, device=None: not is_pageable(x)
+    Tensor.is_pinned = is_pinned
     rounds_products = tf32
     return LEDGER

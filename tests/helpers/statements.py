@@ -42,7 +42,7 @@ def names() -> dict[str, Any]:
 def outcome(statement: str) -> list[str] | str:
     """Kinds of synchronisations, or the name of the error."""
     given = names()
-    simulated_device.LEDGER.clear()
+    simulated_device.LEDGER.syncs.clear()
     try:
         exec(statement, given)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:

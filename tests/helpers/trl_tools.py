@@ -1,10 +1,14 @@
 """Recordings of TRL's trainers: what they were given, what they made of it, and the settings of
-this project that they amount to. Arrays come in this project's shapes, (B, R)."""
+this project that they amount to. Arrays come in this project's shapes, (B, R).
 
+Why it is this long: a third are TRL's settings with their defaults, one a line, for three trainers;
+the rest is where each of the three keeps its arrays, which has nothing in common.
+"""
+
+import ast
 import functools
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +18,6 @@ import patched
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
-from torch.nn.functional import pad
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -26,7 +29,8 @@ from transformers import (
 OWN = Path(__file__).resolve().parent.parent / "golden_trl"
 Arrays = dict[str, np.ndarray]
 Metrics = dict[str, float]
-Weights = tuple[dict, np.ndarray, np.ndarray, np.ndarray]
+Weights = tuple[np.ndarray, np.ndarray, np.ndarray]
+Named = list[tuple[str, Tensor]]
 COMMON = {  # TRL ends a response with the EOS, masks what follows, and has PyTorch's Adam
     "truncate_after": 0,
     "mask_truncated": True,
@@ -35,37 +39,43 @@ COMMON = {  # TRL ends a response with the EOS, masks what follows, and has PyTo
     "eval_queries": 1,
     "checkpoint_every": 0,
 }
-# transformers' TrainingArguments that act on the steps, with their defaults; and others
-TRAINING = {
-    "gradient_accumulation_steps": 1,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0,
-    "warmup_ratio": None,
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-}
 SCHEDULES = ("linear", "cosine", "constant")
-NO_TRAINING = "output_dir report_to use_cpu bf16 save_strategy gradient_checkpointing disable_tqdm"
-NO_TRAINING += " logging_steps num_train_epochs optim per_device_eval_batch_size eval_strategy"
-NO_TRAINING += " logging_strategy logging_first_step log_level save_steps save_only_model run_name"
-NO_TRAINING += " push_to_hub data_seed dataloader_drop_last dataloader_num_workers do_train do_eval"
-NO_TRAINING += (
-    " dataloader_pin_memory eval_steps average_tokens_across_devices remove_unused_columns"
-)
+# transformers' TrainingArguments, in the form of Recording.table, and those that do not act.
+TRAINING = """
+lr_scheduler_type  'linear'  lr_schedule
+warmup_steps       0         -            warm-up
+warmup_ratio       None      -            warm-up
+weight_decay       0.0       -
+adam_beta1         0.9       -
+adam_beta2         0.999     -
+adam_epsilon       1e-8      -
+max_grad_norm      1.0       -
+"""
+NO_TRAINING = """output_dir report_to use_cpu bf16 save_strategy gradient_checkpointing disable_tqdm
+logging_steps num_train_epochs optim per_device_eval_batch_size eval_strategy logging_strategy
+logging_first_step log_level save_steps save_only_model run_name push_to_hub data_seed do_train
+dataloader_drop_last dataloader_num_workers dataloader_pin_memory do_eval eval_steps
+average_tokens_across_devices remove_unused_columns"""
 
 
 class Recording:
-    """One variant of one of TRL's trainers. `settings` are TRL's defaults of all that acts on what
-    is replayed. A setting that is neither among them nor one of `no_effect` is refused."""
+    """One variant of one of TRL's trainers."""
 
     system: str
     patch: str  # of benchmark/systems: recordings are replayed on a copy of a script that has it
     prefix: str  # of the arrays of a rollout
-    settings: dict[str, Any]
-    no_effect = "seed"
+    of_responses = "responses"  # the name of the array
+    # All settings that act on what is replayed: TRL's name, its default, the flag here that takes
+    # the same value, and why a recording with another value than the default is not reproduced.
+    table: str
+    no_effect = ""  # a setting that is neither here nor in the table is refused
+
+    def __init_subclass__(cls) -> None:
+        lines = filter(str.strip, cls.table.splitlines())
+        rows = [line.split(maxsplit=3) for line in lines]
+        cls.settings = {row[0]: ast.literal_eval(row[1]) for row in rows}
+        cls.flags = {row[2]: row[0] for row in rows if row[2] != "-"}
+        cls.reasons = {row[0]: row[3] for row in rows if len(row) == 4}
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -77,7 +87,7 @@ class Recording:
         self.end_token = self.record["eos"]
 
         config = self.about["config"]
-        unknown = set(config) - set(self.settings) - set(self.no_effect.split())
+        unknown = set(config) - set(self.settings) - {"seed", *self.no_effect.split()}
         if unknown:
             raise ValueError(f"{self.system}: settings that are not known: {sorted(unknown)}")
         resolved = {name: self.about[name] for name in self.settings if name in self.about}
@@ -93,48 +103,73 @@ class Recording:
 
     def below(self, prefix: str) -> Arrays:
         """The arrays whose names begin so, by the rest of their names."""
-        found = {}
-        for key, array in self.arrays.items():
-            if key.startswith(prefix):
-                found[key.removeprefix(prefix)] = array
+        names = [key for key in self.arrays if key.startswith(prefix)]
+        return {key.removeprefix(prefix): self.arrays[key] for key in names}
+
+    def not_reproduced(self) -> dict[str, bool]:
+        """What this project does not reproduce, by name, and whether the variant asks for it."""
+        found = self.others_not_reproduced()
+        for name, reason in self.reasons.items():
+            value = self.config[name]
+            is_asked = bool(value) and value != self.settings[name]
+            found[reason] = is_asked or found.get(reason, False)
+        if "groups" in self.about:
+            found["another schedule"] = self.config["lr_scheduler_type"] not in SCHEDULES
+            found["another optimizer"] = self.about["optimizer"] != "AdamW"
         return found
 
-    def score(self, args: Any, made: list) -> Callable:
-        """Gives the recorded scores of the rollout that was made last."""
-
-        def score(*_: Any) -> Tensor:
-            return self.scores(self.rollouts[len(made) - 1])
-
-        return score
+    def score(self, args: Any) -> Callable:
+        """A function that gives the recorded scores (B,), one rollout after the other."""
+        scores = map(self.scores, self.rollouts)
+        return lambda *_: next(scores)
 
     def scores(self, arrays: Arrays) -> Tensor:
-        """(B,), of the reward model or function."""
         return torch.from_numpy(arrays["scores"])
+
+    def responses(self, arrays: Arrays) -> Tensor:
+        """(B, R). What follows the end may be anything."""
+        responses = wide(arrays[self.of_responses], self.args()["response_length"])
+        return torch.from_numpy(responses).long().clamp(min=0)
+
+    def models(self) -> tuple[Module, Module]:
+        """Policy and reference."""
+        return self.model("policy"), self.model("reference")
+
+    def shuffles(self, arrays: Arrays) -> Tensor:
+        """Row numbers of the minibatches: (num_epochs, num_minibatches, n)."""
+        order = torch.from_numpy(arrays["permutations"]).long()
+        return order.view(len(order), self.args()["num_minibatches"], -1)
 
     def replaced(self) -> dict[str, Callable]:
         """Functions of the script in whose place the variant has its own."""
         return {}
 
+    def parts(self, policy: Module) -> dict[str, Named]:
+        """The weights of each model, in the recording's order."""
+        return {"policy": [*policy.lm.named_parameters()]}
+
 
 def wide(x: np.ndarray, width: int) -> np.ndarray:
     """(B, width) of an array that is as wide as the longest response."""
-    return pad(torch.from_numpy(x), (0, width - x.shape[1])).numpy()
+    return np.pad(x, ((0, 0), (0, width - x.shape[1])))
 
 
-def fill(model: Module, weights: np.ndarray, where: dict) -> None:
-    """Copies flattened weights into a model that has all of them and no others."""
-    named = dict(model.named_parameters())
-    if set(named) != set(where):
-        raise ValueError(f"other weights: {set(named) ^ set(where)}")
-    for name, (start, shape) in where.items():
-        values = torch.from_numpy(weights[start : start + math.prod(shape)])
-        named[name].data.copy_(values.view(shape))
+def fill(parameters: Iterable[Tensor], weights: np.ndarray) -> None:
+    """Copies flattened weights into the parameters, in their order."""
+    parameters = list(parameters)
+    parts = torch.from_numpy(weights).split([p.numel() for p in parameters])
+    for p, x in zip(parameters, parts, strict=True):
+        p.data.copy_(x.view_as(p))
 
 
-def build(kind: type, config: Any, weights: np.ndarray, where: dict) -> Module:
-    """A model as load_model leaves it: in eval mode, in fp32."""
+def build(kind: type, config: Any, weights: np.ndarray, names: Iterable[str]) -> Module:
+    """A model as load_model leaves it, in eval mode, in fp32, with these weights, which have these
+    names."""
     model = kind._from_config(config, attn_implementation="eager").eval()
-    fill(model, weights, where)
+    named = dict(model.named_parameters())
+    if [*named] != [*names]:
+        raise ValueError(f"other weights than {list(named)}")
+    fill(named.values(), weights)
     return model
 
 
@@ -145,23 +180,14 @@ def without_bias(reward_head: Callable, model: Module) -> nn.Linear:
     return head
 
 
-def of_optimizer(about: dict, config: dict) -> dict[str, Any]:
-    """Settings of the optimizer, of which TRL resolves some in its parameter groups."""
+def of_optimizer(about: dict) -> dict[str, Any]:
+    """Settings of the optimizer, which TRL resolves in its parameter groups."""
     group = about["groups"][0]
     return {
-        "lr": config["learning_rate"],
-        "lr_schedule": config["lr_scheduler_type"],
         "adam_betas": tuple(group["betas"]),
         "adam_eps": group["eps"],
         "weight_decay": max(group["weight_decay"] for group in about["groups"]),
-    }
-
-
-def not_reproduced_of_training(about: dict, config: dict) -> dict[str, bool]:
-    return {
-        "warm-up": bool(config["warmup_steps"] or config["warmup_ratio"]),
-        "another schedule": config["lr_scheduler_type"] not in SCHEDULES,
-        "another optimizer": about["optimizer"] != "AdamW",
+        "adaptive_kl_target": None,
     }
 
 
@@ -172,52 +198,45 @@ class PPO09(Recording):
     system = "trl09"
     patch = "trl_0.9"
     prefix = "s"
-    settings = {
-        "batch_size": 128,
-        "mini_batch_size": 128,
-        "gradient_accumulation_steps": 1,
-        "ppo_epochs": 4,
-        "learning_rate": 1.41e-5,
-        "adap_kl_ctrl": True,
-        "init_kl_coef": 0.2,
-        "target": 6.0,
-        "horizon": 10_000.0,
-        "kl_penalty": "kl",
-        "gamma": 1.0,
-        "lam": 0.95,
-        "cliprange": 0.2,
-        "cliprange_value": 0.2,
-        "vf_coef": 0.1,
-        "max_grad_norm": None,
-        "early_stopping": False,
-        "target_kl": 1.0,
-        "ratio_threshold": 10.0,
-        "use_score_scaling": False,
-        "use_score_norm": False,
-        "score_clip": None,
-        "whiten_rewards": False,
-    }
-    no_effect = "seed steps compare_steps optimize_cuda_cache optimize_device_cache log_with"
-    no_effect += " task_name model_name query_dataset reward_model remove_unused_columns exp_name"
-    no_effect += " gradient_checkpointing forward_batch_size is_peft_model tracker_project_name"
+    table = """
+        batch_size                   128       batch_size
+        mini_batch_size              128       micro_batch_size
+        gradient_accumulation_steps  1         -
+        ppo_epochs                   4         num_epochs
+        learning_rate                1.41e-5   lr
+        adap_kl_ctrl                 True      -
+        init_kl_coef                 0.2       kl_coef
+        target                       6.0       -
+        horizon                      10_000.0  kl_horizon
+        kl_penalty                   'kl'      kl_estimator
+        gamma                        1.0       gamma
+        lam                          0.95      lam
+        cliprange                    0.2       cliprange
+        cliprange_value              0.2       cliprange_value
+        vf_coef                      0.1       vf_coef
+        max_grad_norm                None      -                 max_grad_norm before 0.12
+        early_stopping               False     -                 early_stopping
+        target_kl                    1.0       -
+        ratio_threshold              10.0      -                 ratio_threshold
+        use_score_scaling            False     -                 use_score_scaling
+        use_score_norm               False     -
+        score_clip                   None      score_clip
+        whiten_rewards               False     -                 whiten_rewards before 0.12
+    """
+    no_effect = """steps compare_steps optimize_cuda_cache optimize_device_cache log_with task_name
+        model_name query_dataset reward_model remove_unused_columns exp_name gradient_checkpointing
+        forward_batch_size is_peft_model tracker_project_name"""
 
     def args(self) -> dict[str, Any]:
         """This project's settings, besides COMMON."""
         config = self.config
         rows_per_step = config["mini_batch_size"] * config["gradient_accumulation_steps"]
-        same = "batch_size cliprange cliprange_value vf_coef gamma lam score_clip"
-        return {name: config[name] for name in same.split()} | {
-            "micro_batch_size": config["mini_batch_size"],
+        return {flag: config[name] for flag, name in PPO09.flags.items()} | {
             "num_minibatches": config["batch_size"] // rows_per_step,
-            "num_epochs": config["ppo_epochs"],
             "total_episodes": len(self.rollouts) * config["batch_size"],
-            "lr": config["learning_rate"],
             "lr_schedule": "constant",
             "adam_eps": 1e-8,
-            "kl_coef": config["init_kl_coef"],
             "adaptive_kl_target": config["target"] if config["adap_kl_ctrl"] else None,
-            "kl_horizon": config["horizon"],
-            "kl_estimator": config["kl_penalty"],
             "temperature": 1.0,
             "truncate_token": "eos",
             "penalty_reward_value": 0.0,
@@ -226,15 +245,8 @@ class PPO09(Recording):
             "whiten_rewards": False,
         }
 
-    def not_reproduced(self) -> dict[str, bool]:
-        """What this project does not reproduce, by name, and whether the variant asks for it."""
-        config = self.config
+    def others_not_reproduced(self) -> dict[str, bool]:
         return {
-            "early_stopping": config["early_stopping"],
-            "use_score_scaling": config["use_score_scaling"],
-            "whiten_rewards before 0.12": config["whiten_rewards"],
-            "max_grad_norm before 0.12": config["max_grad_norm"] is not None,
-            "ratio_threshold": config["ratio_threshold"] != 10,
             "response_masks": "response_masks" in self.rollouts[0],
             "positions that count padding": self.made.get("side") == "left",
             "micro-batches of unequal lengths": not self.has_equal_micro_batches(),
@@ -271,22 +283,11 @@ class PPO09(Recording):
         """Token ids of each, without padding."""
         return [row[row >= 0].tolist() for row in arrays["queries"]]
 
-    def responses(self, arrays: Arrays) -> Tensor:
-        """(B, R). What follows the end may be anything."""
-        return torch.from_numpy(arrays["responses"]).long().clamp(min=0)
-
-    def shuffles(self, arrays: Arrays) -> Tensor:
-        """Row numbers of the minibatches: (num_epochs, num_minibatches, n)."""
-        order = torch.from_numpy(arrays["permutations"]).long()
-        return order.view(len(order), self.args()["num_minibatches"], -1)
-
-    def models(self) -> tuple[Module, Module]:
-        """Policy and reference."""
-        where = self.record["weights"]
-        where = {name: place for name, place in where.items() if "value_head" not in name}
+    def model(self, name: str) -> Module:
+        names = [name for name in self.record["weights"] if "value_head" not in name]
         config = GPT2Config(**self.record["model"])
-        policy = build(GPT2LMHeadModel, config, self.saved["policy"], where)
-        return policy, build(GPT2LMHeadModel, config, self.saved["reference"], where)
+        weights = self.saved[name][: -config.n_embd - 1]  # without the value head's
+        return build(GPT2LMHeadModel, config, weights, names)
 
     def replaced(self) -> dict[str, Callable]:
         return {"ActorCritic": functools.partial(self.with_value_head, self.script.ActorCritic)}
@@ -294,11 +295,12 @@ class PPO09(Recording):
     def with_value_head(self, actor_critic: type, *args: Any) -> Module:
         """TRL draws it; here it would start at zero."""
         policy = actor_critic(*args)
-        for name, p in policy.value_head.named_parameters():
-            start, _ = self.record["weights"][f"value_head.{name}"]
-            values = self.saved["policy"][start : start + p.numel()]
-            p.data.copy_(torch.from_numpy(values).view_as(p))
+        num_weights = policy.value_head.in_features + 1
+        fill(policy.value_head.parameters(), self.saved["policy"][-num_weights:])
         return policy
+
+    def parts(self, policy: Module) -> dict[str, Named]:
+        return {"policy": [*policy.named_parameters()]}
 
     def at_responses(self, arrays: Arrays, x: np.ndarray) -> np.ndarray:
         """TRL's (B, T - 1) as (B, R), with 0 after the end."""
@@ -310,29 +312,26 @@ class PPO09(Recording):
         return found
 
     def expected(self, step: int) -> Arrays:
-        """What TRL made of a rollout, by the names of Rollout.quantities."""
+        """What TRL made of a rollout, by the names of quantities() in test_trl.py."""
         arrays = self.rollouts[step]
         names = "logprobs ref_logprobs values rewards advantages returns"
         found = {name: self.at_responses(arrays, arrays[name]) for name in names.split()}
         found["mask"] = self.at_responses(arrays, arrays["masks"])
         found["token_kl"] = self.at_responses(arrays, arrays["kls"])
         found["scores"] = arrays["scores_used"]
-        found["kl_coef_after"] = np.array(self.scalar(step, "kl_coef_after"))
+        found["kl_coef_after"] = self.scalar(step, "kl_coef_after")
         if self.config["kl_penalty"] == "kl":
-            found["controlled_kl"] = np.array(self.scalar(step, "stats/objective/kl"))
+            found["controlled_kl"] = self.scalar(step, "stats/objective/kl")
         return found
 
     def expected_steps(self, step: int) -> Arrays:
         """Metrics of the optimizer steps on a rollout, by this project's names."""
-        arrays = self.rollouts[step]
         names = "loss/policy loss/value loss/total policy/entropy policy/approxkl policy/clipfrac"
         names += " val/vpred val/error val/clipfrac val/mean returns/mean"
-        found = {}
-        for name in names.split():
-            values = arrays[f"minibatch/{name}"]
-            values = values.reshape(-1, self.config["gradient_accumulation_steps"])
-            found[name] = values.mean(1)
-        return found
+        accumulated = self.config["gradient_accumulation_steps"]
+        arrays = self.rollouts[step]
+        values = {name: arrays[f"minibatch/{name}"] for name in names.split()}
+        return {name: x.reshape(-1, accumulated).mean(1) for name, x in values.items()}
 
     def expected_metrics(self, step: int) -> Metrics:
         """Metrics of a rollout, by this project's names."""
@@ -350,13 +349,10 @@ class PPO09(Recording):
         return found
 
     def expected_weights(self, step: int) -> dict[str, Weights]:
-        """For each model: where its tensors stand in the flattened weights; places among these;
-        the weights before the first step; at these places, or all, those after this rollout."""
-        where = {}
-        for name, place in self.record["weights"].items():
-            where[name if "value_head" in name else f"lm.{name}"] = place
+        """Of each model the flattened weights before the first step; places among these; at these
+        places, or all, the weights after this rollout."""
         after = self.rollouts[step]["weights"]
-        return {"policy": (where, self.saved["places"], self.saved["policy"], after)}
+        return {"policy": (self.saved["policy"], self.saved["places"], after)}
 
 
 class PPO112(Recording):
@@ -365,28 +361,29 @@ class PPO112(Recording):
     system = "trl112"
     patch = "trl_1.12"
     prefix = "u"
-    settings = TRAINING | {
-        "per_device_train_batch_size": 8,
-        "num_mini_batches": 1,
-        "num_ppo_epochs": 4,
-        "total_episodes": None,
-        "learning_rate": 3e-6,
-        "response_length": 53,
-        "stop_token": None,
-        "stop_token_id": None,
-        "temperature": 0.7,
-        "missing_eos_penalty": None,
-        "whiten_rewards": False,
-        "kl_coef": 0.05,
-        "kl_estimator": "k1",
-        "cliprange": 0.2,
-        "vf_coef": 0.1,
-        "cliprange_value": 0.2,
-        "gamma": 1.0,
-        "lam": 0.95,
-    }
-    no_effect = f"{NO_TRAINING} seed local_rollout_forward_batch_size num_sample_generations"
-    no_effect += " dataset_num_proc sft_model_path reward_model_path"
+    table = f"""{TRAINING}
+        gradient_accumulation_steps  1     -                 gradient accumulation in 1.12
+        per_device_train_batch_size  8     micro_batch_size
+        num_mini_batches             1     num_minibatches
+        num_ppo_epochs               4     num_epochs
+        total_episodes               None  -
+        learning_rate                3e-6  lr
+        response_length              53    response_length
+        stop_token                   None  -
+        stop_token_id                None  -
+        temperature                  0.7   temperature
+        missing_eos_penalty          None  -
+        whiten_rewards               False whiten_rewards
+        kl_coef                      0.05  kl_coef
+        kl_estimator                 'k1'  kl_estimator
+        cliprange                    0.2   cliprange
+        vf_coef                      0.1   vf_coef
+        cliprange_value              0.2   cliprange_value
+        gamma                        1.0   gamma
+        lam                          0.95  lam
+    """
+    no_effect = f"""{NO_TRAINING} local_rollout_forward_batch_size num_sample_generations
+        dataset_num_proc sft_model_path reward_model_path"""
 
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__(folder, name)
@@ -396,73 +393,57 @@ class PPO112(Recording):
     def args(self) -> dict[str, Any]:
         config = self.config
         num_rows = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]
-        same = "cliprange cliprange_value vf_coef gamma lam kl_coef kl_estimator temperature"
-        same += " whiten_rewards response_length"
-        args = {name: config[name] for name in same.split()} | of_optimizer(self.about, config)
-        return args | {
-            "batch_size": num_rows,
-            "micro_batch_size": config["per_device_train_batch_size"],
-            "num_minibatches": config["num_mini_batches"],
-            "num_epochs": config["num_ppo_epochs"],
-            "total_episodes": len(self.rollouts) * num_rows,
-            "adaptive_kl_target": None,
-            "truncate_token": None if self.end_token is None else "eos",
-            "penalty_reward_value": -(config["missing_eos_penalty"] or 0.0),
-            "whiten": "batch",
-            "value_after_end": True,
-            "critic": "reward",
-            "reward_model": "recorded",
-        }
+        args = {flag: config[name] for flag, name in PPO112.flags.items()}
+        return (
+            args
+            | of_optimizer(self.about)
+            | {
+                "batch_size": num_rows,
+                "total_episodes": len(self.rollouts) * num_rows,
+                "truncate_token": None if self.end_token is None else "eos",
+                "penalty_reward_value": -(config["missing_eos_penalty"] or 0.0),
+                "whiten": "batch",
+                "value_after_end": True,
+                "critic": "reward",
+                "reward_model": "recorded",
+            }
+        )
 
-    def not_reproduced(self) -> dict[str, bool]:
-        config = self.config
+    def others_not_reproduced(self) -> dict[str, bool]:
         eos = self.record["eos"]
-        has_penalty = config["missing_eos_penalty"] is not None
-        return not_reproduced_of_training(self.about, config) | {
-            "gradient accumulation in 1.12": config["gradient_accumulation_steps"] > 1,
+        has_penalty = self.config["missing_eos_penalty"] is not None
+        length = self.config["response_length"]
+        return {
             "a pad token that is the EOS": any(eos in x["queries"] for x in self.rollouts),
             "missing_eos_penalty of another stop_token": has_penalty and self.end_token != eos,
-            "responses that all end early": any(self.is_narrow(x) for x in self.rollouts),
+            "responses that all end early": any(
+                x["responses"].shape[1] < length for x in self.rollouts
+            ),
         }
-
-    def is_narrow(self, arrays: Arrays) -> bool:
-        return arrays["responses"].shape[1] < self.config["response_length"]
 
     def queries(self, arrays: Arrays) -> list[list[int]]:
         """Padding is a pad token or, where that is the EOS, the EOS."""
         padding = [self.record["pad"], self.record["eos"]]
         return [row[~np.isin(row, padding)].tolist() for row in arrays["queries"]]
 
-    def responses(self, arrays: Arrays) -> Tensor:
-        responses = wide(arrays["responses"], self.config["response_length"])
-        return torch.from_numpy(responses).long()
-
-    def shuffles(self, arrays: Arrays) -> Tensor:
-        order = torch.from_numpy(arrays["permutations"]).long()
-        return order.view(len(order), self.config["num_mini_batches"], -1)
-
-    def gpt2(self, kind: type, name: str, like: str) -> Module:
+    def model(self, name: str, kind: type = GPT2LMHeadModel) -> Module:
         config = GPT2Config(**self.record["model"], num_labels=1, pad_token_id=self.record["pad"])
-        return build(kind, config, self.saved[name], self.record["weights"][like])
+        return build(kind, config, self.saved[name], self.record["weights"][name])
 
-    def models(self) -> tuple[Module, Module]:
-        policy = self.gpt2(GPT2LMHeadModel, "policy", like="policy")
-        return policy, self.gpt2(GPT2LMHeadModel, "reference", like="policy")
-
-    def classifier(self, name: str) -> Module:
-        """The model of the rewards, or that of the values."""
-        return self.gpt2(GPT2ForSequenceClassification, name, like=name)
-
-    def score(self, args: Any, made: list) -> Callable:
-        model = self.classifier("reward")
+    def score(self, args: Any) -> Callable:
+        model = self.model("reward", GPT2ForSequenceClassification)
         head = self.script.reward_head(model)
         return functools.partial(self.script.score_by_model, model, head, args)
 
     def replaced(self) -> dict[str, Callable]:
         return {
-            "load_model": lambda *_: self.classifier("value"),
+            "load_model": lambda *_: self.model("value", GPT2ForSequenceClassification),
             "reward_head": functools.partial(without_bias, self.script.reward_head),
         }
+
+    def parts(self, policy: Module) -> dict[str, Named]:
+        head = ("score.weight", policy.value_head.weight)
+        return super().parts(policy) | {"value": [*policy.critic.named_parameters(), head]}
 
     def expected(self, step: int) -> Arrays:
         arrays = self.rollouts[step]
@@ -498,29 +479,17 @@ class PPO112(Recording):
 
     def expected_metrics(self, step: int) -> Metrics:
         metrics = self.about["metrics"][step]
-        found = {
-            "objective/scores": metrics["objective/scores"],
-            "objective/non_score_reward": metrics["objective/non_score_reward"],
-            "objective/score_total": metrics["objective/rlhf_reward"],
-            "lr": metrics["lr"],
-        }
+        same = ["objective/scores", "objective/non_score_reward", "lr"]
         if self.config["kl_estimator"] == "k1":
-            found["objective/kl"] = metrics["objective/kl"]
-        return found
+            same.append("objective/kl")
+        found = {name: metrics[name] for name in same}
+        return found | {"objective/score_total": metrics["objective/rlhf_reward"]}
 
     def expected_weights(self, step: int) -> dict[str, Weights]:
         found = {}
         for model in ("policy", "value"):
-            where = {}
-            for name, place in self.record["weights"][model].items():
-                if model == "policy":
-                    where[f"lm.{name}"] = place
-                elif name == "score.weight":
-                    where["value_head.weight"] = place
-                else:
-                    where[name.replace("transformer.", "critic.")] = place
             after = self.rollouts[step][f"{model}/weights"]
-            found[model] = (where, self.saved[f"places_{model}"], self.saved[model], after)
+            found[model] = (self.saved[model], self.saved[f"places_{model}"], after)
         return found
 
 
@@ -530,32 +499,34 @@ class RLOO116(Recording):
     system = "rloo116"
     patch = "trl_rloo"
     prefix = "r"
-    settings = TRAINING | {
-        "per_device_train_batch_size": 8,
-        "num_generations": 2,
-        "max_completion_length": 512,
-        "learning_rate": 1e-6,
-        "max_steps": None,
-        "temperature": 1.0,
-        "beta": 0.05,
-        "epsilon": 0.2,
-        "epsilon_high": None,
-        "num_iterations": 1,
-        "steps_per_generation": None,
-        "generation_batch_size": None,
-        "normalize_advantages": False,
-        "reward_clip_range": None,
-        "reward_weights": None,
-        "mask_truncated_completions": False,
-        "sync_ref_model": False,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": None,
-        "repetition_penalty": 1.0,
-    }
-    no_effect = f"{NO_TRAINING} seed shuffle_dataset disable_dropout num_generations_eval"
-    no_effect += " log_completions num_completions_to_print log_unique_prompts pad_to_multiple_of"
-    no_effect += " ref_model_mixup_alpha ref_model_sync_steps"
+    of_responses = "completion_ids"
+    table = f"""{TRAINING}
+        gradient_accumulation_steps  1      -
+        per_device_train_batch_size  8      -
+        num_generations              2      rloo_k
+        max_completion_length        512    response_length
+        learning_rate                1e-6   lr
+        max_steps                    None   -
+        temperature                  1.0    temperature
+        beta                         0.05   kl_coef
+        epsilon                      0.2    cliprange
+        epsilon_high                 None   -
+        num_iterations               1      num_epochs
+        steps_per_generation         None   -
+        generation_batch_size        None   -
+        normalize_advantages         False  normalize_advantages
+        reward_clip_range            None   -
+        reward_weights               None   -
+        mask_truncated_completions   False  -       mask_truncated_completions
+        sync_ref_model               False  -       sync_ref_model
+        top_p                        1.0    -
+        top_k                        0      -       other sampling
+        min_p                        None   -       other sampling
+        repetition_penalty           1.0    -       other sampling
+    """
+    no_effect = f"""{NO_TRAINING} shuffle_dataset disable_dropout num_generations_eval
+        log_completions num_completions_to_print log_unique_prompts pad_to_multiple_of
+        ref_model_mixup_alpha ref_model_sync_steps"""
 
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__(folder, name)
@@ -569,41 +540,33 @@ class RLOO116(Recording):
         num_rows = len(self.rollouts[0]["completion_ids"])
         _, score_clip = config["reward_clip_range"] or (None, None)
         k = config["num_generations"]
-        whole_groups = max(config["per_device_train_batch_size"] // k, 1) * k
-        return of_optimizer(self.about, config) | {
-            "batch_size": num_rows,
-            "micro_batch_size": whole_groups,
-            "num_minibatches": self.num_minibatches,
-            "num_epochs": config["num_iterations"],
-            "total_episodes": len(self.rollouts) * num_rows,
-            "max_grad_norm": config["max_grad_norm"] or None,
-            "rloo_k": k,
-            "normalize_advantages": config["normalize_advantages"],
-            "kl_coef": config["beta"],
-            "adaptive_kl_target": None,
-            "cliprange": config["epsilon"],
-            "temperature": config["temperature"],
-            "score_clip": score_clip,
-            "truncate_token": "eos",
-            "penalty_reward_value": 0.0,
-            "response_length": config["max_completion_length"],
-        }
+        args = {flag: config[name] for flag, name in RLOO116.flags.items()}
+        return (
+            args
+            | of_optimizer(self.about)
+            | {
+                "batch_size": num_rows,
+                "micro_batch_size": max(config["per_device_train_batch_size"] // k, 1) * k,
+                "num_minibatches": self.num_minibatches,
+                "total_episodes": len(self.rollouts) * num_rows,
+                "max_grad_norm": config["max_grad_norm"] or None,
+                "score_clip": score_clip,
+                "truncate_token": "eos",
+                "penalty_reward_value": 0.0,
+            }
+        )
 
-    def not_reproduced(self) -> dict[str, bool]:
+    def others_not_reproduced(self) -> dict[str, bool]:
         config = self.config
         is_linear = config["lr_scheduler_type"] == "linear"
         lowest, highest = config["reward_clip_range"] or (0, 0)
         has_padding = any((arrays["prompt_mask"] == 0).any() for arrays in self.rollouts)
-        top_k, min_p, repetition = (config[x] for x in ("top_k", "min_p", "repetition_penalty"))
-        return not_reproduced_of_training(self.about, config) | {
+        return {
             "a rate that falls at every optimizer step": is_linear and self.num_steps > 1,
             "minibatches of responses": self.num_minibatches > 1,
-            "mask_truncated_completions": config["mask_truncated_completions"],
             "positions that count padding": self.kind == "gpt2" and has_padding,
             "reward_clip_range that is not symmetric": lowest != -highest,
             "epsilon_high": config["epsilon_high"] not in (None, config["epsilon"]),
-            "sync_ref_model": config["sync_ref_model"],
-            "other sampling": bool(top_k or min_p) or repetition != 1,
             "dropout in training": bool(self.made.get("dropout")),
             "equal rewards of a query": any(self.has_noise(arrays) for arrays in self.rollouts),
         }
@@ -619,20 +582,15 @@ class RLOO116(Recording):
         found = [row[mask > 0].tolist() for row, mask in rows]
         return found[:: self.config["num_generations"]]
 
-    def responses(self, arrays: Arrays) -> Tensor:
-        responses = wide(arrays["completion_ids"], self.config["max_completion_length"])
-        return torch.from_numpy(responses).long()
-
     def shuffles(self, arrays: Arrays) -> Tensor:
         order = torch.arange(len(arrays["prompt_ids"]))  # the rows of a query are side by side
         return order.view(1, self.num_minibatches, -1).repeat(self.config["num_iterations"], 1, 1)
 
-    def models(self) -> tuple[Module, Module]:
+    def model(self, name: str) -> Module:
         where = self.record["weights"][self.kind]
-        config = {"gpt2": gpt2_config, "llama": llama_config}[self.kind](where)
-        kind = {"gpt2": GPT2LMHeadModel, "llama": LlamaForCausalLM}[self.kind]
-        policy = build(kind, config, self.saved[f"{self.kind}/policy"], where)
-        return policy, build(kind, config, self.saved[f"{self.kind}/reference"], where)
+        shapes = {name: shape for name, (_, shape) in where.items()}
+        kind, config = {"gpt2": gpt2, "llama": llama}[self.kind](shapes)
+        return build(kind, config, self.saved[f"{self.kind}/{name}"], where)
 
     def scores(self, arrays: Arrays) -> Tensor:
         rewards = arrays["rewards_per_func"]
@@ -659,9 +617,8 @@ class RLOO116(Recording):
         names = {"gradient_norm": "grad_norm", "policy/clipfrac": "clip_ratio/region_mean"}
         if self.config["gradient_accumulation_steps"] == 1:  # else it is a mean of means
             names["policy/entropy"] = "entropy"
-        found = {ours: np.array([row[theirs] for row in rows]) for ours, theirs in names.items()}
-        losses = [self.arrays[f"step{number}/losses"].mean() for number in numbers]
-        found["loss/policy"] = np.array(losses)
+        found = {ours: [row[theirs] for row in rows] for ours, theirs in names.items()}
+        found["loss/policy"] = [self.arrays[f"step{x}/losses"].mean() for x in numbers]
         return found
 
     def expected_metrics(self, step: int) -> Metrics:
@@ -677,32 +634,31 @@ class RLOO116(Recording):
         return found
 
     def expected_weights(self, step: int) -> dict[str, Weights]:
-        where = {f"lm.{name}": place for name, place in self.record["weights"][self.kind].items()}
-        places = self.saved[f"{self.kind}/places"]
         after = self.arrays[f"step{self.steps_on(step)[-1]}/weights"]
-        return {"policy": (where, places, self.saved[f"{self.kind}/policy"], after)}
+        start, places = (self.saved[f"{self.kind}/{name}"] for name in ("policy", "places"))
+        return {"policy": (start, places, after)}
 
 
-def gpt2_config(where: dict) -> GPT2Config:
-    """Of a model with these weights, and two heads."""
-    vocabulary, size = where["transformer.wte.weight"][1]
-    return GPT2Config(
+def gpt2(shapes: dict) -> tuple[type, GPT2Config]:
+    """The class and the config of a model with weights of these shapes, and two heads."""
+    vocabulary, size = shapes["transformer.wte.weight"]
+    return GPT2LMHeadModel, GPT2Config(
         vocab_size=vocabulary,
-        n_positions=where["transformer.wpe.weight"][1][0],
+        n_positions=shapes["transformer.wpe.weight"][0],
         n_embd=size,
-        n_layer=sum("ln_1.weight" in name for name in where),
+        n_layer=sum("ln_1.weight" in name for name in shapes),
         n_head=2,
     )
 
 
-def llama_config(where: dict) -> LlamaConfig:
-    """Of a model with these weights, and two heads."""
-    vocabulary, size = where["model.embed_tokens.weight"][1]
-    return LlamaConfig(
+def llama(shapes: dict) -> tuple[type, LlamaConfig]:
+    """The same of Llama."""
+    vocabulary, size = shapes["model.embed_tokens.weight"]
+    return LlamaForCausalLM, LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=size,
-        intermediate_size=where["model.layers.0.mlp.up_proj.weight"][1][0],
-        num_hidden_layers=sum("input_layernorm" in name for name in where),
+        intermediate_size=shapes["model.layers.0.mlp.up_proj.weight"][0],
+        num_hidden_layers=sum("input_layernorm" in name for name in shapes),
         num_attention_heads=2,
     )
 
