@@ -363,7 +363,9 @@ def test_no_query_is_held_out_and_trained_on(script: Any) -> None:
 
 
 def test_a_table_without_a_query_is_refused() -> None:
-    refuse(read_queries, {"words": "w5"}, "row 0: a row needs one of the columns ['query', ")
+    says = "row 0: a row needs one of the columns ['query', "
+    refuse(read_queries, {"words": "w5"}, says)
+    refuse(read_queries, TEXTS, says, "or a chat in `chosen`: {'chosen': '0 metres.'")
     says = "--query_dataset: no query is left: see --query_length, --start_text, --end_text"
     for text in (None, "", words(*[5] * 9)):
         refuse(read_queries, {"text": text}, says)
@@ -588,8 +590,20 @@ def test_chats_that_would_lose_their_end_are_refused(flag: str, text: str) -> No
     says = "row 0: a chat must keep its end: --start_text none --end_text none"
     refuse(read_queries, [row], says, **ASK, **{flag: text})
     refuse(read_queries, [row], says, **ASK, long_queries="keep_start")
+    refuse(read_labels, CHATS, "row 0: a chat must keep its end", **ASK, long_queries="keep_start")
     short = BYTES | {"query_length": 12, "long_queries": "keep_end"}
     assert read_query(row, CHATML, **short) == [BOS, *read_query(row, **ASK)[-12:]]
+
+
+@pytest.mark.parametrize("name", ["strftime_now('%d %B %Y')", "strftime_now(format='%Y')"])
+def test_a_date_in_a_template_is_the_same_on_every_day(name: str) -> None:
+    """So that labels of yesterday fit, and a run can be resumed tomorrow."""
+    dated = f"{{%- set today = {name} -%}}{{{{ today }}}}|{CHATML}"
+    tokenizer, _ = start(train_reward, **BYTES)
+    query = read_query({"prompt": FAR}, dated, **BYTES)
+    text = tokenizer.decode(query[1:])
+    assert text.startswith("26 Jul 2024|<|im_start|>user")
+    assert read_label(CHATS, dated, **BYTES)[0] == query
 
 
 def test_a_template_that_lacks_or_refuses_is_an_error_of_its_row() -> None:
@@ -715,7 +729,7 @@ def test_the_longer_of_prompt_and_chosen_is_asked() -> None:
 
 
 # --- labels of no use -----------------------------------------------------------------------------
-EMPTY = "left out, for an empty or too long prompt, or an empty answer"
+EMPTY = "left out, for an empty or too long prompt, or an empty or missing answer"
 EQUAL = "left out, for equal answers"
 OF_NO_ANSWER = """
 {"prompt": "w5", "chosen": "", "rejected": "w7"}

@@ -214,6 +214,32 @@ BY_FUNCTION = {
 }
 
 
+FAILS = """
+calls = []
+def f(completions, **_):
+    calls.append(1)
+    if len(calls) == 6:  # an evaluation, four updates, and the last evaluation
+        raise ConnectionError("no server")
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.parametrize("script", [PPO, RLOO])
+def test_a_reward_function_that_fails_in_the_end_does_not_lose_the_policy(
+    script: str, folder: Path
+) -> None:
+    """The run is not finished, and ends well when it is repeated with --resume."""
+    (folder / "failing.py").write_text(FAILS)
+    words = [*WORDS[script], *BY_FUNCTION[script], "failing:f"]
+    code, _, errors = run(script, words, folder)
+    assert code == 1
+    assert "no server" in errors
+    assert (folder / "out/policy/model.safetensors").exists()
+    assert not (folder / "out/samples.jsonl").exists()
+    finish(script, [*words, "--resume"], folder)
+    assert (folder / "out/samples.jsonl").exists()
+
+
 def test_a_ctrl_c_ends_a_run_that_hangs_if_it_is_pressed_again(folder: Path) -> None:
     """Launchers and job managers may send each signal twice, at once; SIGTERM always waits."""
     (folder / "hanging.py").write_text(HANGS)
