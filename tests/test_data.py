@@ -246,6 +246,8 @@ def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay() -> None:
     assert read_label(LABEL | {"sample1": [EOS, PAD]}) == ([5], [EOS], [6])
     mark = MARKS.index("<|eot_id|>")
     assert read_query({"text": "<|eot_id|>"}, base_model="bytes") == [BOS, mark]
+    said = PAIR | {"chosen": "<|eot_id|> ok"}
+    assert read_label(said, **BYTES)[1][0] == mark
 
 
 NO_IDS = '["w5", "w6"]; 3; 0.5; [[5]]; [5, 50]; [5, -1]; [5, null]'.split("; ")
@@ -770,6 +772,8 @@ def test_labels_of_no_use_are_left_out_and_counted_and_a_tenth_may_be(
     assert f"--label_dataset: 9 of 10 rows {{'{reason}': 1}}\n" in capsys.readouterr().out
     refuse(read_labels, [good] * 8 + [row], "8 of 9 labels are of use: {", **given)
     refuse(read_labels, row, f"0 of 2 labels are of use: {{'{reason}': 2}}", **given)
+    given["batch_size"] = 10
+    refuse(read_labels, [good] * 9 + [row], " has 9 labels for --batch_size 10", **given)
 
 
 # --- reward functions -----------------------------------------------------------------------------

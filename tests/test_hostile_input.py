@@ -173,7 +173,11 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, "--critic_warmup 4", "--lr_warmup and --critic_warmup must be below 4 updates$"),
     *((script, "--resume --output_dir none", "--resume needs --output_dir") for script in SCRIPTS),
     # models
-    (PPO, "--base_model no_tokenizer --truncate_token none", ".* a tokenizer without tokens$"),
+    (
+        PPO,
+        "--base_model no_tokenizer --truncate_token none",
+        "--base_model has a tokenizer without tokens$",
+    ),
     (RLOO, "--reward_model ~/nowhere", "@."),
     *((PPO, f"--base_model {name}", "@.") for name in ("no/such", "tiny/nothing", "./nowhere")),
     (PPO, "--base_model narrow", "@token id 49 with 40 embeddings, "),
@@ -199,7 +203,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, f"{OWN} functions:none_such", "@.*none_such"),
     *(
         (PPO, f"{OWN} {name}", "@.")
-        for name in "functions.py functions.py:fine ./functions:f".split()
+        for name in "functions.py functions.py:fine ./functions:fine".split()
     ),
     (PPO, f"{OWN} nowhere:f", "@No module named 'nowhere'"),
     (PPO, f"{OWN} needs:f", "@No module named 'no_such_library'"),

@@ -449,6 +449,15 @@ def test_a_critic_can_start_from_the_reward_model_that_is_found_in_runs(tmp_path
 
 
 # --- LoRA -----------------------------------------------------------------------------------------
+def test_under_bf16_adapters_of_a_llama_are_fp32() -> None:
+    pytest.importorskip("peft")
+    args = ppo_rlhf.Args(dtype="bf16", base_model=str(folder_of("llama")), lora_rank=2)
+    lm, _ = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, LONGEST)
+    for key, p in lm.named_parameters():
+        assert (p.dtype == torch.bfloat16) == key.endswith("base_layer.weight"), key
+        assert p.requires_grad == ("lora_" in key), key
+
+
 @BOTH
 def test_lora_adapters_depend_on_the_seed_alone(module: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("peft")

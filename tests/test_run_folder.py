@@ -370,7 +370,8 @@ def test_reward_functions_that_fail_late_or_move(
     with expected:
         call(script, words, folder)
     assert (folder / "out/samples.jsonl").exists() == (not says)
-    assert (folder / "out/policy").exists() == (not says)
+    is_saved = not says or updates == UPDATES  # what fails in the last evaluation is too late
+    assert (folder / "out/policy").exists() == is_saved
     assert (folder / "out").exists() == (updates > 0), "the first evaluation is before the run"
     assert checkpoints(folder) == [f"{i:07d}" for i in range(1, updates + 1)][-2:]
     if updates:
@@ -487,6 +488,20 @@ def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(
     args = ppo_rlhf.Args(output_dir=name)
     tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
     assert args.output_dir == f"{tmp_path}/{path}"
+    (tmp_path / "new").mkdir()
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    Path(args.output_dir, "notes.txt").touch()
+    with pytest.raises(tf_adam.UserError, match=f" {tmp_path}/{path} is not empty"):
+        tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", ppo_rlhf.Args(output_dir=name))
+
+
+def test_settings_of_args_json_are_never_taken(folder: Path) -> None:
+    """Nor is a function that it names imported."""
+    (folder / "out").mkdir()
+    (folder / "evil.py").write_text("import os\nos.mkdir('marker')\n")
+    record = {"args": vars(ppo_rlhf.Args(reward_fn="evil:f"))}
+    (folder / "out/args.json").write_text(json.dumps(record))
+    refuse(folder, PPO, [*WORDS[PPO], "--resume"], "^--.*out was started with ")
 
 
 # --- settings -------------------------------------------------------------------------------------

@@ -229,11 +229,9 @@ def kit() -> Path:
 
 @functools.cache
 def plain(script: str, world: int) -> Path:
-    """A folder in which the script has run and nothing stopped it, on one process or two; `log`
-    lists what it wrote."""
+    """A folder in which the script has run and nothing stopped it, on one process or two."""
     folder = copy(kit(), Path(tempfile.mkdtemp(dir=kit().parent)))
-    log_all = (strike, "", 0, 0, f"{folder}/log")
-    code, _, errors = run_on(world, script, WORDS[script], folder, log_all)
+    code, _, errors = run_on(world, script, WORDS[script], folder)
     command = f"{script} {shlex.join(WORDS[script])}"
     assert code == 0, f"a run that many tests compare with fails: {command}\n{errors}"
     return folder
@@ -257,12 +255,12 @@ def forget_project() -> None:
     sys.path[:] = [path for path in sys.path if path not in own]
 
 
-def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | None = None) -> None:
+def strike(pattern: str, count: int, number: int = signal.SIGKILL) -> None:
     """A signal at the `count`-th operation on the run's files that has `pattern` in its line: "open
     out/args.tmp", then with an empty file. With 0 in place of a signal the disk is full.
 
     Weights and optimizer states are written in two halves, so that "half of out/policy" is the
-    moment between them. With `log` all lines are written to that file.
+    moment between them.
     """
     import accelerate.utils.other
     import safetensors.torch
@@ -275,9 +273,6 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL, log: str | No
     def note(what: str, path: Any) -> None:
         nonlocal seen
         line = f"{what} {os.path.relpath(path)}"
-        if log:
-            with open(log, "a") as file:
-                file.write(f"{line}\n")
         seen += pattern in line
         if pattern in line and seen == count:
             seen += 1
