@@ -971,7 +971,7 @@ def is_chat(value: object) -> bool:
 
 
 # Some templates write today's date. Labels and queries must have the same tokens on every day.
-FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
+FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro %}\n"
 
 
 def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:

@@ -608,6 +608,22 @@ def test_a_date_in_a_template_is_the_same_on_every_day(name: str) -> None:
     assert read_label(CHATS, dated, **BYTES)[0] == query
 
 
+BEGINNINGS = [
+    "",
+    "\n",
+    "  ",
+    "  {% set a = 1 %}",
+    "{# a #}\n\n",
+]
+
+
+@pytest.mark.parametrize("begins", BEGINNINGS)
+def test_the_fixed_date_changes_nothing_else_of_a_template(begins: str) -> None:
+    tokenizer, _ = start(train_reward, begins + CHATML, **BYTES)
+    expected = tokenizer.apply_chat_template(FAR, tokenize=False, add_generation_prompt=True)
+    assert train_reward.render(FAR, tokenizer, add_generation_prompt=True) == expected
+
+
 def test_a_template_that_lacks_or_refuses_is_an_error_of_its_row() -> None:
     rows = [{"prompt": FAR}]
     says = "row 0: chat template: "
