@@ -38,14 +38,14 @@ def draw_true_score(axes: Axes, record: Record, others: Record, what: str) -> No
     report.line_at(axes, best, "best of 128, no training (other reward models)", "--")
     before = [row["true_score_before"] for row in record["rows"] if "true_score_before" in row]
     level = float(np.mean(before))
-    report.line_at(axes, level, "before training (held-out queries)", ":", report.START)
+    report.line_at(axes, level, "starting model (held-out queries)", ":", report.START)
     report.label(axes, "episodes (responses trained on)", what, ylim=(0, 1))
 
 
 def readme(record: Record, others: Record) -> Figure:
     """The true score of PPO and RLOO beside best of 128, with the range of three other reward
     models: the first picture of README.md."""
-    text = "One RLOO response becomes as good as the best of 128 before training, PPO nearly"
+    text = "One RLOO response becomes as good as the best of 128 of the starting model, PPO nearly"
     figure, panels = report.new(text, 1, 1, 3.7)
     axes = panels[0, 0]
     rows = [row for row in others["best_of_n"] if row["labels"] == "4000"]
@@ -62,12 +62,12 @@ def readme(record: Record, others: Record) -> Figure:
         x, y = report.over_episodes(record, choice, "true_score")
         point = (x[-6], y.mean(0)[-6])
         report.note(axes, NAMES[choice], point, (0, shift), CHOICES[choice])
-    words = "best of 128 before training (mean and range of 3 other reward models)"
+    words = "best of 128, starting model (mean and range of 3 other reward models)"
     report.note(axes, words, (200, max(best)), (0, 6), "black")
     before = axes.lines[-1].get_ydata()[0]
     report.note(
         axes,
-        "before training",
+        "starting model",
         (11_200, before),
         (0, 5),
         report.START,

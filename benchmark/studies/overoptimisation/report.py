@@ -212,6 +212,17 @@ def draw_ends(axes: Axes, rows: list[Row], has_errors: bool) -> None:
         )
 
 
+def join_twins(axes: Axes, rows: list[Row]) -> None:
+    """Lines between runs of the same labels, seed and algorithm, on two machines."""
+    for twins in group(rows, "labels", "seed", "algorithm", "kl_coef").values():
+        axes.plot(
+            [row["accuracy"] for row in twins],
+            [row["end"]["true_score"] for row in twins],
+            color=ALGORITHMS[twins[0]["algorithm"]],
+            linewidth=0.8,
+        )
+
+
 def over_accuracy(*records: Record) -> Figure:
     """All runs, without a KL penalty, of both series, and with the default's; and once more those
     of the poorest reward models, with the errors of their accuracies."""
@@ -220,8 +231,10 @@ def over_accuracy(*records: Record) -> Figure:
     figure, panels = report.new(text, 1, 2, 4.2, **more)
     poor, every = panels[0]
     rows = ends(*records)
+    near_chance = [row for row in rows if row["accuracy"] < POOR]
     draw_ends(every, rows, has_errors=False)
-    draw_ends(poor, [row for row in rows if row["accuracy"] < POOR], has_errors=True)
+    draw_ends(poor, near_chance, has_errors=True)
+    join_twins(poor, near_chance)
     chance = records[0]["reward_models"][0]["constant"]
     for axes in panels[0]:
         report.line_at(axes, 0)

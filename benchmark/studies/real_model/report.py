@@ -138,7 +138,7 @@ def before_and_after(*records: Record) -> Figure:
     report.label(score, "true score, before and after", **limits)
     report.label(wins, "win rate against the starting model (%)", xlim=(20, 100))
     wins.axvline(50, color="black", linewidth=1)
-    legend = {"before training": START, "after PPO": PPO, "after RLOO": RLOO}
+    legend = {"starting model": START, "after PPO": PPO, "after RLOO": RLOO}
     report.name_colours(score, legend, "o")
     report.legend_below(figure, score, 3)
     return figure

@@ -24,7 +24,7 @@ WEAK = "weak reward model: the reward rises, the true score falls"
 def draw(axes: Axes, record: Record, symptom: str, heading: str) -> None:
     """The metric of a healthy and of a faulty run."""
     row = report.look_up(record, f"rows > {symptom}")
-    metric = row["metric"].replace("test/", "train/")
+    metric = row["metric"].replace("test/", "train/").removeprefix("ppo/")
     width = 16 if metric == "train/accuracy" else 1
     for name, word, colour in (("healthy", "healthy", START), ("ill", "faulty", ILL)):
         values = smooth(row["curves"][name], width)
