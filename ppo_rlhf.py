@@ -19,7 +19,8 @@ train_reward.py is identical in all of them, so some of its branches may be unus
 
 Shapes: B responses in a process's share of a batch, b in a minibatch or micro-batch, R tokens per
 response, T tokens of query and response together, V tokens in the vocabulary, d hidden units. A
-`mask` is an attention mask (B, T); a `loss_mask` says which tokens of responses count (B, R).
+`loss_mask` (B, R) says which tokens of responses count; it is the `mask` of the algorithm's
+functions. In forward passes a `mask` is an attention mask (B, T).
 """
 
 # /// script
@@ -91,8 +92,8 @@ TokenRows = list[list[int]]
 class Args:
     """Settings of a run. A preset may come first: sentiment, descriptiveness, cnndm, tldr."""
 
-    # tyro shows each field's comment in --help, but not a comment that has a blank line below it.
-    __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
+    # In --help a field has the comment beside it, or else the one above it, without a blank line.
+    __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False)
 
     # the run
     seed: conint(ge=0, lt=4_000_000_000) = 1  # Fixes data order, sampling and new weights
@@ -100,7 +101,7 @@ class Args:
     # Continue the run in --output_dir (required), or start it if the folder has none
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
-    eval_queries: PositiveInt = 64  # Held-out queries, sampled before and after the training
+    eval_queries: PositiveInt = 64  # Held-out queries, answered before and after the training
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
 
     # models
@@ -120,8 +121,8 @@ class Args:
     # the task
 
     # A file (json, jsonl, csv, parquet, txt), a folder or a hub id, perhaps with :config:split. The
-    # first of these columns that exists is used: query, prompt, question, instruction, messages,
-    # conversations, text, article, content
+    # first of these columns that exists is used: messages, query, prompt, question, instruction,
+    # conversations, conversation, text, article, content
     query_dataset: str = "tiny/queries"
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop)
@@ -130,13 +131,14 @@ class Args:
     query_suffix: str | None = None  # Text after every query, not for the reward model
     # One token: a query begins after its first occurrence; texts without it are dropped (None: off)
     start_text: str | None = "."
-    end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: off)
+    # One token: a query is cut back to its last occurrence, or dropped without one (None: off)
+    end_text: str | None = "."
     response_length: PositiveInt = 24  # Tokens sampled per response
     temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
     # The token that ends a response (`eos`: the tokenizer's; None: every response is complete)
     truncate_token: str | None = "."
     truncate_after: NonNegativeInt = 16  # The token ends a response only at this index or later
-    penalty_reward_value: float = -1.0  # For a response without a truncate token
+    penalty_reward_value: float = -1.0  # Score of a response without a truncate token
     # --penalty_reward_value replaces the score (original) or is added to it
     penalty_mode: Literal["replace", "add"] = "replace"
     # Tokens after the truncate token are left out of KL and loss (original: they count)
@@ -144,13 +146,13 @@ class Args:
 
     # updates and optimizer
     total_episodes: PositiveInt = 12_800  # Responses sampled in the run, in whole batches
-    batch_size: PositiveInt = 128  # Episodes per update, over all devices
-    micro_batch_size: PositiveInt = 128  # Rows per pass on a device, except to sample
+    batch_size: PositiveInt = 128  # Responses per update, over all devices
+    micro_batch_size: PositiveInt = 128  # Rows per pass on a device; sampling takes all at once
     num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
     num_epochs: PositiveInt = 4  # Passes over the batch in each update
     lr: NonNegativeFloat = 2e-4  # Learning rate, see the schedule
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # --lr decays to 0, or stays
-    # Number n of warm-up updates: update i (from 0) uses lr * (i + 1) / (n + 1)
+    # Number n of warm-up updates: update i (from 0) has the scheduled rate times (i + 1) / (n + 1)
     lr_warmup: NonNegativeInt = 0
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
     adam: Literal["tf", "torch"] = "tf"
@@ -164,7 +166,7 @@ class Args:
     kl_coef: NonNegativeFloat = 0.15  # Coefficient of the KL penalty at the start
     # KL (k1, in nats per response) that the coefficient is adapted to reach (None: fixed)
     adaptive_kl_target: PositiveFloat | None = 6.0
-    # The coefficient changes by about 20 % at most in this many episodes
+    # Within this many episodes the coefficient changes by about 20 % at most
     kl_horizon: PositiveFloat = 2_000.0
     # The run stops when the KL (nats per response) is above this, or below minus this
     max_kl: PositiveFloat = 200.0
@@ -252,7 +254,6 @@ def main(preset: str, args: Args) -> None:
     check_settings(args, num_updates, accelerator.num_processes)
     choose_folder(FILE, preset, args)  # sets args.output_dir
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
-    my_rows = slice(rank * share, (rank + 1) * share)
 
     # data and models; most of what cannot run fails here, before anything is written
     set_seed(args.seed)
@@ -262,7 +263,8 @@ def main(preset: str, args: Args) -> None:
     queries = load_queries("query_dataset", args, tokenizer, num_queries)
     contexts = [query.context for query in queries]
     longest = max(map(len, contexts)) + args.response_length
-    # Run compares it on --resume. Of the first queries: --total_episodes may change the others.
+    # A checksum that Run compares on --resume, of the first queries: a run with more
+    # --total_episodes may read more of the others.
     data = crc32(np.concatenate(contexts[: args.eval_queries + args.batch_size]))
     held_out, queries = hold_out(queries, args.eval_queries)
     score_fn = load_reward("reward_model", args, preset, tokenizer, longest)
@@ -277,7 +279,7 @@ def main(preset: str, args: Args) -> None:
     policy = accelerator.unwrap_model(wrapped)
     # FSDP's modules have `reshard`: autocast must not keep bf16 copies of their gathered weights.
     torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
-    # a function of a policy: its responses to the held-out queries, their scores and KL to ref
+    # evaluation(policy) is a table: the policy's responses to the held-out queries, scores and KL
     evaluation = partial(evaluate, ref, held_out, score_fn, tokenizer, truncate_id, args)
     before = evaluation(ref)  # the reference is the untrained policy, also when a run is resumed
     run = Run(accelerator, FILE, args, num_updates, {"kl_coef": args.kl_coef, "data": data})
@@ -288,8 +290,8 @@ def main(preset: str, args: Args) -> None:
         # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
         start = update * args.batch_size + rank * share
         my_queries = [queries[i % len(queries)] for i in range(start, start + share)]
-        u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)[my_rows]
-        batch = rollout(policy, my_queries, u, truncate_id, args)
+        u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)
+        batch = rollout(policy, my_queries, u.split(share)[rank], truncate_id, args)
         epochs = shuffle(args, rank, update, share)  # (num_epochs, num_minibatches, b)
         # The rows go through the first epoch's micro-batches. So padding and rounding are the same
         # in the first optimizer step, where every ratio is 1, on a CPU exactly.
@@ -318,10 +320,12 @@ def main(preset: str, args: Args) -> None:
             "objective/non_score_reward": -kl_coef * kl.sum(1),
         }
         metrics = reduce_means([*records, sums_over(torch.ones_like(raw_scores), per_response)])
-        metrics["objective/kl_coef"] = kl_coef
-        metrics["episode"] = (update + 1) * args.batch_size
-        metrics["lr"] = optimizer.param_groups[0]["lr"]
-        metrics["val/var_explained"] = 1 - metrics["val/error"] / (metrics["returns/var"] + 1e-8)
+        metrics |= {
+            "objective/kl_coef": kl_coef,
+            "episode": (update + 1) * args.batch_size,
+            "lr": optimizer.param_groups[0]["lr"],
+            "val/var_explained": 1 - metrics["val/error"] / (metrics["returns/var"] + 1e-8),
+        }
         run.log(metrics)  # adds seconds and peak_memory_gb
         accelerator.print(
             f"update {update + 1} of {num_updates}: score {metrics['objective/scores']:.2f}, "
@@ -384,7 +388,7 @@ def gae(
     values = values * mask
     rewards = rewards * mask
     advantages = torch.zeros_like(values)
-    advantage = next_value = torch.zeros_like(values[:, 0])
+    advantage = next_value = 0.0
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * advantage
@@ -444,15 +448,16 @@ def ppo_update(
     epochs: Tensor,
     args: Args,
 ) -> list[dict]:
-    """Makes all optimizer steps on one batch, and returns what is logged of them. epochs
-    (num_epochs, num_minibatches, b) says which rows are in which minibatch."""
+    """Makes all optimizer steps on one batch, and returns what is logged of them. `policy` is the
+    wrapped one, whose backward passes average gradients over processes. epochs (num_epochs,
+    num_minibatches, b) says which rows are in which minibatch."""
     once = torch.ones((), device=batch.responses.device)  # the mask for single numbers
     sampling_errors = (batch.logprobs - batch.sampled_logprobs).abs()  # (B, R)
     records = [sums_over(once, {"sampling_error": gather(sampling_errors).max()})]
     ratio_errors = []
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
-        set_advantages(mini, args)  # here, as whitening is over this process's minibatch
+        set_advantages(mini, args)  # whitens each process's minibatch alone, as the original does
         for name, x in (("returns", mini.returns), ("val", mini.values)):
             mean, variance = moments(x, mini.loss_mask)
             terms = {f"{name}/mean": mean, f"{name}/var": variance}
@@ -466,8 +471,7 @@ def ppo_update(
         for rows in groups:
             micro = select(mini, rows)
             with averaging(accelerator, policy, is_last=rows is groups[-1]):
-                all_logprobs, values = forward_response(policy, micro, args.temperature)
-                logprobs = selected_logprobs(all_logprobs, micro.responses)
+                all_logprobs, logprobs, values = forward_response(policy, micro, args.temperature)
                 policy_loss, value_loss, metrics = ppo_loss(logprobs, values, micro, args)
                 loss = policy_loss + args.vf_coef * value_loss  # a loss of your own: add it here
                 accelerator.backward((loss * micro.counted).sum() * loss_scale)
@@ -475,19 +479,17 @@ def ppo_update(
             metrics["loss/total"] = loss
             records.append(sums_over(micro.counted, metrics))
             # Entropies count by token, also in RLOO, whose loss counts responses.
-            metrics = {"policy/entropy": entropy(all_logprobs.detach())}
+            entropies = {"policy/entropy": entropy(all_logprobs.detach())}
             del all_logprobs  # makes room for the next ones
-            records.append(sums_over(micro.loss_mask, metrics))
+            records.append(sums_over(micro.loss_mask, entropies))
             if step == 0:
                 ratio_errors.append((logprobs.detach() - micro.logprobs).abs().max())
         norm = clip_gradients(policy, args.max_grad_norm)
         records.append(sums_over(once, {"gradient_norm": norm}))
         optimizer.step()
         optimizer.zero_grad()
-    return [
-        *records,
-        sums_over(once, {"first_ratio_error": gather(torch.stack(ratio_errors)).max()}),
-    ]
+    records.append(sums_over(once, {"first_ratio_error": gather(torch.stack(ratio_errors)).max()}))
+    return records
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
@@ -516,10 +518,7 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
         "gradient_norm": (1e308, "the loss is not finite, or --lr is too high"),
         "first_ratio_error": (ratio_limit, "the passes of rollout and update differ"),
         "sampling_error": (sampling_limit, "tokens are sampled from other logits"),
-        "objective/kl": (
-            kl_limit,
-            "in update 0 policy and reference differ; later --lr may be too high",
-        ),
+        "objective/kl": (kl_limit, "--lr is too high (in update 0: policy and reference differ)"),
     }
     for name, (limit, hint) in limits.items():
         # `not` makes NaN raise, too
@@ -537,10 +536,9 @@ def shuffle(args: Args, rank: int, update: int, num_rows: int) -> Tensor:
     """The row numbers of an update's minibatches, (num_epochs, num_minibatches, b). Each epoch is a
     permutation of all rows. In RLOO the k rows of a query stay side by side."""
     generator = np.random.default_rng([args.seed, ROWS, rank, update])
-    k = getattr(args, "rloo_k", 1)
-    epochs = [generator.permutation(num_rows // k) for _ in range(args.num_epochs)]
-    rows = torch.tensor(np.array(epochs)).unsqueeze(2) * k + torch.arange(k)
-    return rows.view(args.num_epochs, args.num_minibatches, -1)
+    groups = np.arange(num_rows).reshape(-1, getattr(args, "rloo_k", 1))  # a query's rows in each
+    epochs = [generator.permutation(groups) for _ in range(args.num_epochs)]
+    return torch.tensor(np.array(epochs)).view(args.num_epochs, args.num_minibatches, -1)
 
 
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
@@ -574,17 +572,16 @@ def set_logprobs(
 ) -> None:
     """Sets the batch's log-probabilities, by policy and reference, and values. Rows go through the
     models in the micro-batches of minibatches (num_minibatches, b)."""
-    for name in ("logprobs", "ref_logprobs", "values"):
-        setattr(batch, name, torch.zeros_like(batch.sampled_logprobs))
+    # (B, R) each; the loop below writes every row.
+    batch.logprobs, batch.ref_logprobs, batch.values = batch.sampled_logprobs.repeat(3, 1, 1)
     for minibatch in minibatches:
         for rows in micro_batches(minibatch, batch.contexts, args.micro_batch_size):
             micro = select(batch, rows)
             index = rows.to(batch.responses.device)
-            all_logprobs, batch.values[index] = forward_response(policy, micro, args.temperature)
-            batch.logprobs[index] = selected_logprobs(all_logprobs, micro.responses)
-            del all_logprobs  # makes room for the reference's
-            all_logprobs, _ = forward_response(ref, micro, args.temperature)
-            batch.ref_logprobs[index] = selected_logprobs(all_logprobs, micro.responses)
+            # [1:] leaves no name on the (b, R, V) tensor: there is room for the reference's.
+            found = forward_response(policy, micro, args.temperature)[1:]
+            batch.logprobs[index], batch.values[index] = found
+            batch.ref_logprobs[index] = forward_response(ref, micro, args.temperature)[1]
 
 
 @torch.no_grad()
@@ -595,7 +592,8 @@ def sample(
     the log-probabilities of their tokens. All have R tokens; truncate finds their ends later."""
     cache = DynamicCache(config=policy.lm.config)
     ids, mask = pad_rows(contexts)
-    responses, logprobs = [], []
+    responses = []
+    logprobs = []
     for column in u.split(1, 1):  # (B, 1), one for each token
         logits, _ = policy(ids, mask, cache=cache)
         logits = logits[:, -1] / temperature
@@ -688,8 +686,8 @@ def evaluate(
     args: Args,
     policy: Module,
 ) -> pd.DataFrame:
-    """A row for each of the queries, sampled from the same uniforms in all calls and on all
-    processes. Scores have their penalty, as in training."""
+    """A row for each of the queries: response, score (with its penalty, as in training) and KL. All
+    calls and all processes use the same uniforms."""
     u = uniforms(args.seed, 0, len(queries), args.response_length)
     batch = rollout(policy, queries, u, truncate_id, args)
     set_logprobs(batch, policy, ref, torch.arange(len(queries))[None], args)
@@ -707,20 +705,17 @@ def evaluate(
 
 # --- forward passes -------------------------------------------------------------------------------
 def forward_response(policy: Module, batch: Batch, temperature: float) -> tuple:
-    """Log-probabilities (b, R, V) of every token at each position of the batch's responses, and
-    values (b, R); in RLOO 0 in their place."""
+    """At each position of the batch's responses: log-probabilities of all tokens, (b, R, V), and of
+    the token there, (b, R); and values (b, R), for which RLOO has 0."""
     ids, mask = pad_rows(batch.contexts)
     inputs = batch.responses[:, :-1]  # what follows the last token is not needed
     ids = torch.cat([ids, inputs], 1)
     mask = pad(mask, (0, inputs.shape[1]), value=True)
     logits, values = policy(ids, mask, last=inputs.shape[1] + 1)
     # In place, as V is large: no backward pass needs the logits before.
-    return logits.div_(temperature).log_softmax(-1), values
-
-
-def selected_logprobs(all_logprobs: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probabilities (b, R) of tokens (b, R), among those of all (b, R, V)."""
-    return all_logprobs.gather(2, tokens.unsqueeze(2)).squeeze(2)
+    all_logprobs = logits.div_(temperature).log_softmax(-1)
+    logprobs = all_logprobs.gather(2, batch.responses.unsqueeze(2)).squeeze(2)
+    return all_logprobs, logprobs, values
 
 
 def entropy(all_logprobs: Tensor) -> Tensor:
@@ -751,7 +746,10 @@ class ActorCritic(Module):
         for sampling."""
         options = {"logits_to_keep": last, "output_hidden_states": cache is None}
         output = read(self.lm, ids, mask, cache, **options)
-        logits = last_logits(output, last, self.num_tokens)
+        logits = output.logits
+        # Only if there is something to cut: a view takes more memory in the backward pass.
+        if logits.shape[1:] != (last, self.num_tokens):
+            logits = logits[:, -last:, : self.num_tokens]
         if cache is not None:
             return logits, None
         states = output.hidden_states[-1]
@@ -760,17 +758,8 @@ class ActorCritic(Module):
         return logits, self.value_head(states[:, -last:].float()).squeeze(-1)
 
 
-def last_logits(output: ModelOutput, last: int, num_tokens: int) -> Tensor:
-    """An output's logits at its last tokens, (b, last, V), cut to the tokenizer's size V. If it has
-    just these, nothing is cut: a view would take more memory in the backward pass."""
-    logits = output.logits
-    if logits.shape[1:] == (last, num_tokens):
-        return logits
-    return logits[:, -last:, :num_tokens]
-
-
 def read(
-    model: Model, ids: Tensor, mask: Tensor, cache: DynamicCache | None = None, **options: bool
+    model: Model, ids: Tensor, mask: Tensor, cache: DynamicCache | None = None, **options: int
 ) -> ModelOutput:
     """The output of a model, or of its trunk, for ids (B, T). With a cache, ids follow what is in
     it, and mask covers both. Positions count real tokens, as the original's do."""
@@ -797,7 +786,8 @@ def reward_head(classifier: Model) -> nn.Linear:
 
 def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
     """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
-    longest = max(map(len, rows))
+    # At least 2 tokens, so that RLOO reads every query in two passes: FSDP counts on it.
+    longest = max(2, *map(len, rows))
     padded = [[-1] * (longest - len(row)) + row for row in rows]
     ids = torch.tensor(padded, device=PartialState().device)
     return ids.clamp(min=0), ids >= 0
@@ -818,12 +808,6 @@ def load_tokenizer(flag: str, args: Args) -> Tokenizer:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
-def check_vocabulary(flag: str, args: Args, tokenizer: Tokenizer) -> None:
-    """UserError if the flag's model has other token ids than --base_model."""
-    if load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"--{flag} has another tokenizer than --base_model: use a --reward_fn")
-
-
 def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
     """A function from queries and batch to scores (B,): --reward_fn, the model that the flag names,
     or else the newest that train_reward.py made for the preset, whose path is then set in args."""
@@ -840,7 +824,6 @@ def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longes
             raise UserError(f"--{flag} None: `python train_reward.py {preset}` makes one")
         setattr(args, flag, str(newest.with_name("reward_model")))
     PartialState().print(f"--{flag} {getattr(args, flag)}")
-    check_vocabulary(flag, args, tokenizer)
     model = load_model(flag, args, AutoClassifier, tokenizer, longest)
     hold_in_bf16(model.requires_grad_(False), args)
     model = model.to(PartialState().device)
@@ -869,7 +852,6 @@ def load_critic(args: Args, tokenizer: Tokenizer, longest: int) -> Model | None:
     if args.critic == "reward":
         if args.reward_model is None:
             raise UserError("--critic reward needs --reward_model beside a --reward_fn")
-        check_vocabulary("reward_model", args, tokenizer)
         return load_model("reward_model", args, AutoClassifier, tokenizer, longest)
     return load_model("base_model", args, AutoModelForCausalLM, tokenizer, longest)
 
@@ -882,11 +864,13 @@ def load_model(
     the original. If --base_model has no reward head, train_reward.py gives it a new one."""
     name = local_path(getattr(args, flag))
     what = f"--{flag} {name}"
-    if os.path.exists(f"{name}/adapter_config.json"):
-        raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-    is_classifier = auto_class is AutoClassifier
-    head = "score" if is_classifier else "lm_head"
-    options = {"num_labels": 1} if is_classifier else {}
+    if flag != "base_model" and load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
+    head = "lm_head"
+    options = {}
+    if auto_class is AutoClassifier:
+        head = "score"
+        options["num_labels"] = 1
     if PartialState().device.type == "cpu":
         options["attn_implementation"] = "eager"  # the faster one; on a GPU transformers chooses
     with explained(what):
@@ -899,6 +883,8 @@ def load_model(
             output_loading_info=True,
             **options,
         )
+    if hasattr(model, "peft_config"):
+        raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
 
     # transformers only warns about weights that are missing, left over or of another size. What is
     # left over may belong to another head, but not to a layer (`h.3.`) or to this head (a bias).
@@ -924,7 +910,8 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if top >= size or longest > window:
         raise UserError(
-            f"token id {top} with {size} embeddings, or {longest} tokens in a window of {window}"
+            f"token ids go up to {top}, with {size} embeddings; texts to {longest} tokens, in a "
+            f"window of {window}"
         )
     # Ours: the first token as padding, the others but the last into a cache, and the last one
     # through it. Plain: all but the first token, at once.
@@ -937,7 +924,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     ours = read(model.base_model, ids[:, -1:], mask, cache).last_hidden_state
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
     if not (ours - plain).abs().max() < 1e-3 * plain.std():
-        raise UserError("gives other results with padding and a cache: not supported")
+        raise UserError("is not supported: padding or a cache changes its results")
 
 
 def local_path(name: str) -> str:
@@ -969,7 +956,7 @@ def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
             return datasets.load_dataset(kind, data_files=escape(name))
         splits = datasets.load_dataset(path, config or None)
     if len(kinds) > 1 or (split or "train") not in splits:
-        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name one, as in data::test")
+        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name a file, or data::test")
     return {"train": splits[split]} if split else splits
 
 
@@ -985,8 +972,8 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
     table = load_table(flag, args)["train"]
     queries = []
     for i in np.random.default_rng([args.seed, QUERIES]).permutation(len(table)).tolist():
-        row = table[i]
-        with explained(f"--{flag} {getattr(args, flag)}, row {i}", UserError):
+        with explained(f"--{flag} {getattr(args, flag)}, row {i}", UnicodeError):
+            row = table[i]
             prompt = prompt_of(row)
             if is_chat(prompt) and (start is not None or end is not None or long == "keep_start"):
                 raise UserError(
@@ -1010,15 +997,22 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
 
 def hold_out(queries: list[Query], count: int) -> tuple[list[Query], list[Query]]:
     """The first `count` queries, held out, and all that differ from them."""
-    contexts = [query.context for query in queries[:count]]
+    held_out = queries[:count]
+    contexts = [query.context for query in held_out]
     others = [query for query in queries if query.context not in contexts]
     if not others:
         raise UserError(f"--eval_queries {count}: no query is left to train on")
-    return queries[:count], others
+    return held_out, others
 
 
-# The prompt is in the first of these columns that exists.
-PROMPTS = "query prompt question instruction messages conversations text article content".split()
+# The prompt is in the first of these columns that exists: a chat says more than its last question.
+PROMPTS = """
+    messages query prompt question instruction conversations conversation text article content
+""".split()
+
+
+# Leaving these out would change the prompt.
+NOT_READ = "system system_prompt history tools".split()
 
 
 def prompt_of(row: dict) -> str | list:
@@ -1028,8 +1022,10 @@ def prompt_of(row: dict) -> str | list:
     column = next((name for name in PROMPTS if name in row), "chosen")
     if column not in row or (column == "chosen" and isinstance(row[column], str)):
         raise UserError(f"a row needs one of the columns {PROMPTS}, or a chat in `chosen`: {row}")
-    if row.get("system") or row.get("tools"):
-        raise UserError(f"`system` and `tools` are not read, put them into messages: {row}")
+    if any(map(row.get, NOT_READ)):
+        raise UserError(f"{NOT_READ} are not read, put them into messages: {row}")
+    if "chosen" in row and not row["chosen"]:  # whether the prompt is a chat is not known
+        return ""
     prompt = row[column] or ""
     if column == "instruction" and row.get("input"):
         prompt = f"{prompt}\n{row['input']}"
@@ -1067,7 +1063,8 @@ def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str) or message.get("tool_calls"):
             raise UserError(f"a message must be a role and a text, and no more: {message}")
-        messages.append(message | {"content": content})
+        given = {name: value for name, value in message.items() if value}  # a key may be null
+        messages.append(given | {"content": content})
     with explained("chat template"):
         template = FIXED_DATE + tokenizer.get_chat_template()
         return tokenizer.apply_chat_template(
@@ -1108,6 +1105,8 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
         ids = [tokenizer.eos_token_id]
     elif named is not None and tokenizer.decode([named]) == text:
         ids = [named]
+    elif tokenizer.decode(ids[-1:]) == text:  # a line feed has a space before it, too
+        ids = ids[-1:]
     if len(ids) != 1 or ids[0] is None:
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
     return ids[0]
@@ -1140,8 +1139,8 @@ def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
         tokens = [token for token in value if token in known]
     else:
         raise UserError(f"neither text, nor chat, nor ids of this tokenizer: {value}")
-    # A chat template may have put BOS there. Where bos() is [], no token is equal to it.
-    return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
+    begin = bos(tokenizer)  # a chat template may have put it there
+    return tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -1208,7 +1207,7 @@ def parse_args() -> tuple[str, Args]:
     preset = words.pop(0) if words and not words[0].startswith("-") else "tiny"
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(PRESETS)}")
-    args = tyro.cli(Args, default=PRESETS[preset], args=words)
+    args = tyro.cli(Args, default=PRESETS[preset], args=words, use_underscores=True)
     try:
         pydantic.TypeAdapter(Args).validate_python(vars(args))
     except pydantic.ValidationError as error:

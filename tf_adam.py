@@ -114,11 +114,15 @@ def set_up_torch(dtype: str) -> None:
     """Settings for speed and memory, made before the first tensor: --dtype is "fp32", "tf32" or
     "bf16". They change results by rounding only."""
     # Each sampled token needs a slightly longer cache. This lets it reuse the shorter one's memory.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # The older name of the variable is the user's: torch would prefer the new one.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Every process reads its models itself: the reference is not sharded, so it needs all weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc keeps freed memory: saves a tenth of the time on a CPU
+    # On a CPU it saves a tenth of the time if glibc keeps freed memory. Before a GPU that would be
+    # the memory of models that have left for it.
+    if hasattr(libc, "mallopt") and not torch.accelerator.is_available():
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
     if dtype != "fp32":
@@ -392,12 +396,14 @@ class Run:
         if accelerator.is_main_process:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
         choose_folder(self.script, "", self.args)  # again, with the lock: a run may have used it
-        for newest in self.checkpoints()[-1:]:  # the newest checkpoint, if there is one
+        checkpoints = self.checkpoints()
+        if checkpoints:
+            newest = checkpoints[-1]
             saved = json.loads((newest / "state.json").read_text())
             for name in ("data", "processes"):  # shuffles are per process
                 if saved[name] != self.state[name]:
-                    raise UserError(f"--resume: other {name} than before, see {newest}/state.json")
-            self.state |= saved  # what a copy's state has had only since then keeps its first value
+                    raise UserError(f"--resume with other {name} than the run began with: {newest}")
+            self.state |= saved  # a key that a copy has added since then keeps its first value
             accelerator.load_state(str(newest))
         if self.args.track:
             wandb = {"id": self.state["run_id"], "name": self.folder.name, "resume": "allow"}
@@ -448,7 +454,8 @@ class Run:
         if self.accelerator.is_main_process:
             with open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(f"{json.dumps(metrics)}\n")
-        self.accelerator.log(metrics, step=self.state["update"] + 1)
+        # not as W&B's step, which cannot go back when a run is resumed at a checkpoint
+        self.accelerator.log(metrics | {"update": self.state["update"] + 1})
 
     def checkpoints(self) -> list[Path]:
         """The folders of complete checkpoints, checkpoints/<updates made>, the newest last."""

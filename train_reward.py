@@ -2,9 +2,9 @@
 
 A language model with a scalar head learns which of N responses to a query people like best. It is
 trained for one epoch on the loss -log softmax(reward_1, ..., reward_N)[best], which for a pair is
--log sigmoid(chosen - rejected). The reward is gain * logit + bias. These two are set so that the
-rewards of the reference policy's samples have mean 0 and deviation 1: before the training, to begin
-at a sensible scale, and after it, because training moves them. "The original" is OpenAI's
+-log sigmoid(chosen - rejected). The reward is gain * logit + bias. Gain and bias are set so that
+the rewards of the reference policy's samples have mean 0 and deviation 1: before the training, to
+begin at a sensible scale, and after it, because training moves them. "The original" is OpenAI's
 lm-human-preferences (Ziegler et al. 2019, arXiv:1909.08593). The tests replay recordings of it.
 
     python train_reward.py                                         # tiny model and data
@@ -87,8 +87,8 @@ TokenRows = list[list[int]]
 class Args:
     """Settings of a run. A preset may come first: sentiment, descriptiveness, cnndm, tldr."""
 
-    # tyro shows each field's comment in --help, but not a comment that has a blank line below it.
-    __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False, extra="forbid")
+    # In --help a field has the comment beside it, or else the one above it, without a blank line.
+    __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False)
 
     # the run
     seed: conint(ge=0, lt=4_000_000_000) = 1  # Fixes data order, sampling and new weights
@@ -122,7 +122,8 @@ class Args:
     query_suffix: str | None = None  # Text after every query, not for the reward model
     # One token: a query begins after its first occurrence; texts without it are dropped (None: off)
     start_text: str | None = "."
-    end_text: str | None = "."  # One token: a query is cut back to its last occurrence (None: off)
+    # One token: a query is cut back to its last occurrence, or dropped without one (None: off)
+    end_text: str | None = "."
     # Tokens sampled per response; chosen and rejected responses are cut to it
     response_length: PositiveInt = 24
     temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
@@ -139,7 +140,7 @@ class Args:
     micro_batch_size: PositiveInt = 128
     lr: NonNegativeFloat = 2e-3  # Learning rate, see the schedule
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # --lr decays to 0, or stays
-    # Number n of warm-up updates: update i (from 0) uses lr * (i + 1) / (n + 1)
+    # Number n of warm-up updates: update i (from 0) has the scheduled rate times (i + 1) / (n + 1)
     lr_warmup: NonNegativeInt = 0
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
     adam: Literal["tf", "torch"] = "tf"
@@ -211,7 +212,8 @@ def main(preset: str, args: Args) -> None:
     rank = accelerator.process_index
     if args.batch_size % world or args.normalization_samples % world:
         raise UserError(
-            f"--batch_size and --normalization_samples must be multiples of {world} (processes)"
+            f"--batch_size {args.batch_size} and --normalization_samples "
+            f"{args.normalization_samples} must be multiples of {world} (processes)"
         )
     choose_folder(FILE, preset, args)
 
@@ -221,7 +223,7 @@ def main(preset: str, args: Args) -> None:
     num_updates = len(labels) // args.batch_size
     if args.lr_warmup >= num_updates:
         raise UserError(f"--lr_warmup must be below {num_updates} updates")
-    # The first half is to normalize before the training, the second half after it.
+    # The first half sets gain and bias before the training, the second half after it.
     queries = load_queries("query_dataset", args, tokenizer, 2 * args.normalization_samples)
     # the longest text that a model reads
     longest = max(len(query.context) for query in queries) + args.response_length
@@ -330,7 +332,8 @@ def reward_update(
         metrics = {"train/loss": losses, "train/accuracy": is_hit}
         records.append(sums_over(torch.ones_like(losses), metrics))
     norm = clip_gradients(model, args.max_grad_norm)
-    records.append(sums_over(torch.ones_like(norm), {"train/gradient_norm": norm}))
+    # With offloaded weights the norm is on the CPU, and the other records are not.
+    records.append(sums_over(torch.ones_like(losses[0]), {"train/gradient_norm": norm}))
     optimizer.step()
     optimizer.zero_grad()
     return records
@@ -415,7 +418,8 @@ def sample(
     the log-probabilities of their tokens. All have R tokens; truncate finds their ends later."""
     cache = DynamicCache(config=policy.lm.config)
     ids, mask = pad_rows(contexts)
-    responses, logprobs = [], []
+    responses = []
+    logprobs = []
     for column in u.split(1, 1):  # (B, 1), one for each token
         logits, _ = policy(ids, mask, cache=cache)
         logits = logits[:, -1] / temperature
@@ -456,7 +460,7 @@ class RewardModel(Module):
     def __init__(self, lm: Model, args: Args) -> None:
         super().__init__()
         self.lm = lm
-        self.reads_once = not args.gradient_checkpointing  # checkpointing goes without caches
+        self.reads_once = not args.gradient_checkpointing  # else a layer would fill the cache twice
         self.gain = nn.Parameter(torch.ones(1))
         self.bias = nn.Parameter(torch.zeros(1))
 
@@ -492,7 +496,7 @@ def read_queries(
 
 
 def read(
-    model: Model, ids: Tensor, mask: Tensor, cache: DynamicCache | None = None, **options: bool
+    model: Model, ids: Tensor, mask: Tensor, cache: DynamicCache | None = None, **options: int
 ) -> ModelOutput:
     """The output of a model, or of its trunk, for ids (B, T). With a cache, ids follow what is in
     it, and mask covers both. Positions count real tokens, as the original's do."""
@@ -509,7 +513,8 @@ def read(
 
 def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
     """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
-    longest = max(map(len, rows))
+    # At least 2 tokens, so that RLOO reads every query in two passes: FSDP counts on it.
+    longest = max(2, *map(len, rows))
     padded = [[-1] * (longest - len(row)) + row for row in rows]
     ids = torch.tensor(padded, device=PartialState().device)
     return ids.clamp(min=0), ids >= 0
@@ -531,11 +536,13 @@ def load_model(
     the original. If --base_model has no reward head, train_reward.py gives it a new one."""
     name = local_path(getattr(args, flag))
     what = f"--{flag} {name}"
-    if os.path.exists(f"{name}/adapter_config.json"):
-        raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-    is_classifier = auto_class is AutoClassifier
-    head = "score" if is_classifier else "lm_head"
-    options = {"num_labels": 1} if is_classifier else {}
+    if flag != "base_model" and load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
+    head = "lm_head"
+    options = {}
+    if auto_class is AutoClassifier:
+        head = "score"
+        options["num_labels"] = 1
     if PartialState().device.type == "cpu":
         options["attn_implementation"] = "eager"  # the faster one; on a GPU transformers chooses
     with explained(what):
@@ -548,6 +555,8 @@ def load_model(
             output_loading_info=True,
             **options,
         )
+    if hasattr(model, "peft_config"):
+        raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
 
     # transformers only warns about weights that are missing, left over or of another size. What is
     # left over may belong to another head, but not to a layer (`h.3.`) or to this head (a bias).
@@ -573,7 +582,8 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if top >= size or longest > window:
         raise UserError(
-            f"token id {top} with {size} embeddings, or {longest} tokens in a window of {window}"
+            f"token ids go up to {top}, with {size} embeddings; texts to {longest} tokens, in a "
+            f"window of {window}"
         )
     # Ours: the first token as padding, the others but the last into a cache, and the last one
     # through it. Plain: all but the first token, at once.
@@ -586,7 +596,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     ours = read(model.base_model, ids[:, -1:], mask, cache).last_hidden_state
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
     if not (ours - plain).abs().max() < 1e-3 * plain.std():
-        raise UserError("gives other results with padding and a cache: not supported")
+        raise UserError("is not supported: padding or a cache changes its results")
 
 
 def local_path(name: str) -> str:
@@ -618,7 +628,7 @@ def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
             return datasets.load_dataset(kind, data_files=escape(name))
         splits = datasets.load_dataset(path, config or None)
     if len(kinds) > 1 or (split or "train") not in splits:
-        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name one, as in data::test")
+        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name a file, or data::test")
     return {"train": splits[split]} if split else splits
 
 
@@ -634,8 +644,8 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
     table = load_table(flag, args)["train"]
     queries = []
     for i in np.random.default_rng([args.seed, QUERIES]).permutation(len(table)).tolist():
-        row = table[i]
-        with explained(f"--{flag} {getattr(args, flag)}, row {i}", UserError):
+        with explained(f"--{flag} {getattr(args, flag)}, row {i}", UnicodeError):
+            row = table[i]
             prompt = prompt_of(row)
             if is_chat(prompt) and (start is not None or end is not None or long == "keep_start"):
                 raise UserError(
@@ -657,8 +667,12 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
     return queries
 
 
-# The prompt is in the first of these columns that exists.
-PROMPTS = "query prompt question instruction messages conversations text article content".split()
+# The prompt is in the first of these columns that exists: a chat says more than its last question.
+PROMPTS = """
+    messages query prompt question instruction conversations conversation text article content
+""".split()
+# Leaving these out would change the prompt.
+NOT_READ = "system system_prompt history tools".split()
 
 
 def prompt_of(row: dict) -> str | list:
@@ -668,8 +682,10 @@ def prompt_of(row: dict) -> str | list:
     column = next((name for name in PROMPTS if name in row), "chosen")
     if column not in row or (column == "chosen" and isinstance(row[column], str)):
         raise UserError(f"a row needs one of the columns {PROMPTS}, or a chat in `chosen`: {row}")
-    if row.get("system") or row.get("tools"):
-        raise UserError(f"`system` and `tools` are not read, put them into messages: {row}")
+    if any(map(row.get, NOT_READ)):
+        raise UserError(f"{NOT_READ} are not read, put them into messages: {row}")
+    if "chosen" in row and not row["chosen"]:  # whether the prompt is a chat is not known
+        return ""
     prompt = row[column] or ""
     if column == "instruction" and row.get("input"):
         prompt = f"{prompt}\n{row['input']}"
@@ -707,7 +723,8 @@ def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str) or message.get("tool_calls"):
             raise UserError(f"a message must be a role and a text, and no more: {message}")
-        messages.append(message | {"content": content})
+        given = {name: value for name, value in message.items() if value}  # a key may be null
+        messages.append(given | {"content": content})
     with explained("chat template"):
         template = FIXED_DATE + tokenizer.get_chat_template()
         return tokenizer.apply_chat_template(
@@ -768,15 +785,17 @@ def read_labels(
     counts = Counter()
     labels = []
     for i, best in zip(rows, coins, strict=True):
-        row = table[i]
-        names = [f"sample{n}" for n in range(100) if f"sample{n}" in row]
-        with explained(f"--{flag} {getattr(args, flag)}, row {i}", UserError):
+        with explained(f"--{flag} {getattr(args, flag)}, row {i}", UnicodeError):
+            row = table[i]
+            samples = [row[f"sample{n}"] or "" for n in range(100) if f"sample{n}" in row]
             if "chosen" in row and "rejected" in row:
                 query, *responses = read_preference(row, end, counts, tokenizer, args)
                 if best:  # the coin: chosen comes second
                     responses.reverse()
-            elif "query" in row and row.get("best") in range(len(names)):
-                query, *responses = [encode(row[x] or "", tokenizer) for x in ("query", *names)]
+            elif "query" in row and row.get("best") in range(len(samples)):
+                if any(map(is_chat, samples)):
+                    raise UserError(f"samples must be texts or token ids, not chats: {row}")
+                query, *responses = [encode(x, tokenizer) for x in (prompt_of(row), *samples)]
                 best = int(row["best"])
             else:
                 raise UserError(f"neither query, sample0, .., best, nor chosen, rejected: {row}")
@@ -813,7 +832,9 @@ def read_preference(
         return [], [], []
     if not (all(isinstance(x, str) for x in answers) or all(is_chat(x) for x in answers)):
         raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
-    if set(PROMPTS) & set(row) or is_chat(answers[0]):
+    texts = [value for value in row.values() if isinstance(value, str)]
+    if set(PROMPTS) & set(row) or is_chat(answers[0]) or len(texts) > 2:
+        # Texts in unknown columns are an error: one of them may be the prompt.
         prompt = prompt_of(row)
     else:
         # The common beginning may end within a word: that piece is left to the answers.
@@ -823,7 +844,9 @@ def read_preference(
         chats = [x if is_chat(x) else [{"role": "assistant", "content": x}] for x in answers]
         answers = []
         for chat in chats:
-            whole = render(chat if len(chat) > 1 else prompt + chat, tokenizer)
+            if len(chat) == 1:  # the answer alone
+                chat = prompt + chat
+            whole = render(chat, tokenizer)
             if not whole.startswith(begin):
                 raise UserError(f"an answer's chat is {whole!r}, and does not continue {begin!r}")
             answers.append(whole.removeprefix(begin) if chat[-1]["content"] else "")
@@ -859,6 +882,8 @@ def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
         ids = [tokenizer.eos_token_id]
     elif named is not None and tokenizer.decode([named]) == text:
         ids = [named]
+    elif tokenizer.decode(ids[-1:]) == text:  # a line feed has a space before it, too
+        ids = ids[-1:]
     if len(ids) != 1 or ids[0] is None:
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
     return ids[0]
@@ -891,8 +916,8 @@ def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
         tokens = [token for token in value if token in known]
     else:
         raise UserError(f"neither text, nor chat, nor ids of this tokenizer: {value}")
-    # A chat template may have put BOS there. Where bos() is [], no token is equal to it.
-    return tokens[1:] if tokens[:1] == bos(tokenizer) else tokens
+    begin = bos(tokenizer)  # a chat template may have put it there
+    return tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -922,7 +947,7 @@ def parse_args() -> tuple[str, Args]:
     preset = words.pop(0) if words and not words[0].startswith("-") else "tiny"
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(PRESETS)}")
-    args = tyro.cli(Args, default=PRESETS[preset], args=words)
+    args = tyro.cli(Args, default=PRESETS[preset], args=words, use_underscores=True)
     try:
         pydantic.TypeAdapter(Args).validate_python(vars(args))
     except pydantic.ValidationError as error:

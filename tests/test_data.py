@@ -173,7 +173,7 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("around", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])
+@pytest.mark.parametrize("around", ["$A", "<s> $A", "$A </s>", "<s> $A </s>", "<s> . $A"])
 @pytest.mark.parametrize("bos_token", ["<s>", "?", None])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(
@@ -186,11 +186,12 @@ def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(
     backend.post_processor = TemplateProcessing(single=around, special_tokens=pairs)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     tokenizer.bos_token = bos_token
-    begin = [1] if around.startswith("<s>") else []
+    begin = [WORDS[word] for word in around.partition("$A")[0].split()]
     assert script.bos(tokenizer) == begin
     assert script.encode("a b", tokenizer) == [3, 4]
     assert script.encode("new b", tokenizer) == [0, 4]
-    assert script.encode([1, 3], tokenizer) == ([3] if begin else [1, 3])
+    assert script.encode([*begin, 3, 1], tokenizer) == [3, 1]
+    assert script.encode([*begin, *begin, 3], tokenizer) == [*begin, 3]
 
     def token_of(text: str) -> int:
         return script.token_id("truncate_token", tokenizer, script.Args(truncate_token=text))
@@ -213,12 +214,15 @@ def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(
     """Llama 2's tokenizer puts a space before a text: `.` alone is not the one in a sentence."""
     texts = "</s> ▁ a . ▁a ▁. <0x0A>".split()
     vocabulary = {text: i for i, text in enumerate(texts)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a"), ("▁", ".")]))
+    merges = [("▁", "a"), ("▁", ".")]
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     assert tokenizer("a.").input_ids == [4, 3]
+    assert tokenizer("\n").input_ids == [1, 6]
     assert tokenizer(".").input_ids == [5]
-    expected = {".": 3, "<0x0A>": 6, "eos": 0, "</s>": 0, "▁a": 4}
+    expected = {".": 3, "\n": 6, "eos": 0, "</s>": 0, "a": 2}
     for text, token in expected.items():
         args = script.Args(truncate_token=text)
         assert script.token_id("truncate_token", tokenizer, args) == token
@@ -294,13 +298,15 @@ def test_a_table_is_a_split_that_is_named_or_train() -> None:
         assert splits["train"]["text"][:] == [text]
         assert ("test" in splits) == (name == "set"), "a split that is named is the only one"
     for name, has in (("no", "'json', .*'test'"), ("set::no", "'json', "), ("mixed", "'csv'.*")):
-        says = rf"^--query_dataset \S*{name} has \[.*{has}.*\]: name one, as in data::test$"
+        says = rf"^--query_dataset \S*{name} has \[.*{has}.*\]: name a file, or data::test$"
         with pytest.raises(ppo_rlhf.UserError, match=says):
             load(name)
 
 
 # --- queries --------------------------------------------------------------------------------------
-COLUMNS = "query prompt question instruction messages conversations text article content".split()
+COLUMNS = """
+    messages query prompt question instruction conversations conversation text article content
+""".split()
 CONTENTS = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
@@ -310,7 +316,7 @@ def test_queries_are_the_first_column_that_there_is_of(first: int) -> None:
     for i in reversed(range(first, len(COLUMNS))):
         name = COLUMNS[i]
         row[name] = words(i + 1)
-        if name in ("messages", "conversations"):
+        if name in ("messages", "conversations", "conversation"):
             row[name] = turn(words(i + 1), "user")
     assert read_query(row, CONTENTS) == [first + 1]
 
@@ -365,7 +371,7 @@ def test_no_query_is_held_out_and_trained_on(script: Any) -> None:
 
 
 def test_a_table_without_a_query_is_refused() -> None:
-    says = "row 0: a row needs one of the columns ['query', "
+    says = "row 0: a row needs one of the columns ['messages', "
     refuse(read_queries, {"words": "w5"}, says)
     refuse(read_queries, TEXTS, says, "or a chat in `chosen`: {'chosen': '0 metres.'")
     says = "--query_dataset: no query is left: see --query_length, --start_text, --end_text"
@@ -654,6 +660,7 @@ NOT_TWO = """
 {"prompt": "w5", "chosen": [{"role": "assistant", "content": "w6"}], "rejected": "w7"}
 {"chosen": ["w6"], "rejected": ["w7"]}
 """
+SAMPLES = {"query": HOW, "sample0": "0 m", "sample1": "0 yards", "best": 1}
 SAME = {"chosen": TALL + REST, "rejected": TALL + REST}
 BAD_LABELS = [
     *labelled(OF_NEITHER_FORM, NEITHER),
@@ -663,6 +670,10 @@ BAD_LABELS = [
     (SAME | {"prompt": FAR}, "row 0: "),
     (SAME | {"prompt": FAR, "rejected": YARDS + REST}, "row 0: "),
     (SAME | {"question": "How?"}, "row 0: "),
+    # a column that may be the prompt, and samples that are no answers
+    (TEXTS | {"problem": "How tall is it?"}, "row 0: a row needs one of the columns ["),
+    (SAMPLES | {"sample0": TALL}, "row 0: samples must be texts or token ids, not chats: {"),
+    (SAMPLES | {"system": "Be brief."}, "are not read, put them into messages: {"),
     # ids could be of another tokenizer
     (CHATS | {"prompt": [5, 6]}, "row 0: prompt must be a text or a chat, like `chosen`: {"),
 ]
@@ -702,6 +713,8 @@ REFUSED = """
 'height' {"prompt": [{"role": "user", "content": "", "tool_calls": [{"function": "height"}]}]}
 'height' {"prompt": [{"role": "user", "content": "How?"}], "tools": [{"name": "height"}]}
 brief {"prompt": [{"role": "user", "content": "How?"}], "system": "Be brief."}
+brief {"prompt": [{"role": "user", "content": "How?"}], "system_prompt": "Be brief."}
+brief {"prompt": [{"role": "user", "content": "How?"}], "history": ["Be brief."]}
 'image' {"prompt": [{"role": "user", "content": [{"text": "How?"}, {"type": "image"}]}]}
 How? {"conversations": [{"from": "human", "value": "How?"}]}
 """
@@ -712,8 +725,8 @@ def test_what_would_change_a_chat_in_silence_is_refused_with_its_row(line: str) 
     word, text = line.split(" ", 1)
     row = json.loads(text)
     says = ("a message must be a role and a text, and no more: {", word)
-    if "tools" in row or "system" in row:
-        says = ("`system` and `tools` are not read, put them into messages: {", word)
+    if len(row) > 1:
+        says = ("'history', 'tools'] are not read, put them into messages: {", word)
     refuse(read_labels, row | ANSWERS, "row 0: ", *says, **ASK)
     refuse(read_queries, row, "row 0: ", *says, **ASK)
     if "prompt" in row and word != "'image'":  # a column has one type
@@ -738,6 +751,32 @@ def test_contents_in_parts_are_joined() -> None:
     row = {name: parts(chat) for name, chat in ASKED.items()}
     assert read_label(row, **ASK) == read_label(ASKED, **ASK)
     assert read_query(row, **ASK) == read_query(ASKED, **ASK)
+
+
+def test_a_key_without_a_value_is_left_out() -> None:
+    """A template that asks whether a message has calls would write these."""
+    template = "{% for m in messages %}{{ m.tool_calls is defined or m.content }}{% endfor %}"
+    row = {"messages": [FAR[0] | {"tool_calls": [], "thinking": None}]}
+    assert read_query(row, template, **BYTES) == read_query({"prompt": HOW}, **BYTES)
+
+
+def test_a_query_of_best_of_n_is_what_ppo_asks() -> None:
+    row = SAMPLES | {"query": FAR + TALL}
+    assert read_label(row, **ASK)[0] == read_query(row, **ASK) == read_query(ASKED, **ASK)
+
+
+def test_a_row_whose_chat_is_missing_is_left_out() -> None:
+    """Its prompt alone would be a text among chats."""
+    row = CHATS | {"prompt": HOW}
+    missing = row | {"chosen": None}
+    assert read_queries([row, missing], **ASK) == [read_query(row, **ASK)]
+
+
+def test_a_file_in_another_encoding_is_an_error_of_its_row() -> None:
+    Path("latin.jsonl").write_bytes(b'{"text": "w5 caf\xe9"}\n' * 2)
+    for read, flag in ((read_queries, "query_dataset"), (load_labels, "label_dataset")):
+        with pytest.raises(ppo_rlhf.UserError, match=rf"^--{flag} latin.jsonl, row 0: .*utf-8"):
+            read("latin.jsonl")
 
 
 def test_the_longer_of_prompt_and_chosen_is_asked() -> None:

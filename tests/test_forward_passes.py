@@ -47,17 +47,14 @@ def assert_as_alone(
     """Log-probabilities, entropies and values are those of the plain model for a text alone."""
     batch = make_batch(contexts, responses)
     with torch.no_grad():
-        all_logprobs, values = ppo_rlhf.forward_response(policy, batch, TEMPERATURE)
+        all_logprobs, logprobs, values = ppo_rlhf.forward_response(policy, batch, TEMPERATURE)
     length = len(responses[0])
     before = slice(-length - 1, -1)  # the tokens that predict the response
     texts = [context + row for context, row in zip(contexts, responses, strict=True)]
     logits = torch.stack([x[before] for x in full_logits(plain, texts)])
     expected = (logits.double() / TEMPERATURE).log_softmax(-1)
     tokens = batch.responses.unsqueeze(2)
-    assert_close(
-        ppo_rlhf.selected_logprobs(all_logprobs, batch.responses),
-        expected.gather(2, tokens).squeeze(2),
-    )
+    assert_close(logprobs, expected.gather(2, tokens).squeeze(2))
     assert_close(ppo_rlhf.entropy(all_logprobs), -(expected.exp() * expected).sum(-1))
     if not hasattr(policy, "value_head"):
         assert values == 0
@@ -103,7 +100,7 @@ def test_tokens_that_the_tokenizer_lacks_have_no_logit(k: int) -> None:
     logits, values = policy(ids, mask, last=2)
     assert logits.shape == (2, 2, 40)
     kept = logits.detach().clone()
-    all_logprobs, _ = ppo_rlhf.forward_response(lambda *_, **__: (logits, values), batch, 2.0)
+    all_logprobs, *_ = ppo_rlhf.forward_response(lambda *_, **__: (logits, values), batch, 2.0)
     assert torch.equal(all_logprobs, (kept / 2).log_softmax(-1))
     assert torch.equal(logits, kept / 2)
 
@@ -164,7 +161,7 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(
     responses = random_rows([LENGTH] * len(CONTEXTS), seed=3)
     with torch.no_grad():
         batch = make_batch(CONTEXTS, responses)
-        _, values = ppo_rlhf.forward_response(policy, batch, 1.0)
+        _, _, values = ppo_rlhf.forward_response(policy, batch, 1.0)
     texts = [context + row for context, row in zip(CONTEXTS, responses, strict=True)]
     expected = [x[-LENGTH - 1 : -1] for x in plain_rewards(plain, texts)]
     assert_close(values, torch.stack(expected))

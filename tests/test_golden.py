@@ -88,8 +88,7 @@ def assert_moved_alike(module: Any, before: dict, arrays: Arrays, prefix: str) -
 @torch.no_grad()
 def forward(policy: Any, batch: ppo_rlhf.Batch, temperature: float) -> tuple[Tensor, ...]:
     """Log-probabilities and entropies of the responses' tokens, and values."""
-    all_logprobs, values = ppo_rlhf.forward_response(policy, batch, temperature)
-    logprobs = ppo_rlhf.selected_logprobs(all_logprobs, batch.responses)
+    all_logprobs, logprobs, values = ppo_rlhf.forward_response(policy, batch, temperature)
     return logprobs, ppo_rlhf.entropy(all_logprobs), values
 
 

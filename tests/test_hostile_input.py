@@ -43,7 +43,7 @@ MODULES = {
 FEW = to_lines({"text": "w5"}, {"text": "w6"})
 # Copies of the kit's model that are then changed
 OF_MODEL = """
-    no_tokenizer no_weights pickle index disguised code nan adapter three_layers another_type
+    no_tokenizer no_weights pickle index disguised code nan three_layers another_type
 """
 
 
@@ -90,7 +90,6 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = dict.fromkeys(("queries.doc", "a::queries.jsonl"), lines)
     files |= {"empty.jsonl": "", "cut.jsonl": lines[:-9], "few.jsonl": FEW}
     files |= {
-        "adapter/adapter_config.json": "{}",
         "code/evil.py": "import os\nos.mkdir('marker')\n",
     }
     for name, text in (MODULES | files).items():
@@ -187,8 +186,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     ),
     (REWARD, "--base_model pickle", WEIGHTS),
     (RLOO, "--reward_model evil_judge", WEIGHTS),
-    (PPO, "--base_model nan", "@gives other results with padding and a cache"),
-    (RLOO, "--base_model adapter", "@is an adapter: merge it first"),
+    (PPO, "--base_model nan", "@is not supported: padding or a cache changes its results"),
     (REWARD, "--base_model three_layers", f"{NO_FIT}GPT2LMHeadModel: .*h.2"),
     (PPO, "--base_model another_type", f"{NO_FIT}GPTNeoXForCausalLM: "),
     *((script, "--base_model code", "@.*custom code") for script in SCRIPTS),

@@ -83,7 +83,7 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(name: str, tmp_
     policy = ppo_rlhf.ActorCritic(lm, VOCABULARY)
     optimizer = make_optimizer(policy, args)
     batch = make_batch([[EOS], *CONTEXTS[1:]], random_rows([LENGTH] * 5, seed=2))
-    all_logprobs, values = ppo_rlhf.forward_response(policy, batch, 1.0)
+    all_logprobs, _, values = ppo_rlhf.forward_response(policy, batch, 1.0)
     (all_logprobs.square().sum() + values.sum()).backward()
     optimizer.step()
     tokenizer = ppo_rlhf.load_tokenizer("base_model", args)
@@ -241,7 +241,7 @@ def test_models_that_padding_or_a_cache_confuses_are_refused(
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(GPT2Model, "forward", changed)
-    line = "gives other results with padding and a cache: not supported"
+    line = "is not supported: padding or a cache changes its results"
     with pytest.raises(UserError, match=line):
         load(folder_of("gpt2"))
 
@@ -275,9 +275,9 @@ def test_checkpointing_has_no_dropout_and_changes_nothing(name: str) -> None:
         ):
             policy.zero_grad()
             calls.clear()
-            all_logprobs, _ = ppo_rlhf.forward_response(policy, twice, 0.7)
+            all_logprobs, logprobs, _ = ppo_rlhf.forward_response(policy, twice, 0.7)
             before = len(calls)
-            ppo_rlhf.selected_logprobs(all_logprobs, twice.responses).sum().backward()
+            logprobs.sum().backward()
             assert len(calls) == before * (1 + checkpoints)
             found.append((all_logprobs.detach(), lm.get_input_embeddings().weight.grad.clone()))
     for logprobs, gradient in found[1:]:
@@ -369,8 +369,8 @@ def test_the_last_embedding_and_the_whole_window_can_be_used(make: Callable) -> 
     with torch.no_grad():
         ppo_rlhf.check_model(model, with_top_token(size - 1), WINDOW)
         for top, longest in ((size, WINDOW), (1, WINDOW + 1)):
-            says = f"^token id {top} with {size} embeddings, or {longest} tokens in a window of "
-            with pytest.raises(UserError, match=f"{says}{WINDOW}$"):
+            says = f"^token ids go up to {top}, with {size} embeddings; texts to {longest} "
+            with pytest.raises(UserError, match=f"{says}tokens, in a window of {WINDOW}$"):
                 ppo_rlhf.check_model(model, with_top_token(top), longest)
 
 
@@ -380,7 +380,7 @@ def test_the_window_of_a_model_of_texts_and_images_is_that_of_texts() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert not hasattr(config, "max_position_embeddings")
-    with pytest.raises(UserError, match=f"{WINDOW + 1} tokens in a window of {WINDOW}$"):
+    with pytest.raises(UserError, match=f"{WINDOW + 1} tokens, in a window of {WINDOW}$"):
         ppo_rlhf.check_model(model, with_top_token(1), WINDOW + 1)
 
 
@@ -398,7 +398,7 @@ def test_a_model_may_differ_from_a_plain_pass_by_rounding_only(
     monkeypatch.setattr(ppo_rlhf, "read", scaled)
     expected = contextlib.nullcontext()
     if not abs(factor - 1) < 1e-3:
-        expected = pytest.raises(UserError, match="other results with padding and a cache")
+        expected = pytest.raises(UserError, match="padding or a cache changes its results")
     with torch.no_grad(), expected:
         ppo_rlhf.check_model(make("gpt2"), ANY_TOKENIZER, 20)
 
@@ -406,14 +406,11 @@ def test_a_model_may_differ_from_a_plain_pass_by_rounding_only(
 @BOTH
 def test_a_reward_model_has_the_same_words_under_the_same_numbers(module: ModuleType) -> None:
     Accelerator(cpu=True)
-    args = module.Args(reward_model="judge")
+    args = module.Args(reward_model=str(folder_of("gpt2") / "judge"))
 
     def load_beside(ours: dict[str, int], theirs: dict[str, int]) -> Any:
         mine, other = (mock.Mock(**{"get_vocab.return_value": x}) for x in (ours, theirs))
-        with (
-            mock.patch.object(module, "load_model", lambda *_: tiny.make_classifier()),
-            mock.patch.object(module, "load_tokenizer", lambda flag, args: other),
-        ):
+        with mock.patch.object(module, "load_tokenizer", lambda flag, args: other):
             return module.load_reward("reward_model", args, "tiny", mine, 8)
 
     ours = {"a": 0, "b": 1}

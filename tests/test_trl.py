@@ -87,7 +87,7 @@ ASKS = lines_of(OF_ASKS, columns=5)
 FAR = lines_of(OF_FAR, columns=4)
 # Noted of main: the last call of these, with what it returned.
 NOTED = "at_last_token kl_penalty ppo_update rloo_update adapt_kl_coef".split()
-SKIPPED = "check_update check_vocabulary save_policy write_samples".split()
+SKIPPED = "check_update save_policy write_samples".split()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

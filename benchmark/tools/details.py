@@ -224,8 +224,8 @@ ORIGINAL = [
         "Old log-probabilities come from passes over the update's own micro-batches, so the first "
         "ratio is 1. The original takes them from its sampler.",
         PPO,
-        "batch.logprobs[index] = selected_logprobs(all_logprobs, micro.responses)",
-        "batch.logprobs[index] = micro.sampled_logprobs",
+        "found = forward_response(policy, micro, args.temperature)[1:]",
+        "found = micro.sampled_logprobs, micro.sampled_logprobs",
         "checks::first_ratio_is_exactly_one",
     ),
     Detail(
@@ -295,7 +295,7 @@ ORIGINAL = [
     Detail(
         "In generalised advantage estimation the value after the last token is 0.",
         PPO,
-        "advantage = next_value = torch.zeros_like(values[:, 0])",
+        "advantage = next_value = 0.0",
         "advantage = next_value = values[:, -1]",
         "algorithm::gae_discounts_future_errors_by_gamma_times_lambda",
     ),

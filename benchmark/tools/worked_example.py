@@ -159,8 +159,7 @@ def update_by_ppo(
     ppo_rlhf.ppo_update(accelerator, policy, optimizer, example.batch, all_rows(example), args)
     ppo_rlhf.set_advantages(example.batch, args)
     with torch.no_grad():
-        every, values = ppo_rlhf.forward_response(policy, example.batch, args.temperature)
-        logprobs = ppo_rlhf.selected_logprobs(every, example.batch.responses)
+        _, logprobs, values = ppo_rlhf.forward_response(policy, example.batch, args.temperature)
         policy_loss, value_loss, terms = ppo_rlhf.ppo_loss(logprobs, values, example.batch, args)
     ratio = terms["policy/ratio"]
     unclipped = -example.batch.advantages * ratio
@@ -179,8 +178,7 @@ def update_by_rloo(accelerator: Accelerator, actor: Any, example: Example, args:
     rows = all_rows(example)
     rloo_rlhf.rloo_update(accelerator, wrapped, optimizer, example.batch, rows, args)
     with torch.no_grad():
-        every, _ = rloo_rlhf.forward_response(actor, example.batch, args.temperature)
-        logprobs = rloo_rlhf.selected_logprobs(every, example.batch.responses)
+        _, logprobs, _ = rloo_rlhf.forward_response(actor, example.batch, args.temperature)
         loss, terms = rloo_rlhf.rloo_loss(logprobs, example.batch, args)
     ratio = terms["policy/ratio"]
     unclipped = -example.batch.advantages * ratio
@@ -257,7 +255,7 @@ def gae_by_hand(batch: Any, rewards: Tensor, advantages: Tensor, args: Any) -> s
     """The first steps of GAE for response A, written out."""
     lines = []
     values = batch.values[0]
-    for t in range(LENGTH - 1, LENGTH - 4, -1):
+    for t in range(LENGTH - 1, LENGTH - 3, -1):
         is_last = t == LENGTH - 1
         following = 0.0 if is_last else values[t + 1]
         later = 0.0 if is_last else advantages[0, t + 1]
@@ -303,7 +301,9 @@ def ppo_parts(example: Example) -> dict[str, str]:
         batch.advantages,
     ]
     parts["advantages A"] = by_token(example, 0, heads, columns)
-    parts["advantages B"] = by_token(example, 1, ["reward", *heads], [batch.rewards, *columns])
+    ends = (0, LENGTH - 1)
+    heads = ["reward", *heads]
+    parts["advantages B"] = by_token(example, 1, heads, [batch.rewards, *columns], steps=ends)
     parts["whiten advantages"] = moments_of(raw, "the 20 advantages", mask)
     heads = ["new log π", "ratio", "-A * ratio", "policy loss", "new V", "error²", "value loss"]
     columns = list(after.values())

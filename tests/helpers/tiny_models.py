@@ -169,7 +169,8 @@ def load(
     if attention != "eager":  # load_model takes its branch for GPUs; weights stay on the CPU
         state = SimpleNamespace(device=torch.device("cuda"))
         device = mock.patch.object(ppo_rlhf, "PartialState", lambda: state)
-    with device:
+    tokenizer = mock.patch.object(ppo_rlhf, "load_tokenizer", lambda *_: ANY_TOKENIZER)
+    with device, tokenizer:
         return ppo_rlhf.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST)
 
 

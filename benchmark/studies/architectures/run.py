@@ -101,8 +101,7 @@ def error_of(script: Any, lm: Model, plain: Model, args: Any) -> float:
     responses, sampled = script.sample(policy, contexts, u, TEMPERATURE)
     batch = ours.make_batch(script, contexts, responses)
     with torch.no_grad():
-        all_logprobs, _ = script.forward_response(policy, batch, TEMPERATURE)
-    trained = script.selected_logprobs(all_logprobs, responses)
+        _, trained, _ = script.forward_response(policy, batch, TEMPERATURE)
     worst = 0.0
     for i, context in enumerate(contexts):
         alone = logprobs_alone(plain, context, responses[i].tolist())

@@ -85,7 +85,7 @@ def sampler_logprobs(policy: Any, batch: Any) -> Tensor:
     for tokens in batch.responses.split(1, dim=1):
         logits, _ = policy(ids, mask, cache=cache)
         all_logprobs = (logits / TEMPERATURE).log_softmax(-1)
-        logprobs.append(rloo_rlhf.selected_logprobs(all_logprobs, tokens))
+        logprobs.append(all_logprobs[:, -1].gather(1, tokens))
         ids = tokens
         mask = pad(mask, (0, 1), value=True)
     return torch.cat(logprobs, 1)
@@ -96,8 +96,8 @@ def in_parts(policy: Any, batch: Any, parts: Any) -> Tensor:
     logprobs = torch.zeros_like(batch.logprobs)
     for rows in parts:
         part = rloo_rlhf.select(batch, rows)
-        all_logprobs, _ = rloo_rlhf.forward_response(policy, part, TEMPERATURE)
-        logprobs[rows] = rloo_rlhf.selected_logprobs(all_logprobs.detach(), part.responses)
+        _, of_part, _ = rloo_rlhf.forward_response(policy, part, TEMPERATURE)
+        logprobs[rows] = of_part.detach()
     return logprobs
 
 

@@ -106,6 +106,9 @@ def together(*records: Record) -> list[Row]:
     return rows
 
 
+by_protocol = together  # the same rows, of which another table has the intervals as drawn
+
+
 def measures(*records: Record) -> list[Row]:
     """What else changed: means over seeds, and the range of the seeds."""
     rows = []

@@ -95,8 +95,7 @@ def enumerate_logprobs(policy: Any) -> Tensor:
     uses."""
     responses = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * LENGTH)
     batch = ours.make_batch(ppo_rlhf, [CONTEXT] * len(responses), responses)
-    all_logprobs, _ = ppo_rlhf.forward_response(policy, batch, 1.0)
-    logprobs = ppo_rlhf.selected_logprobs(all_logprobs, responses)
+    _, logprobs, _ = ppo_rlhf.forward_response(policy, batch, 1.0)
     return logprobs.double().sum(1).view(SHAPE)
 
 
