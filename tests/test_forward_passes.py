@@ -105,6 +105,19 @@ def test_tokens_that_the_tokenizer_lacks_have_no_logit(k: int) -> None:
     assert torch.equal(logits, kept / 2)
 
 
+@pytest.mark.parametrize("contexts", ["1 / 1", "1 2 / 1 2", "1 / 2 3"])
+def test_every_batch_of_rloo_is_read_in_two_passes(contexts: str) -> None:
+    """A process whose queries have one token each makes as many as the others. Where weights are
+    sharded, it would wait for them forever."""
+    lm = tiny.make_lm("gpt2")
+    calls = []
+    lm.transformer.register_forward_hook(lambda *_: calls.append(1))
+    contexts = [row for row in rows_of(contexts) for _ in range(2)]
+    batch = make_batch(contexts, random_rows([4] * 4, seed=1))
+    rloo_rlhf.forward_response(make_policy(lm, 2), batch, 1.0)
+    assert len(calls) == 2
+
+
 def test_a_new_value_head_predicts_0() -> None:
     lm = tiny.make_lm("gpt2")
     policy = ppo_rlhf.ActorCritic(lm, tiny.VOCABULARY)

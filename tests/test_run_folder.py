@@ -822,7 +822,8 @@ def test_weights_and_biases_goes_on_with_the_run(script: str, folder: Path) -> N
     record = json.loads((folder / "out/args.json").read_text())
     begun = [["init", settings], ["config", record["args"]]]
     metrics = read_lines(folder / "out/metrics.jsonl")
-    first, *others = [["log", i, row] for i, row in enumerate(metrics, start=1)]
+    numbered = [row | {"update": i} for i, row in enumerate(metrics, start=1)]
+    first, *others = [["log", None, row] for row in numbered]
     results = [json.loads(path.read_text()) for path in folder.glob("out/results.json")]
     last = [["log", None, row] for row in results]
     assert rows == [*begun, first, *begun, *others, *last, ["finish"]]

@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tiny_models import make_lm, values
 from torch import Tensor, nn
 from transformers import AttentionMaskInterface
 
+import tf_adam
 from tf_adam import (
     AdamTF,
     UserError,
@@ -241,6 +243,26 @@ def test_settings_of_torch_for_each_dtype(dtype: str) -> None:
     assert torch.get_float32_matmul_precision() == precision
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert AttentionMaskInterface()["sdpa"] is full_sdpa_mask
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_only_cpus_keep_freed_memory(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a GPU that would be the memory of models which have left for it."""
+    libc = mock.Mock()
+    monkeypatch.setattr(tf_adam.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
+    set_up_torch("fp32")
+    assert libc.mallopt.called == (not has_gpu)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_users_settings_of_the_allocator_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever name they have. torch prefers the second one."""
+    chosen = {name: "max_split_size_mb:128"}
+    monkeypatch.setattr(tf_adam.os, "environ", dict(chosen))
+    set_up_torch("fp32")
+    assert chosen.items() <= tf_adam.os.environ.items()
+    assert tf_adam.os.environ.keys() & {"PYTORCH_ALLOC_CONF"} <= chosen.keys()
 
 
 def test_layers_are_patched() -> None:
