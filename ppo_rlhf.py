@@ -452,6 +452,7 @@ def ppo_update(
     wrapped one, whose backward passes average gradients over processes. epochs (num_epochs,
     num_minibatches, b) says which rows are in which minibatch."""
     once = torch.ones((), device=batch.responses.device)  # the mask for single numbers
+    # For check_update: tokens' log-probabilities while sampling, against those of set_logprobs.
     sampling_errors = (batch.logprobs - batch.sampled_logprobs).abs()  # (B, R)
     records = [sums_over(once, {"sampling_error": gather(sampling_errors).max()})]
     ratio_errors = []

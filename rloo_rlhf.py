@@ -350,7 +350,7 @@ def penalize_missing_end(scores: Tensor, found_end: Tensor, args: Args) -> Tenso
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
     """Rewards (B / K, K) minus the mean of the other K - 1 in their row (Ahmadian et al. 2024)."""
-    # The sum of r_i - r_j over j, divided by K - 1. Equal rewards give exactly 0, as does j = i.
+    # The sum over j of r_i - r_j, divided by K - 1. j = i adds 0. Equal rewards give exactly 0.
     return (rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / (rewards.shape[1] - 1)
 
 
@@ -383,6 +383,7 @@ def rloo_update(
     wrapped one, whose backward passes average gradients over processes. epochs (num_epochs,
     num_minibatches, b) says which rows are in which minibatch."""
     once = torch.ones((), device=batch.responses.device)  # the mask for single numbers
+    # For check_update: tokens' log-probabilities while sampling, against those of set_logprobs.
     sampling_errors = (batch.logprobs - batch.sampled_logprobs).abs()  # (B, R)
     records = [sums_over(once, {"sampling_error": gather(sampling_errors).max()})]
     ratio_errors = []

@@ -445,8 +445,8 @@ class Run:
             raise KeyboardInterrupt
 
     def log(self, metrics: dict) -> None:
-        """Adds the seconds since the last call (with checkpoints) and the peak
-        memory of the GPU. Writes a line of metrics.jsonl, and logs where --track asks for it."""
+        """Adds the seconds since the last call (with checkpoints) and the peak memory of the GPU.
+        Writes a line of metrics.jsonl, and logs where --track asks for it."""
         now = time.monotonic()
         metrics["seconds"] = now - self.last_log
         self.last_log = now

@@ -236,7 +236,8 @@ def main(preset: str, args: Args) -> None:
     model = load_model("base_model", args, AutoClassifier, tokenizer, longest)
     set_seed(args.seed)
     if "SequenceClassification" not in str(model.config.architectures):
-        # A new head is normal, as the original's, and depends on the seed alone.
+        # --base_model is a language model. The new head is normal, as the original's, and depends
+        # on the seed alone.
         nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     reward = RewardModel(model, args).to(accelerator.device)
 
@@ -784,13 +785,14 @@ def read_labels(
     end = token_id("truncate_token", tokenizer, args)
     counts = Counter()
     labels = []
-    for i, best in zip(rows, coins, strict=True):
+    for i, coin in zip(rows, coins, strict=True):
         with explained(f"--{flag} {getattr(args, flag)}, row {i}", UnicodeError):
             row = table[i]
             samples = [row[f"sample{n}"] or "" for n in range(100) if f"sample{n}" in row]
             if "chosen" in row and "rejected" in row:
                 query, *responses = read_preference(row, end, counts, tokenizer, args)
-                if best:  # the coin: chosen comes second
+                best = coin
+                if coin:  # chosen comes second
                     responses.reverse()
             elif "query" in row and row.get("best") in range(len(samples)):
                 if any(map(is_chat, samples)):
