@@ -433,7 +433,7 @@ RLOO_ROWS = [
 
 OPTIONS = [
     Detail(
-        "`--no-whiten_advantages` leaves advantages as they are (DeepSpeed-Chat).",
+        "`--no_whiten_advantages` leaves advantages as they are (DeepSpeed-Chat).",
         PPO,
         "args.whiten_advantages",
         "True",
