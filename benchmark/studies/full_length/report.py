@@ -1,14 +1,17 @@
 """Rows and pictures of this study: `python benchmark/report.py full_length`."""
 
+import numpy as np
 from matplotlib.figure import Figure
 
-from benchmark import report
+from benchmark import differences, report
 from benchmark.report import BEST_OF_N, CHOICES, CRITIC, NAMES, PPO, Record, Row
 from benchmark.studies.short_runs import report as short_runs
 
 choices = short_runs.choices
 pooled = short_runs.pooled
 
+LEVELS = (2, 4, 6)
+WARMED_UP = "critic from the reward model, warmed up"
 VALUES = {
     "critic from the reward model": ("critic from the reward model", CRITIC, "-"),
     "critic's rate 1e-2": ("value head, rate 1e-2", PPO, ":"),
@@ -23,6 +26,32 @@ def pairs(*records: Record) -> list[Row]:
         row = {line["choice"]: line for line in record["table"]}
         args = {"lr": "2e-4"} | {name: x for name, x in record["args"].items() if x is not None}
         rows.append({"args": args, "ppo": row["default"], "rloo": row["RLOO, K 4"]})
+    return rows
+
+
+def scores_of(run: Row) -> np.ndarray:
+    """The true scores of a run where its KL first passes each of LEVELS, and at its end."""
+    curve = run["fine_curve"]
+    passed = np.maximum.accumulate(curve["kl"])
+    at = np.interp(LEVELS, passed, curve["true_score"], right=np.nan)
+    return np.append(at, run["true_score"])
+
+
+def beside_rloo(record: Record) -> list[Row]:
+    """True scores of PPO with the critic and of RLOO, and their differences, at each KL and at the
+    end: means over the seeds in which both get there."""
+    critic = [scores_of(run) for run in report.runs_of(record, WARMED_UP)]
+    rloo = [scores_of(run) for run in report.runs_of(record, "RLOO, K 4")]
+    rows = []
+    names = [f"at {level} nats" for level in LEVELS] + ["at the end"]
+    for name, ours, theirs in zip(names, np.transpose(critic), np.transpose(rloo), strict=True):
+        gains = ours - theirs
+        is_reached = ~np.isnan(gains)
+        row = {"where": name, "seeds": int(is_reached.sum())}
+        row["critic"] = ours[is_reached].mean()
+        row["rloo"] = theirs[is_reached].mean()
+        row["mean"] = gains[is_reached].mean()
+        rows.append(row | {"width": differences.interval(gains[is_reached])})
     return rows
 
 
