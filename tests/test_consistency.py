@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from density import measure
-from run_tools import call
 
 ROOT = Path(__file__).resolve().parent.parent
 PPO, RLOO, REWARD = SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
@@ -109,21 +108,6 @@ def test_args_of_one_name_agree_in_type_default_and_help(one: str, other: str) -
         assert (mine != theirs) == may_differ, name
 
 
-TASK = """query_dataset query_length query_prefix query_suffix start_text end_text long_queries
-base_model response_length temperature truncate_token""".split()
-
-
-@pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_presets_of_one_name_agree_on_the_task(one: str, other: str, tmp_path: Path) -> None:
-    names = list(importlib.import_module(one[:-3]).PRESETS)
-    assert names == list(importlib.import_module(other[:-3]).PRESETS)
-    for preset in names:
-        _, mine = call(one, [preset], tmp_path, name="parse_args")
-        _, theirs = call(other, [preset], tmp_path, name="parse_args")
-        for name in TASK if other == REWARD else vars(mine).keys() & vars(theirs).keys():
-            assert getattr(mine, name) == getattr(theirs, name), (preset, name)
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_argument_is_read(script: str) -> None:
     text = read(script) + read("tf_adam.py")
@@ -149,20 +133,6 @@ OTHERS = [ROOT / "tf_adam.py", *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmar
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.name)
 def test_density_of_all_other_files(path: Path) -> None:
     assert measure(path.read_text()).mean <= 11
-
-
-@pytest.mark.parametrize(
-    ("source", "tokens", "mean", "long_statements"),
-    [
-        ("x = 1\n\n# a comment\ny = 2\n", 6, 3, 0),
-        ('def f():\n    """Text."""\n    return f"{1}"\n', 7, 3.5, 0),
-        (f"x = {'+'.join('1' * 13)}\ny = 2", 30, 15, 0.5),
-    ],
-)
-def test_the_measure(source: str, tokens: int, mean: float, long_statements: float) -> None:
-    density = measure(source)
-    assert (density.tokens, density.mean) == (tokens, mean)
-    assert density.long_statements == long_statements
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

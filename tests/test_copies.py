@@ -11,24 +11,20 @@ from pathlib import Path
 import options
 import pytest
 from conftest import ROOT
-from fork_tools import REWARD, SCRIPTS
+from fork_tools import REWARD, SCRIPTS, parse
 
 from benchmark.studies.symptoms import run as symptoms
 
 
 @pytest.mark.parametrize("symptom", symptoms.SYMPTOMS, ids=lambda symptom: symptom.seen)
-def test_what_makes_a_symptom_applies(
-    symptom: symptoms.Symptom, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_makes_a_symptom_applies(symptom: symptoms.Symptom, tmp_path: Path) -> None:
     """Changes are of lines that the script has once, flags are its own."""
     runs = {symptom.ill, symptom.cured, symptom.healthy, symptoms.Run()} - {None}
     assert len(runs) > 1 or symptom.cured is not None
     for one in runs:
         path = symptoms.copy_of(one, tmp_path / "copy.py")
         compile(path.read_text(), path, "exec")
-        module = importlib.import_module(one.script[:-3])
-        monkeypatch.setattr(sys, "argv", [one.script, *one.flags.split()])
-        module.parse_args()
+        parse(importlib.import_module(one.script[:-3]), one.flags.split())
 
 
 # --- pytest --script ------------------------------------------------------------------------------

@@ -9,67 +9,48 @@ has a state of its own, but runs of two updates are stopped in between and resum
 
 import json
 import math
+import shlex
 import statistics
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fork_tools
-import numpy as np
 import patched
 import pytest
 import reference
 import reference_ppo
+import reference_reward
 import reference_rl
 import reference_tools
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO
-from reference import CLIP_EDGE, OFF, Numbers, note, read
+from reference import CLIP_EDGE, Numbers, note, read
 from reference_rloo import NAMES
 from run_tools import read_lines, read_metrics, to_lines
-from test_reference import RL, compare, compare_weights, words
+from test_reference import RL, compare, compare_weights
 from tiny_models import save_classifier
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 RUNNER = str(ROOT / "tests/helpers/on_simulated_device.py")
-SETTINGS = RL | {
-    "base_model": "model",
-    "reward_model": "judge1",
-    "query_dataset": "queries.jsonl",
-    "start_text": None,
-    "end_text": None,
-    "response_length": 5,
-    "truncate_token": "w37",
-    "truncate_after": 1,
-    "mask_truncated": True,
-    "penalty_mode": "add",
-    "eval_queries": 1,
-    "total_episodes": 12,
-    "micro_batch_size": 3,
-    "num_epochs": 1,
-    "adaptive_kl_target": None,
-    "cliprange": 0.05,
-    "seed": 7,
+FLAGS = f"""{RL} --base_model model --reward_model judge1 --query_dataset queries.jsonl
+    --start_text none --end_text none --response_length 5 --truncate_token w37 --truncate_after 1
+    --mask_truncated --penalty_mode add --eval_queries 1 --total_episodes 12 --micro_batch_size 3
+    --num_epochs 1 --adaptive_kl_target none --cliprange 0.05 --seed 7"""
+OF_SCRIPT = {
+    PPO: """--cliprange_value 0.05 --vf_coef 0.3 --gamma 0.95 --lam 0.8 --no-whiten_rewards
+        --no-whiten_advantages""",
+    RLOO: "--rloo_k 3",
 }
-TWO_PROCESSES = {"num_minibatches": 1, "num_epochs": 2}
-TWO_UPDATES = {"total_episodes": 24}
-K_RESPONSES = {"rloo_k": 3}
-CRITIC = {
-    "cliprange_value": 0.05,
-    "vf_coef": 0.3,
-    "gamma": 0.95,
-    "lam": 0.8,
-    "whiten_rewards": False,
-    "whiten_advantages": False,
-}
+TWO_PROCESSES = "--num_minibatches 1 --num_epochs 2"
+TWO_UPDATES = "--total_episodes 24"
 FLATTER = 1.3  # a sampler that is not the trained model: its temperature, over the latter's
 SAMPLED = "= sample(policy, contexts, u, args.temperature)"
 
@@ -193,7 +174,6 @@ def decoupled(rows: list[Any], kl_coef: float, s: Any) -> None:
 
 
 def as_vapo(s: Any) -> dict:
-    """What takes the place of PPO's parts."""
     return {
         (reference_ppo, "set_advantages"): decoupled,
         (reference_ppo, "clipped_loss"): partial(clipped_loss, s.cliprange_high),
@@ -258,44 +238,42 @@ def as_ensemble(s: Any) -> dict:
 
 @dataclass
 class Method:
-    """A patch of a script, and what takes the place of functions of the reference. Flags on the
-    device and, where they differ, on two processes."""
+    """A patch of a script, and what takes the place of functions of the reference. Flags, and those
+    that are added on two processes."""
 
     patch: str
     script: str
     replaced: Callable[[Any], dict]
-    flags: dict[str, Any]
-    other: dict[str, Any] = field(default_factory=dict)
+    flags: str = ""
+    other: str = ""
 
 
 GRPO = partial(as_rloo, partial(in_groups, 1e-4), loss_of_grpo)
 GSPO = partial(as_rloo, partial(in_groups, 1e-4), loss_of_gspo)
 DAPO = partial(as_rloo, in_kept_groups, loss_of_dapo)
 REINFORCE_PP = partial(as_rloo, over_the_batch, loss_of_tokens)
-OF_DAPO = {"kl_coef": 0.0, "reward_model": None, "reward_fn": "reference_tools:coarse"}
-OF_DAPO |= {"penalty_reward_value": 0.0, "cliprange_high": 0.08}
-OF_GSPO = {"kl_coef": 0.0, "cliprange": 3e-3, "cliprange_high": 4e-3}
-OF_VAPO = {"cliprange_high": 0.08, "lam_critic": 1.0, "lam_alpha": None}
-LATER = {"lam_critic": 0.9, "lam_alpha": 0.4, "critic": "reward", "critic_warmup": 1}
-LATER |= TWO_UPDATES
-THREE_EACH = {"rloo_k": 3} | TWO_UPDATES
-JUDGES = {"more_reward_models": ("judge2", "judge3"), "ensemble": "minimum"}
-MEAN = {"ensemble": "mean"}
-ADAPTED = {"unbiased_kl": False, "adaptive_kl_target": 0.01, "kl_horizon": 50.0, "seed": 1}
-ADAPTED |= TWO_UPDATES
+OF_DAPO = """--kl_coef 0 --reward_model none --reward_fn reference_tools:coarse
+    --penalty_reward_value 0 --cliprange_high 0.08"""
+OF_GSPO = "--kl_coef 0 --cliprange 3e-3 --cliprange_high 4e-3"
+OF_VAPO = "--cliprange_high 0.08 --lam_critic 1 --lam_alpha none"
+LATER = f"--lam_critic 0.9 --lam_alpha 0.4 --critic reward --critic_warmup 1 {TWO_UPDATES}"
+JUDGES = "--more_reward_models judge2 judge3 --ensemble minimum"
+ADAPTED = f"--no-unbiased_kl --adaptive_kl_target 0.01 --kl_horizon 50 --seed 1 {TWO_UPDATES}"
 METHODS = {
-    "grpo": Method("grpo", RLOO, GRPO, {"unbiased_kl": True}, ADAPTED),
-    "reinforce_pp": Method("reinforce_pp", RLOO, REINFORCE_PP, {"rloo_k": 1}, THREE_EACH),
+    "grpo": Method("grpo", RLOO, GRPO, "--unbiased_kl", ADAPTED),
+    "reinforce_pp": Method(
+        "reinforce_pp", RLOO, REINFORCE_PP, "--rloo_k 1", f"--rloo_k 3 {TWO_UPDATES}"
+    ),
     "dapo": Method("dapo", RLOO, DAPO, OF_DAPO, TWO_UPDATES),
-    "dapo, no ends": Method("dapo", RLOO, DAPO, OF_DAPO, {"truncate_token": "w2"}),
-    "gspo": Method("gspo", RLOO, GSPO, OF_GSPO, {"lr": 1e-4}),
+    "dapo, no ends": Method("dapo", RLOO, DAPO, OF_DAPO, "--truncate_token w2"),
+    "gspo": Method("gspo", RLOO, GSPO, OF_GSPO, "--lr 1e-4"),
     "vapo": Method("vapo", PPO, as_vapo, OF_VAPO, LATER),
-    "tis of PPO": Method("tis", PPO, as_tis, {"tis_cap": 1.1}),
-    "tis of RLOO": Method("tis", RLOO, as_tis, {"tis_cap": 1.2}),
-    "rm_ensemble of PPO": Method("rm_ensemble", PPO, as_ensemble, JUDGES, MEAN),
+    "tis of PPO": Method("tis", PPO, as_tis, "--tis_cap 1.1"),
+    "tis of RLOO": Method("tis", RLOO, as_tis, "--tis_cap 1.2"),
+    "rm_ensemble of PPO": Method("rm_ensemble", PPO, as_ensemble, JUDGES, "--ensemble mean"),
     "rm_ensemble of RLOO": Method("rm_ensemble", RLOO, as_ensemble, JUDGES),
 }
-MARGIN = Method("margin", REWARD, dict, {})
+MARGIN = Method("margin", REWARD, dict)
 NOT_ON_DEVICE = {"dapo, no ends", "tis of RLOO", "rm_ensemble of RLOO"}  # in other runs it was
 RUNS = [(name, False) for name in METHODS]
 RUNS += [(name, True) for name in METHODS if name not in NOT_ON_DEVICE]
@@ -317,19 +295,24 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launch(method: Method, flags: list[str], is_on_device: bool, kit: Path, folder: Path) -> None:
-    """Runs a copy with these words, on the device or on two processes. That of `tis` samples at
-    another temperature."""
+def copy_of(method: Method, folder: Path) -> Path:
+    """The script with the method's patch. That of `tis` samples at another temperature."""
     script = patched.copy_of(method.script, method.patch, folder)
     if method.patch == "tis":
         text = script.read_text()
         assert text.count(SAMPLED) == 1
         script.write_text(text.replace(SAMPLED, SAMPLED.replace("args", f"{FLATTER} * args")))
+    return script
+
+
+def launch(script: Path, flags: list[str], is_on_device: bool, kit: Path, stops: bool) -> None:
+    """Runs a copy on the device, or on two processes, which may be stopped in the first update."""
+    flags = [*flags, "--output_dir", str(script.with_name("out"))]
     if is_on_device:
-        report = str(folder / "report.json")
+        report = str(script.with_name("report.json"))
         fork_tools.succeed(RUNNER, ["--report", report, str(script), *flags], kit)
         return
-    if "total_episodes" in method.other:
+    if stops:
         stop = (reference_tools.stop_in_update, 1)
         status, _, errors = fork_tools.run_on(2, script, flags, kit, stop)
         assert status == 130, errors
@@ -343,20 +326,22 @@ def test_a_method_is_what_its_paper_says(
     name: str, is_on_device: bool, kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = METHODS[name]
-    settings = SETTINGS | (CRITIC if method.script == PPO else K_RESPONSES) | method.flags
+    text = f"{FLAGS} {OF_SCRIPT[method.script]} {method.flags}"
     if not is_on_device:
-        settings |= TWO_PROCESSES | method.other
-    for place, replacement in method.replaced(SimpleNamespace(**OFF | settings)).items():
+        text = f"{text} {TWO_PROCESSES} {method.other}"
+    flags = shlex.split(text)
+    script = copy_of(method, tmp_path)
+    _, args = fork_tools.parse(patched.load(script), flags)
+    for place, replacement in method.replaced(args).items():
         monkeypatch.setattr(*place, replacement)
     world = 1 if is_on_device else 2
-    out = tmp_path / "out"
     with ThreadPoolExecutor() as pool:
         reinforce = reference_rl.reinforce
-        future = pool.submit(reinforce, method.script, settings, kit, world)
-        flags = [*words(settings), "--output_dir", str(out)]
-        launch(method, flags, is_on_device, kit, tmp_path)
+        future = pool.submit(reinforce, method.script, vars(args), kit, world)
+        launch(script, flags, is_on_device, kit, stops=TWO_UPDATES in method.other)
         expected = future.result()
 
+    out = tmp_path / "out"
     made = read_metrics(out)
     for row in made:
         for metric in ("first_ratio_error", "sampling_error"):
@@ -371,68 +356,36 @@ def test_a_method_is_what_its_paper_says(
 
 
 # --- rewards of labels ----------------------------------------------------------------------------
-LABELS = {
-    "base_model": "judge1",
-    "query_dataset": "queries.jsonl",
-    "start_text": None,
-    "end_text": None,
-    "num_labels": 8,
-    "normalization_samples": 0,
-    "truncate_token": None,
-    "batch_size": 4,
-    "micro_batch_size": 1,
-    "center_rewards": 0.3,
-    "lr_schedule": "constant",
-    "lr": 1e-3,
-    "adam": "tf",
-    "adam_eps": 1e-4,
-    "seed": 7,
-}
+LABELS = """--base_model judge1 --query_dataset queries.jsonl --start_text none --end_text none
+    --num_labels 8 --normalization_samples 0 --truncate_token none --batch_size 4
+    --micro_batch_size 1 --center_rewards 0.3 --lr_schedule constant --lr 1e-3 --adam tf
+    --adam_eps 1e-4 --seed 7 --checkpoint_every 0"""
 
 
-def train_with_margins(rows: list[dict[str, Any]], s: Any, kit: Path) -> SimpleNamespace:
+def margin_loss(rewards: Tensor, best: int, row: Any, s: Any, means: Numbers) -> Tensor:
     """Touvron et al. 2023, equation 2, which for more than two responses is a softmax's; and the
     square of the sum of Eisenstein et al. 2023."""
-    model = reference.load(AutoModelForSequenceClassification, kit / s.base_model)
-    files = {"reward_model/model": model}
-    start = reference.weights_of(files)
-    gain = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
-    bias = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
-    adam = reference.Adam([*model.parameters(), gain, bias], [], s)
-    order = np.random.RandomState(s.seed).permutation(len(rows))
-    metrics = []
-    for first in range(0, len(rows), s.batch_size):
-        means = defaultdict(list)
-        for i in order[first : first + s.batch_size]:
-            responses = [x for name, x in rows[i].items() if name.startswith("sample")]
-            texts = [rows[i]["query"] + response for response in responses]
-            others = [gain * reference.logit(model, text) + bias for text in texts]
-            best = others.pop(rows[i]["best"])
-            margin = rows[i]["margin"] or 0.0
-            loss = (1 + sum((other + margin - best).exp() for other in others)).log()
-            centering = s.center_rewards * (best + sum(others)) ** 2
-            ((loss + centering) / s.batch_size).backward()
-            note(means, "train/loss", loss)
-            note(means, "train/centering", centering)
-            note(means, "train/accuracy", best > max(others))
-        note(means, "train/gradient_norm", adam.step(s.lr, 0.0))
-        metrics.append({name: reference.mean_of(numbers) for name, numbers in means.items()})
-        metrics[-1]["train/lr"] = s.lr
-    found = SimpleNamespace(metrics=metrics, start=start, weights=reference.weights_of(files))
-    found.results = {"gain": gain.item(), "bias": bias.item()}
-    return found
+    others = torch.cat([rewards[:best], rewards[best + 1 :]])
+    margin = row["margin"] or 0.0
+    loss = (others + margin - rewards[best]).exp().sum().log1p()
+    centering = s.center_rewards * rewards.sum() ** 2
+    note(means, "train/loss", loss)
+    note(means, "train/centering", centering)
+    return loss + centering
 
 
 @pytest.mark.parametrize("is_on_device", [True, False], ids=["device", "two processes"])
 def test_margins_and_centering_are_what_the_papers_say(
-    is_on_device: bool, kit: Path, tmp_path: Path
+    is_on_device: bool, kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pairs on the device, labels of three responses on two processes."""
     table = "pairs.jsonl" if is_on_device else "triples.jsonl"
-    flags = [*words(LABELS), "--label_dataset", table, "--output_dir", str(tmp_path / "out")]
-    launch(MARGIN, flags, is_on_device, kit, tmp_path)
-    rows = read_lines(kit / table)
-    expected = train_with_margins(rows, SimpleNamespace(**OFF | LABELS), kit)
+    flags = [*shlex.split(LABELS), "--label_dataset", table]
+    script = copy_of(MARGIN, tmp_path)
+    launch(script, flags, is_on_device, kit, stops=False)
+    _, args = fork_tools.parse(patched.load(script), flags)
+    monkeypatch.setattr(reference_reward, "label_loss", margin_loss)
+    expected = reference_reward.train_reward(REWARD, vars(args), kit, 1)
     odd = compare(read_metrics(tmp_path / "out"), expected.metrics, "metrics")
     results = json.loads((tmp_path / "out/results.json").read_text())
     odd += compare(results, expected.results, "results")
@@ -464,31 +417,6 @@ def test_a_dual_clip_limits_the_loss_where_the_advantage_is_negative() -> None:
     losses, _ = dapo.rloo_loss(logprobs, batch, dapo.Args(dual_clip=3.0))
     expected = torch.tensor([[-1.28, -1.1, -0.5], [6.0, 2.2, 1.6], [0.0, 0.0, 0.0]])
     torch.testing.assert_close(losses, expected)
-
-
-@pytest.mark.parametrize("unbiased", [True, False])
-def test_which_kl_has_the_gradient_of_k3(unbiased: bool) -> None:
-    """Of all seven responses of one token, weighted with their probabilities in the rollout."""
-    grpo = patched.module("grpo")
-    logits, old_logits, ref_logits = torch.randn(3, 7, dtype=torch.float64)
-    if not unbiased:  # without the ratio, samples have to be the policy's own
-        old_logits = logits.clone()
-    logits.requires_grad_()
-    logprobs = logits.log_softmax(0)
-    old = old_logits.log_softmax(0)
-    ref = ref_logits.log_softmax(0)
-    batch = patched.batch("grpo", advantages=torch.zeros(7))
-    batch.logprobs = old.view(7, 1)
-    batch.ref_logprobs = ref.view(7, 1)
-    batch.loss_mask = torch.ones(7, 1, dtype=torch.bool)
-    losses, _ = grpo.rloo_loss(logprobs.view(7, 1), batch, 1.0, grpo.Args(unbiased_kl=unbiased))
-    (gradient,) = torch.autograd.grad(old.exp().dot(losses), logits, retain_graph=True)
-
-    kl = ref.exp().dot(ref - logprobs)
-    if unbiased:
-        kl = logprobs.exp().dot(logprobs - ref)
-    (expected,) = torch.autograd.grad(kl, logits)
-    torch.testing.assert_close(gradient, expected)
 
 
 def test_a_margin_is_a_number(kit: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import PPO, REWARD, SCRIPTS, WORDS, copy, kit, plain, succeed
+from fork_tools import PPO, REWARD, SCRIPTS, WORDS, copy, kit, parse, plain, succeed
 from run_tools import read_lines
 from transformers import AutoTokenizer, DistilBertConfig, DistilBertForSequenceClassification
 
@@ -23,7 +23,6 @@ from tiny import rewards
 
 
 def pages(pattern: str) -> list[str]:
-    """The paths of these pages in the project."""
     return [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(pattern))]
 
 
@@ -194,9 +193,8 @@ def test_every_command_that_is_shown_is_one_that_the_scripts_take(
         if "--help" in words:
             continue
         module = importlib.import_module(script[:-3])
-        monkeypatch.setattr(sys, "argv", [script, *words])
         try:
-            _, args = module.parse_args()
+            _, args = parse(module, words)
         except SystemExit:
             pytest.fail(f"{script} {words}: {capsys.readouterr().err}")
         if getattr(args, "reward_fn", None):

@@ -10,107 +10,16 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-import simulated_device
 import torch
 from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO, WORDS, copy, kit, run
-from run_tools import read_lines
+from run_tools import assert_same_metrics, read_lines
 from safetensors.torch import load_file
 
-HELPERS = ROOT / "tests/helpers"
-RUNNER = str(HELPERS / "on_simulated_device.py")
+RUNNER = str(ROOT / "tests/helpers/on_simulated_device.py")
 REFUSED = "MixedDevices"
-
-# What CUDA takes, with the kinds of synchronisations that it causes; and what it refuses.
-STATEMENTS = {
-    # elementwise
-    "x + vector": [],
-    "x + 1.0": [],
-    "x + host_scalar": [],
-    "host_scalar * x": [],
-    "torch.where(x > 0, x, host_scalar)": [],
-    "x.clamp(min=host_scalar)": [],
-    "x.add_(host_scalar)": [],
-    "x + host_vector": REFUSED,
-    "host_vector + x": REFUSED,
-    "torch.where(x > 0, x, host_x)": REFUSED,
-    "torch.where(host_x > 0, x, x)": REFUSED,
-    "x.lerp(x, host_scalar)": REFUSED,
-    "x.masked_fill(host_x > 0, 1.0)": REFUSED,
-    # in place
-    "x.mul_(host_x)": REFUSED,
-    "host_x.add_(x)": REFUSED,
-    # products
-    "x @ x.T": [],
-    "x @ host_x.T": REFUSED,
-    "host_x @ vector": REFUSED,
-    "F.linear(x, x)": [],
-    "F.linear(x, host_x)": REFUSED,
-    "F.linear(x, x, host_vector)": REFUSED,
-    # others
-    "torch.cat([x, x])": [],
-    "torch.cat([x, host_x])": REFUSED,
-    "torch.stack([scalar, host_scalar])": REFUSED,
-    "x.gather(1, ids)": [],
-    "x.gather(1, host_ids)": REFUSED,
-    "x.index_select(0, rows)": [],
-    "x.index_select(0, host_rows)": REFUSED,
-    "F.embedding(rows, x)": [],
-    "F.embedding(host_rows, x)": REFUSED,
-    "torch.searchsorted(x, x, right=True)": [],
-    "torch.searchsorted(x, host_x)": REFUSED,
-    "torch.searchsorted(vector, host_scalar)": REFUSED,
-    "assert torch.full((2,), 3, device=device).dtype == torch.int64": [],
-    # advanced indices
-    "x[rows]": [],
-    "x[host_rows]": ["index from the host"],
-    "x[host_rows] = 2 * x[:2]": ["index from the host"],
-    "x[host_rows] = host_x[:2]": REFUSED,
-    "x[rows] = host_scalar": [],
-    "host_x[rows]": REFUSED,
-    "host_x[host_rows] = x[:2]": REFUSED,
-    "x[mask]": ["nonzero"],
-    "x[mask] = 0.0": [],
-    "x[mask] = 2 * x[:2]": ["nonzero"],
-    "x[1:, 0]": [],
-    # the host waits
-    "x.sum().item()": ["value read"],
-    "bool(scalar > 1)": ["value read"],
-    "float(scalar)": ["value read"],
-    "if (x > 0).all(): pass": ["value read"],
-    "x.tolist()": ["copy to the host"],
-    "x.cpu()": ["copy to the host"],
-    "x.repeat_interleave(2, 0)": [],
-    "host_x.to(device)": ["copy from the host"],
-    "host_x.to(device, non_blocking=True)": ["copy from the host"],
-    "host_x.pin_memory().to(device)": ["copy from the host"],
-    "host_x.pin_memory().to(device, non_blocking=True)": [],
-    "torch.tensor([1.0], device=device)": ["copy from the host"],
-    "torch.tensor([], device=device)": [],
-    "x.to(torch.bfloat16)": [],
-    # not without a copy
-    "x.numpy()": "TypeError",
-    # autocast: bf16 for products, and not for what CUDA computes in fp32
-    "with bf16: assert F.linear(x, x).dtype == torch.bfloat16": [],
-    "with bf16: assert x.bfloat16().exp().dtype == torch.float32": [],
-    "with bf16: assert (x + x).dtype == torch.float32": [],
-}
-# With the rounding of TF32, which only products have, and only those in fp32.
-EXACT = "torch.equal((x @ x.T).cpu(), host_x @ host_x.T)"
-HIGH = "torch.set_float32_matmul_precision('high')"
-TF32_STATEMENTS = {
-    f"assert {EXACT}": ["copy to the host"],
-    f"{HIGH}; assert not {EXACT}": ["copy to the host"],
-    f"{HIGH}; assert torch.allclose((x @ x.T).cpu(), host_x @ host_x.T, 2e-3)": [
-        "copy to the host"
-    ],
-    f"{HIGH}; assert torch.equal((x * x).cpu(), host_x * host_x)": ["copy to the host"],
-    f"{HIGH}; y = x.double(); host_y = host_x.double(); "
-    "assert torch.equal((y @ y.T).cpu(), host_y @ host_y.T)": ["copy to the host"],
-}
 
 # Runs in which the device must do what the CPU does.
 MASKED = "--mask_truncated --truncate_token w1 --truncate_after 8 --response_length 16"
@@ -126,9 +35,8 @@ RUNS = {
 # Not with results that could be compared: tokens are drawn from rounded probabilities, and another
 # token changes all that comes after it.
 BF16 = {PPO: f"--critic reward {LORA}", RLOO: "", REWARD: ""}
-# What is measured of a run, or is the rounding of the run's own operations.
-MEASURED = {"seconds", "peak_memory_gb", "sampling_error"}
-MEASURED |= {"first_ratio_error"}
+# The rounding of a run's own operations.
+ERRORS = ("sampling_error", "first_ratio_error")
 # Where the script passes a device, or moves something to it.
 A_DEVICE = re.compile(
     r",? ?\bdevice=[\w.]+(\(\)\.device)?|\.to\((PartialState\(\)|accelerator)\.device\)"
@@ -145,7 +53,6 @@ SYNCS = {
 
 
 def words_of(script: str, more: str = "", updates: int = 2) -> list[str]:
-    """The words of a short run with more settings."""
     flag = "--num_labels" if script == REWARD else "--total_episodes"
     short = [flag, str(4 * updates), "--checkpoint_every", "0"]
     return [*WORDS[script], *short, *more.split()]
@@ -177,59 +84,15 @@ def finished(script: str, more: str, cpu: bool = False) -> Path:
 
 
 def assert_same_run(folder: Path, other: Path) -> None:
-    """Metrics and weights that the two runs left agree."""
-    lines, others = (read_lines(path / "out/metrics.jsonl") for path in (folder, other))
-    assert len(lines) == len(others)
-    for line, expected in zip(lines, others, strict=True):
-        assert line.keys() == expected.keys()
-        for name in MEASURED & expected.keys():
-            del expected[name]
-        for name, value in expected.items():
-            assert line[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-    files = list((other / "out").glob("*/*.safetensors"))
+    out = folder / "out"
+    expected = other / "out"
+    assert_same_metrics(out, expected, "on the device", ERRORS, rel=1e-4, abs=1e-5)
+    files = [file.relative_to(expected) for file in expected.glob("*/*.safetensors")]
     assert files
     for file in files:
-        weights = load_file(folder / file.relative_to(other))
-        for name, value in load_file(file).items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-3)
-
-
-@functools.cache
-def outcomes(*options: str) -> dict[str, Any]:
-    """What the simulated device makes of the statements."""
-    folder = Path(tempfile.mkdtemp(dir=kit().parent))
-    statements = list(TF32_STATEMENTS if options else STATEMENTS)
-    (folder / "in.json").write_text(json.dumps(statements))
-    words = [*options, str(HELPERS / "statements.py"), "in.json", "out.json"]
-    code, _, errors = run(RUNNER, words, folder)
-    assert code == 0, errors
-    found = json.loads((folder / "out.json").read_text())
-    return dict(zip(statements, found, strict=True))
-
-
-# The simulated device itself
-
-
-@pytest.mark.parametrize("statement", STATEMENTS)
-def test_refuses_and_waits_where_cuda_does(statement: str) -> None:
-    assert outcomes()[statement] == STATEMENTS[statement]
-
-
-@pytest.mark.parametrize("statement", TF32_STATEMENTS)
-def test_products_of_fp32_round_as_tf32_if_that_is_allowed(statement: str) -> None:
-    assert outcomes("--tf32")[statement] == TF32_STATEMENTS[statement]
-
-
-def test_tf32_has_ten_bits_of_mantissa() -> None:
-    unit = 2**-10
-    numbers = [1.0, 1 + unit, 1 + 0.49 * unit, 1 + 0.5 * unit, -1 - 0.5 * unit, 3e38, 0.0]
-    rounded = [1.0, 1 + unit, 1.0, 1 + unit, -1 - unit, 3e38, 0.0]
-    ours = simulated_device.to_tf32(torch.tensor(numbers))
-    torch.testing.assert_close(ours, torch.tensor(rounded), rtol=2**-11, atol=0)
-    assert ours[:5].tolist() == rounded[:5]
-
-
-# The scripts on it
+        ours = load_file(out / file)
+        theirs = load_file(expected / file)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("script", "case"), RUNS)

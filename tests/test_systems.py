@@ -19,7 +19,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import PPO, REWARD, RLOO, UPDATES, WORDS, copy, kit, plain
+from fork_tools import PPO, REWARD, RLOO, UPDATES, WORDS, copy, kit, parse, plain
 from patched import make
 from run_tools import call, read_lines, read_metrics
 from safetensors.torch import load_file
@@ -184,30 +184,27 @@ def comments(name: str) -> dict[str, str]:
     return dict(re.findall(pattern, patched.ARGS[name].read_text(), re.M))
 
 
-def parse(name: str, words: list[str]) -> Settings:
+def settings_of(name: str, words: list[str]) -> Settings:
     """All settings that the words amount to, for the patched copy."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [f"{name}.py", *words])
-        _, args = patched.module(name).parse_args()
+    _, args = parse(patched.module(name), words)
     return vars(args)
 
 
 def part(settings: Settings, names: Iterable[str]) -> Settings:
-    """The settings of these names."""
     return {name: settings[name] for name in names}
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_value_is_its_source_s(name: str) -> None:
     """And what a source does not give is said there."""
-    args = parse(name, patched.flags(name))
+    args = settings_of(name, patched.flags(name))
     sources = SOURCES[name]
     for source in sources:
         assert source in patched.ARGS[name].read_text()
     typed = " ".join(sources.values())
     given = FLAG.findall(typed)
     assert sorted(given) == sorted(comments(name))
-    expected = parse(name, typed.split())
+    expected = settings_of(name, typed.split())
     assert part(args, given) == part(expected, given)
     found = {flag for flag, text in comments(name).items() if text.startswith(NOT_SAID)}
     assert found == set(FLAG.findall(sources.get(NOT_SAID, "")))
@@ -220,7 +217,7 @@ def test_the_settings_of_trl_are_what_is_replayed(name: str, kind: Any) -> None:
     about = {"groups": [{"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}]}
     recording = SimpleNamespace(config=kind.settings, rollouts=[rollout], about=about, end_token=0)
     replayed = COMMON | kind.args(recording)
-    args = parse(name, patched.flags(name))
+    args = settings_of(name, patched.flags(name))
     shared = replayed.keys() & comments(name).keys() - {"total_episodes"}
     assert len(shared) > 20
     assert part(args, shared) == part(replayed, shared)
@@ -243,7 +240,7 @@ def test_the_command_of_the_head_runs(name: str) -> None:
     assert all(math.isfinite(x) for row in metrics for x in row.values())
 
     recorded = json.loads((folder / "args.json").read_text())["args"]
-    args = json.loads(json.dumps(parse(name, words)))  # tuples become lists
+    args = json.loads(json.dumps(settings_of(name, words)))  # tuples become lists
     kept = args.keys() - set(FLAG.findall(sizes))
     assert len(kept) > 10
     assert part(recorded, kept) == part(args, kept)
@@ -258,7 +255,6 @@ def metrics_of(path: Path, base: str, flags: str, folder: Path) -> list[dict[str
 
 
 def plain_metrics(script: str) -> list[dict[str, float]]:
-    """Those of the script itself."""
     return read_metrics(plain(script, 1) / "out")
 
 
@@ -524,7 +520,6 @@ def test_of_a_model_with_images_the_top_layers_of_text_are_trained() -> None:
 
 
 def of_tokens(completion_ids: list[list[int]], **_: Any) -> list[Tensor]:
-    """A reward for each token."""
     return [torch.tensor(row) / 10 for row in completion_ids]
 
 

@@ -32,7 +32,6 @@ def new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(tool: Any, words: str) -> None:
-    """The program with these words."""
     sys.argv = ["program.py", *words.split()]
     tool.main()
 
@@ -122,7 +121,6 @@ Scores = list[float]
 
 
 def count_a(completions: Texts, **_: Any) -> Scores:
-    """A judge that scores."""
     return [float(text.count("a")) for text in completions]
 
 
@@ -236,7 +234,6 @@ def test_the_interval_is_that_of_a_mean_over_queries() -> None:
 
 
 def write_two() -> None:
-    """Two files that can be compared."""
     write("samples.jsonl", "q aa", "r a")
     write("other", "q a", "r b", "s a")
 
@@ -306,7 +303,6 @@ def differences(shown: str, expected: str) -> list[str]:
 
 
 def test_the_pages_have_the_numbers_and_the_code_of_the_scripts(examples: tuple[Any, Any]) -> None:
-    """And a wrong number and a wrong line are found."""
     ppo, rloo = examples
     parts = {
         "docs/ppo.md": worked_example.ppo_parts(ppo),
@@ -318,32 +314,6 @@ def test_the_pages_have_the_numbers_and_the_code_of_the_scripts(examples: tuple[
         assert shown.count("```python") >= 3
         expected = worked_example.written(shown, own)
         assert differences(shown, expected) == []
-        number = NUMBER.findall(own["loss"])[-1]
-        wrong = expected.replace(number, f"{float(number) + 0.01:.3f}")
-        assert differences(wrong, expected)
-        with pytest.raises(AssertionError):
-            differences(expected.replace(" = ", " + "), expected)
-
-
-def test_each_column_follows_from_those_before(examples: tuple[Any, Any]) -> None:
-    """The pages' equations, written out here for the last two tokens of A and for all rewards."""
-    ppo, rloo = examples
-    batch = ppo.batch
-    values = batch.values[0]
-    mean = batch.rewards.mean()
-    variance = batch.rewards.square().mean() - mean**2
-    whitened = (batch.rewards[0] - mean) / variance.sqrt() + mean
-    last = whitened[-1] - values[-1]
-    surprise = whitened[-2] + values[-1] - values[-2]
-    before = surprise + 0.95 * last
-
-    lines = worked_example.ppo_parts(ppo)["advantages A"].splitlines()
-    shown = [float(line.split("|")[6]) for line in lines[-2:]]
-    assert shown == pytest.approx([float(before), float(last)], abs=2e-3)
-
-    rewards = rloo.batch.rewards
-    others = (rewards.sum() - rewards) / (len(rewards) - 1)
-    torch.testing.assert_close(rloo.batch.advantages, rewards - others)
 
 
 def test_what_the_sentences_say_of_the_numbers_is_true(examples: tuple[Any, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT
 from run_tools import read_lines
 from torch import Tensor
-from trl_tools import COMMON, OWN, PPO09, SYSTEMS, Named, Recording
+from trl_tools import COMMON, OWN, SYSTEMS, Named, Recording
 
 PAGE = ROOT / "docs" / "trl_fidelity.md"
 VERSION = {"trl09": "0.9", "trl112": "1.12", "rloo116": "RLOO"}  # as the table names them
@@ -23,17 +23,6 @@ EQUAL = 1e-5  # of quantities, relative where they are larger than 1
 MOVED_ALIKE = 5e-5  # of the move of a model's weights, relative L2
 ROUNDING = 4.0  # times the change by other rounding: see beyond_rounding
 BIAS = {"policy": 1.12e-4, "value": 8.9e-4}  # what a bias of the value head makes in 1.12
-# A setting that makes of a recording one that is not reproduced, where OF_FAR has no recording, and
-# the reason.
-OF_ASKS = """
-trl09   config  early_stopping     True       early_stopping
-trl112  config  lr_scheduler_type  sqrt       another schedule
-trl112  about   optimizer          Adafactor  another optimizer
-rloo116 config  lr_scheduler_type  sqrt       another schedule
-rloo116 about   optimizer          Adafactor  another optimizer
-rloo116 config  top_k              50         other sampling
-rloo116 made    dropout            0.1        dropout in training
-"""
 # Recordings that are not reproduced: by how many percent the policy's move is off at the end, and
 # the reason. Settings of this project that are nearest are in NEAREST.
 OF_FAR = """
@@ -75,16 +64,7 @@ WITHOUT = [
     ("rloo116", "base", {"adam": "tf", "adam_eps": 1e-5}, "policy", 26),
     ("rloo116", "base", {"max_grad_norm": None}, "policy", 4.2),
 ]
-
-
-def lines_of(table: str, columns: int) -> list[list[str]]:
-    """The columns of every line. The last one may have spaces."""
-    lines = table.strip().splitlines()
-    return [line.split(maxsplit=columns - 1) for line in lines]
-
-
-ASKS = lines_of(OF_ASKS, columns=5)
-FAR = lines_of(OF_FAR, columns=4)
+FAR = [line.split(maxsplit=3) for line in OF_FAR.strip().splitlines()]
 # Noted of main: the last call of these, with what it returned.
 NOTED = "at_last_token kl_penalty ppo_update rloo_update adapt_kl_coef".split()
 SKIPPED = "check_update save_policy write_samples".split()
@@ -395,51 +375,11 @@ def test_what_the_table_calls_exact_is_replayed() -> None:
         assert reasons(load(*variant.split("-"))) == []
 
 
-def test_trl_s_faults_are_in_the_recordings() -> None:
-    accumulated = load("trl112", "accumulate_minibatches")
-    assert accumulated.config["num_mini_batches"] * accumulated.config["num_ppo_epochs"] == 8
-    assert [x["optimizer_stepped"].sum() for x in accumulated.rollouts] == [4, 8]
-    for arrays in accumulated.rollouts:
-        assert (arrays["stats/approxkl"][:, :, 1:] == 0).all()
-        assert (arrays["stats/approxkl"][1:, :, 0] > 0).all()
-
-    padded = load("trl112", "pad_is_eos")
-    for arrays in padded.rollouts:
-        is_end = arrays["responses"] == padded.end_token
-        assert is_end.any()
-        assert arrays["padding_mask"][is_end].all()
-
-    _, places, after = load("trl112", "base").expected_weights(1)["policy"]
-    _, _, with_norm = load("trl112", "max_grad_norm").expected_weights(1)["policy"]
-    assert (after[places] == with_norm).all()
-
-
-def load_plain(system: str) -> Recording:
-    """A recording that is reproduced."""
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_reason_has_a_row_in_the_table(system: str) -> None:
+    """A recording that is reproduced knows all of them."""
     recording = load(system, "plain" if system == "trl09" else "base")
     assert reasons(recording) == []
-    return recording
-
-
-@pytest.mark.parametrize(("system", "part", "setting", "value", "reason"), ASKS)
-def test_what_is_not_reproduced_is_skipped_by_its_name(
-    system: str, part: str, setting: str, value: str, reason: str
-) -> None:
-    recording = load_plain(system)
-    getattr(recording, part)[setting] = value
-    assert reasons(recording) == [reason]
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_every_reason_has_a_test_and_a_row_in_the_table(system: str) -> None:
-    tested = {reason for asked, *_, reason in [*ASKS, *FAR] if asked == system}
-    assert tested == set(load_plain(system).not_reproduced())
     rows = rows_of(f" | {VERSION[system]} | ")
-    assert {row.split(" | ")[0][2:] for row in rows} == tested
-    assert len(rows) == len(tested)
-
-
-def test_a_setting_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(PPO09.settings, "learning_rate")
-    with pytest.raises(ValueError, match=r"not known: \['learning_rate'\]"):
-        load("trl09", "plain")
+    in_table = [row.split(" | ")[0][2:] for row in rows]
+    assert sorted(in_table) == sorted(recording.not_reproduced())

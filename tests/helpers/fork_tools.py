@@ -79,6 +79,13 @@ def complete(script: str, words: Sequence[str]) -> list[str]:
     return [*words[:first], *shlex.split(os.environ["SCRIPT_FLAGS"]), *words[first:]]
 
 
+def parse(module: Any, words: Sequence[str]) -> tuple[str, Any]:
+    """Preset and settings that a script, which is imported here, makes of these words."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [module.__file__, *words])
+        return module.parse_args()
+
+
 def fill(folder: Path) -> Path:
     """A random model of 50 words, a reward model, queries and labels, under the names that WORDS
     has."""
@@ -215,7 +222,6 @@ def run_on(world: int, *values: Any, **env: str) -> tuple[int, str, str]:
 
 
 def copy(folder: Path, to: Path) -> Path:
-    """A copy of the folder, below `to`."""
     return Path(shutil.copytree(folder, to / "folder"))
 
 
@@ -345,7 +351,6 @@ def refuse_near_draws(margin: float) -> None:
 
 
 def append(log: str, row: Any) -> None:
-    """Adds a line to that file."""
     with open(log, "a") as file:
         file.write(json.dumps(row, default=str) + "\n")
 

@@ -20,7 +20,6 @@ import torch
 
 
 def parse() -> argparse.Namespace:
-    """The options, the script and its words."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--tf32", action="store_true")
@@ -56,7 +55,6 @@ def note_updates(ledger: simulated_device.Ledger) -> list[Any]:
 
 
 def main() -> None:
-    """Runs the script; its errors are shown as a whole."""
     options = parse()
     script = options.script.resolve()
     sys.path.insert(0, str(script.parent))

@@ -30,7 +30,6 @@ TESTS_OF_COPIES = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Registers the options."""
     parser.addoption("--golden", help="folder with recorded arrays to replay")
     text = "a copy of a script: run the tests that hold for it, or those that are named"
     parser.addoption("--script", help=text)

@@ -20,7 +20,6 @@ ARGS = {path.stem: path for path in sorted(SYSTEMS.glob("*.args"))}
 
 
 def load(path: Path) -> ModuleType:
-    """The file as a module, which has its name."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
@@ -57,12 +56,10 @@ def copy_of(base: str, name: str, to: Path) -> Path:
 
 @functools.cache
 def module(name: str) -> ModuleType:
-    """The patched copy, imported."""
     return load(script(name))
 
 
 def flags(name: str) -> list[str]:
-    """The words of NAME.args."""
     return re.sub("#.*", "", ARGS[name].read_text()).split()
 
 

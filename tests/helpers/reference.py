@@ -21,19 +21,6 @@ Numbers = dict[str, list[float]]
 EDGE = 3e-6  # nearer than this to where a decision falls, fp32 could decide the other way
 CLIP_EDGE = 1e-5  # the same for ratios and values, which are those of weights that have moved
 PAD = 50259  # pads the rows of tokens in label files
-# What settings that do not name an option mean:
-OFF = {
-    "adam_betas": (0.9, 0.999),
-    "critic": "shared",
-    "critic_lr": None,
-    "critic_warmup": 0,
-    "lr_schedule": "linear",
-    "lr_warmup": 0,
-    "max_grad_norm": None,
-    "reward_fn": None,
-    "weight_decay": 0.0,
-    "whiten_advantages": True,
-}
 
 
 def note(means: Numbers, name: str, x: Any) -> None:
@@ -72,7 +59,8 @@ class Adam:
             gradients.append(torch.zeros_like(p) if p.grad is None else p.grad)
             p.grad = None
         norm = math.sqrt(sum((gradient**2).sum().item() for gradient in gradients))
-        clip = min(1.0, (s.max_grad_norm or math.inf) / (norm + 1e-6))
+        limit = s.max_grad_norm or math.inf
+        clip = min(1.0, limit / (norm + 1e-6))
 
         beta1, beta2 = s.adam_betas
         rest1 = 1 - beta1**self.steps
@@ -181,15 +169,16 @@ def read_queries(s: Any, file: Path, tokenizer: Any) -> list[SimpleNamespace]:
     (context), and what else stands in the table (columns)."""
     rows = read_rows(file)
     names = "query prompt question instruction messages conversations text article content"
-    column = [name for name in names.split() if name in rows[0]][0]
+    known = [name for name in names.split() if name in rows[0]]
+    column = known[0]
     start = one_token(tokenizer, s.start_text)
     end = one_token(tokenizer, s.end_text)
     long = s.long_queries
     if long is None:
         long = "drop" if end is None else "keep_start"
     bos = first_token(tokenizer)
-    prefix = tokens_of(s.query_prefix, tokenizer)
-    suffix = tokens_of(s.query_suffix, tokenizer)
+    prefix = tokens_of(s.query_prefix or "", tokenizer)
+    suffix = tokens_of(s.query_suffix or "", tokenizer)
     queries = []
     for i in np.random.default_rng([s.seed, 2]).permutation(len(rows)):
         tokens = tokens_of(rows[i][column], tokenizer)

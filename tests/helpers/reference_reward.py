@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from reference import (
     EDGE,
-    OFF,
     Adam,
+    Numbers,
     cut_query,
     first_token,
     load,
@@ -55,16 +55,16 @@ def read_preference(row: dict[str, Any], coin: int, s: Any, tokenizer: Any) -> A
 
 def read_samples(row: dict[str, Any], tokenizer: Any) -> Any:
     """Query, responses and which is best, of tokens; None if all responses are the same."""
-    num_samples = len(row) - 2
+    names = sorted(name for name in row if name.startswith("sample"))
     query = tokens_of(row["query"], tokenizer)
-    responses = [tokens_of(row[f"sample{i}"], tokenizer) for i in range(num_samples)]
+    responses = [tokens_of(row[name], tokenizer) for name in names]
     if all(response == responses[0] for response in responses):
         return None
     return query, responses, row["best"]
 
 
 def read_labels(rows: list[Any], s: Any, tokenizer: Any) -> list[Any]:
-    """Query, responses and which is best, of every label that is of use."""
+    """Query, responses, which is best, and the row, of every label that is of use."""
     bos = first_token(tokenizer)
     coins = np.random.default_rng([s.seed, 3]).integers(0, 2, len(rows)).tolist()
     labels = []
@@ -75,7 +75,7 @@ def read_labels(rows: list[Any], s: Any, tokenizer: Any) -> list[Any]:
             label = read_samples(row, tokenizer)
         if label is not None:
             query, responses, best = label
-            labels.append((bos + query, responses, best))
+            labels.append((bos + query, responses, best, row))
     return labels
 
 
@@ -87,11 +87,18 @@ def is_hit(rewards: list[float], best: int) -> bool:
     return margin > 0
 
 
+def label_loss(rewards: Tensor, best: int, row: Any, s: Any, means: Numbers) -> Tensor:
+    """Minus the log-probability of the best response, by a softmax of the rewards."""
+    loss = rewards.logsumexp(0) - rewards[best]
+    note(means, "train/loss", loss)
+    return loss
+
+
 def train_reward(
     script: str, settings: dict[str, Any], folder: Path, world: int
 ) -> SimpleNamespace:
     """A run of train_reward.py: its metrics, samples, results and weights."""
-    s = SimpleNamespace(**OFF | settings)
+    s = SimpleNamespace(**settings)
     tokenizer = AutoTokenizer.from_pretrained(folder / s.base_model)
     table = folder / s.label_dataset
     if table.is_dir():
@@ -108,15 +115,18 @@ def train_reward(
     model = load(AutoModelForSequenceClassification, folder / s.base_model, num_labels=1)
     torch.manual_seed(s.seed)
     size = model.config.hidden_size
-    nn.init.zeros_(model.score.weight)
-    model.score.weight.data += torch.empty(1, size).normal_(0, 1 / math.sqrt(size + 1))
+    if not model.config.architectures[0].endswith("ForSequenceClassification"):
+        nn.init.zeros_(model.score.weight)
+        model.score.weight.data += torch.empty(1, size).normal_(0, 1 / math.sqrt(size + 1))
     gain = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
 
     def normalize(step: int) -> None:
-        """Sets gain and bias so that the rewards of the reference policy's samples have mean 0 and
-        deviation 1."""
+        """Sets gain and bias so that the rewards of the reference policy's samples, if there are
+        any, have mean 0 and deviation 1."""
         count = s.normalization_samples
+        if count == 0:
+            return
         logits = []
         for i, u in enumerate(uniforms(s.seed, step, count, s.response_length)):
             query = queries[(step * count + i) % len(queries)]
@@ -128,7 +138,6 @@ def train_reward(
         bias.data.fill_(-mean / std)
 
     def rewards_of(query: list[int], responses: list[list[int]]) -> Tensor:
-        """The reward of each response."""
         logits = [logit(model, query + response) for response in responses]
         return gain * torch.stack(logits) + bias
 
@@ -143,11 +152,10 @@ def train_reward(
         lr = scheduled(s.lr, 1 - first / len(labels), update, s)
         means = defaultdict(list)
         for i in order[first : first + s.batch_size]:
-            query, responses, best = labels[i]
+            query, responses, best, row = labels[i]
             rewards = rewards_of(query, responses)
-            loss = rewards.logsumexp(0) - rewards[best]
+            loss = label_loss(rewards, best, row, s, means)
             (loss / s.batch_size).backward()
-            note(means, "train/loss", loss)
             note(means, "train/accuracy", is_hit(rewards.tolist(), best))
         note(means, "train/gradient_norm", adam.step(lr, 0.0))
         row = {name: mean_of(numbers) for name, numbers in means.items()}
@@ -158,14 +166,15 @@ def train_reward(
 
     samples = []
     hits = []
-    for query, responses, best in held_out:
+    for query, responses, best, _ in held_out:
         with torch.no_grad():
             rewards = rewards_of(query, responses).tolist()
         hits.append(is_hit(rewards, best))
         row = {"query": tokenizer.decode(query), "best": best, "rewards": rewards}
         row["responses"] = [tokenizer.decode(response) for response in responses]
         samples.append(row)
-    results["test/accuracy"] = mean_of(hits)
+    if held_out:
+        results["test/accuracy"] = mean_of(hits)
     return SimpleNamespace(
         metrics=metrics,
         samples=samples,

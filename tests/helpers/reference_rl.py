@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from reference import (
-    OFF,
     Adam,
     Numbers,
     load,
@@ -30,6 +29,9 @@ from reference_rloo import rloo_step, set_leave_one_out
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+# Settings that rloo_rlhf.py does not have.
+OFF = {"critic": "shared", "critic_lr": None, "critic_warmup": 0}
+
 
 class Judge:
     """What scores responses: a classifier, or a function of texts."""
@@ -43,7 +45,6 @@ class Judge:
             self.function = pkgutil.resolve_name(s.reward_fn)
 
     def __call__(self, query: Any, response: list[int]) -> float:
-        """The score of a response."""
         if self.model is not None:
             config = self.model.config
             reward = logit(self.model, query.ids + response).item()
@@ -97,7 +98,6 @@ def evaluate(
 
 
 def note_rollout(rows: list[Any], kl_coef: float, means: Numbers) -> None:
-    """The metrics of responses."""
     for row in rows:
         note(means, "objective/kl", row.log_ratio.sum())
         note(means, "objective/entropy", -row.logprobs.sum())
@@ -151,7 +151,6 @@ def make_policies(s: Any, folder: Path, is_rloo: bool) -> tuple[Any, Any, dict[s
 
 
 def make_optimizer(policy: Any, is_rloo: bool, s: Any) -> Adam:
-    """Adam over what is trained."""
     critic = [] if is_rloo else [*policy.head.parameters()]
     if policy.critic is not None:
         critic += policy.critic.parameters()

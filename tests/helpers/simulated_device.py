@@ -89,7 +89,6 @@ class Ledger:
     syncs: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     def sync(self, kind: str) -> None:
-        """Counts a synchronisation."""
         self.syncs[kind, *place()] += 1
 
     def rows(self) -> list[list[Any]]:
@@ -153,7 +152,6 @@ class SimTensor(Tensor):
         return dispatch(func, args, kwargs or {})
 
     def tolist(self) -> Any:
-        """Reads the values."""
         LEDGER.sync("copy to the host")
         return self.raw.tolist()
 
@@ -167,11 +165,9 @@ class SimTensor(Tensor):
     # Libraries that write weights look for tensors that share their memory.
 
     def data_ptr(self) -> int:
-        """The address of the values."""
         return self.raw.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The memory of the values."""
         return self.raw.untyped_storage()
 
     def __reduce_ex__(self, protocol: int) -> Any:
@@ -192,7 +188,6 @@ def name_of(func: OpOverload) -> str:
 
 
 def refuse(func: OpOverload, why: str) -> None:
-    """Raises MixedDevices."""
     _, line, _ = place()
     says = f"expected all tensors to be on the same device, but {why} ({line})"
     raise MixedDevices(f"{name_of(func)}: {says}")
