@@ -29,9 +29,7 @@ LIMITS = [
     ("fp32", 0, (1e-3, 0.01, 0.025)),
     ("fp32", 1, (1e-3, 0.01, 20.0)),
     ("tf32", 0, (0.01, 0.2, 0.25)),
-    ("tf32", 1, (0.01, 0.2, 20.0)),
     ("bf16", 0, (0.02, 1.0, 0.5)),
-    ("bf16", 1, (0.02, 1.0, 20.0)),
 ]
 
 
@@ -92,7 +90,6 @@ def test_first_ratio_is_exactly_one(
     tiny.save_model(tmp_path, name)
     k = 1 if module is ppo_rlhf else 4
     policy = make_policy(tiny.load(tmp_path, dtype=dtype), k)
-    exact = make_policy(tiny.load(tmp_path), k)
     args = module.Args(truncate_after=1, mask_truncated=mask_truncated, dtype=dtype)
     args.micro_batch_size = 3 * k
 
@@ -119,14 +116,6 @@ def test_first_ratio_is_exactly_one(
     assert metrics["policy/clipfrac"] == 0
     if name == "gpt2":
         assert_largest_is_found(module, policy, batch, epochs, args)
-
-    with torch.no_grad():
-        _, logprobs, _ = module.forward_response(exact, batch, args.temperature)
-    off = logprobs - batch.ref_logprobs
-    if dtype == "bf16":
-        assert off.abs().max() > 1e-3  # bf16 it was
-    else:
-        assert off.abs().max() < 1e-5
 
 
 def assert_largest_is_found(

@@ -30,9 +30,8 @@ from fork_tools import (
     run,
 )
 from run_tools import OF_MACHINE, assert_same_metrics, call, read_lines
-from safetensors.torch import load_file
 from tiny_models import save_classifier
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo_rlhf
 import rloo_rlhf
@@ -43,7 +42,6 @@ FOLDER = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_confi
 
 
 def below(folder: str, names: set[str]) -> set[str]:
-    """The names in that folder."""
     return {f"{folder}/{name}" for name in names}
 
 
@@ -187,60 +185,6 @@ def test_texts_are_scored_in_a_batch_as_the_documents_say() -> None:
     logit = model.score(model.base_model(text).last_hidden_state[:, -1]).item()
     expected = model.config.reward_gain * logit + model.config.reward_bias
     assert batch.tolist()[-1] == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_models_load_with_plain_transformers_and_have_moved(script: str) -> None:
-    folder = plain(script, 1) / "out" / MODEL[script]
-    auto_class = AutoModelForSequenceClassification if script == REWARD else AutoModelForCausalLM
-    model, info = auto_class.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    begin = load_file(kit() / "model/model.safetensors")
-    for name, x in model.named_parameters():
-        assert x.isfinite().all(), name
-        assert name not in begin or not torch.equal(x, begin[name]), name
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(kit() / "model").get_vocab()
-    if script != REWARD:
-        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        inputs = tokenizer("w1 w2 w3", return_tensors="pt")
-        made = model.generate(**inputs, min_new_tokens=5, max_new_tokens=5, pad_token_id=0)
-        assert made.shape == (1, 8)
-
-
-def test_held_out_labels_are_written_with_the_rewards_of_a_plain_model() -> None:
-    """Its eos is no padding: a text is scored at its end, and a batch is refused."""
-    out = plain(REWARD, 1) / "out"
-    model = AutoModelForSequenceClassification.from_pretrained(out / "reward_model")
-    tokenizer = AutoTokenizer.from_pretrained(out / "reward_model")
-    rows = [[5, 6, 7, 8, 0], [9, 0], [4, 4, 7]]
-    with torch.no_grad():
-        for row in rows:
-            text = torch.tensor([row])
-            at_end = model.score(model.base_model(text).last_hidden_state[:, -1])
-            assert (model(text).logits - at_end).abs().max() < 1e-5
-    assert model.config.pad_token_id is tokenizer.pad_token_id is None
-    with pytest.raises(ValueError, match="padding token"):
-        tokenizer.pad({"input_ids": rows}, return_tensors="pt")
-    results = json.loads((out / "results.json").read_text())
-    assert set(results) == {"gain", "bias", "test/accuracy"}
-    gain = model.config.reward_gain
-    bias = model.config.reward_bias
-    assert (gain, bias) == (results["gain"], results["bias"])
-    labels = read_lines(kit() / "labels.jsonl")[16:]  # behind --num_labels, in their order
-    hits = []
-    for row, label in zip(read_lines(out / "samples.jsonl"), labels, strict=True):
-        assert list(row) == ["query", "responses", "best", "rewards"]
-        assert row["query"] == tokenizer.decode(label["query"])
-        assert row["responses"] == tokenizer.batch_decode([label["sample0"], label["sample1"]])
-        assert row["best"] == label["best"]
-        texts = [f"{row['query']} {response}" for response in row["responses"]]
-        inputs = [tokenizer(text, return_tensors="pt") for text in texts]
-        rewards = [gain * model(**x).logits.item() + bias for x in inputs]
-        assert rewards == pytest.approx(row["rewards"], abs=1e-4)
-        hits.append(rewards[row["best"]] == max(rewards))
-    assert results["test/accuracy"] == sum(hits) / len(hits)
 
 
 def test_eos_is_not_the_padding_of_a_reward_model(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Passes over padded rows and through caches give what transformers gives for each text alone."""
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -118,14 +119,6 @@ def test_every_batch_of_rloo_is_read_in_two_passes(contexts: str) -> None:
     assert len(calls) == 2
 
 
-def test_a_new_value_head_predicts_0() -> None:
-    lm = tiny.make_lm("gpt2")
-    policy = ppo_rlhf.ActorCritic(lm, tiny.VOCABULARY)
-    _, values = policy(*ppo_rlhf.pad_rows(CONTEXTS), last=2)
-    assert values.shape == (5, 2)
-    assert not values.any()
-
-
 def plain_rewards(judge: nn.Module, texts: list[list[int]]) -> list[Tensor]:
     """gain * logit + bias after each token of each text alone, in plain transformers."""
     states = full_states(judge, texts)
@@ -136,8 +129,9 @@ def plain_rewards(judge: nn.Module, texts: list[list[int]]) -> list[Tensor]:
 def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(
     name: str, attention: str
 ) -> None:
-    """In PPO and RLOO, for a critic that starts from the reward model, and in train_reward.py, with
-    one and three responses of different lengths per query, one ending with eos, the pad."""
+    """In PPO and RLOO, without what stands around a query for the policy; for a critic that starts
+    from the reward model; and in train_reward.py. There are one and three responses of different
+    lengths per query, one ending with eos, the pad."""
     folder = folder_of(name) / "judge"
     auto_class = AutoModelForSequenceClassification
     plain = auto_class.from_pretrained(folder, attn_implementation=attention)
@@ -145,6 +139,8 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(
     trained = train_reward.RewardModel(model, train_reward.Args())
     trained.gain.data.fill_(GAIN)
     trained.bias.data.fill_(BIAS)
+    sizes = []
+    model.base_model.register_forward_hook(lambda _, __, made: sizes.append(len(made[0])))
     for n in (1, 3):
         lengths = [i * 5 % LENGTH + 1 for i in range(len(CONTEXTS) * n)]
         responses = random_rows(lengths, seed=2)
@@ -153,11 +149,16 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(
         texts = [context + row for context, row in zip(contexts, responses, strict=True)]
         expected = torch.stack([x[-1] for x in plain_rewards(plain, texts)])
 
-        args = ppo_rlhf.Args(micro_batch_size=4)
-        queries = tiny.make_queries(contexts)
-        head = ppo_rlhf.reward_head(model)
+        queries = [ppo_rlhf.Query(context, [9, *context, 9], {}) for context in contexts]
         batch = tiny.make_responses(responses)
-        assert_close(ppo_rlhf.score_by_model(model, head, args, queries, batch), expected)
+        for module in (ppo_rlhf, rloo_rlhf):
+            args = module.Args(micro_batch_size=4)
+            head = module.reward_head(model)
+            sizes.clear()
+            scores = module.score_by_model(model, head, args, queries, batch)
+            assert max(sizes) == 4
+            assert not scores.requires_grad
+            assert_close(scores, expected)
 
         labels = []
         for i, context in enumerate(CONTEXTS):
@@ -178,6 +179,14 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(
     texts = [context + row for context, row in zip(CONTEXTS, responses, strict=True)]
     expected = [x[-LENGTH - 1 : -1] for x in plain_rewards(plain, texts)]
     assert_close(values, torch.stack(expected))
+
+
+@pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
+def test_a_classifier_without_gain_and_bias_scores_by_its_logit(module: ModuleType) -> None:
+    model = tiny.make_classifier()
+    head = module.reward_head(model)
+    assert torch.equal(head.weight, model.score.weight)
+    assert not head.bias.any()
 
 
 def test_labels_that_fit_the_window_fit_it_together() -> None:
@@ -252,6 +261,3 @@ def test_micro_batches_have_rows_of_similar_length_and_keep_those_of_a_query_tog
     groups = ppo_rlhf.micro_batches(rows, token_rows, 2)
     found = [group.tolist() for group in groups]
     assert found == rows_of("3 2 / 6 5 / 4 1 / 0")
-    ids, mask = ppo_rlhf.pad_rows(rows_of("7 0 / 5 / 0 0 8"))
-    assert ids.tolist() == rows_of("0 7 0 / 0 0 5 / 0 0 8")
-    assert mask.long().tolist() == rows_of("0 1 1 / 0 0 1 / 1 1 1")

@@ -56,13 +56,11 @@ def batch_of(contexts: list[list[int]], arrays: Arrays) -> ppo_rlhf.Batch:
 
 
 def steps_of(arrays: Arrays, pattern: str) -> list[str]:
-    """The steps that were recorded, by the names of their arrays."""
     names = [key.split("/")[0] for key in arrays if re.match(pattern, key)]
     return sorted(set(names))
 
 
 def off(ours: Tensor, expected: np.ndarray) -> float:
-    """The largest difference."""
     assert ours.shape == expected.shape
     return np.abs(ours.detach().numpy() - expected).max()
 
@@ -260,7 +258,6 @@ def replay_rollout(
 
 
 def recorded_batch(rollout: Arrays, vocabulary: int) -> ppo_rlhf.Batch:
-    """A rollout of the original."""
     batch = batch_of(rows_of(rollout["queries"], vocabulary), rollout)
     batch.logprobs = torch.from_numpy(rollout["logprobs"])
     batch.ref_logprobs = torch.from_numpy(rollout["ref_logprobs"])

@@ -16,6 +16,7 @@ import typing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import fork_tools
 import pydantic
@@ -117,7 +118,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def finish(script: str, words: list[str], folder: Path, *changes: Any, **env: str) -> None:
-    """The script with these words ends well."""
     code, _, errors = run(script, words, folder, *changes, **env)
     assert code == 0, errors
 
@@ -214,32 +214,6 @@ BY_FUNCTION = {
 }
 
 
-FAILS = """
-calls = []
-def f(completions, **_):
-    calls.append(1)
-    if len(calls) == 6:  # an evaluation, four updates, and the last evaluation
-        raise ConnectionError("no server")
-    return [0.0] * len(completions)
-"""
-
-
-@pytest.mark.parametrize("script", [PPO, RLOO])
-def test_a_reward_function_that_fails_in_the_end_does_not_lose_the_policy(
-    script: str, folder: Path
-) -> None:
-    """The run is not finished, and ends well when it is repeated with --resume."""
-    (folder / "failing.py").write_text(FAILS)
-    words = [*WORDS[script], *BY_FUNCTION[script], "failing:f"]
-    code, _, errors = run(script, words, folder)
-    assert code == 1
-    assert "no server" in errors
-    assert (folder / "out/policy/model.safetensors").exists()
-    assert not (folder / "out/samples.jsonl").exists()
-    finish(script, [*words, "--resume"], folder)
-    assert (folder / "out/samples.jsonl").exists()
-
-
 def test_a_ctrl_c_ends_a_run_that_hangs_if_it_is_pressed_again(folder: Path) -> None:
     """Launchers and job managers may send each signal twice, at once; SIGTERM always waits."""
     (folder / "hanging.py").write_text(HANGS)
@@ -294,38 +268,23 @@ def test_a_gradient_that_is_no_number_stops_before_it_reaches_a_file(
     assert not (folder / "out" / MODEL[script]).exists()
 
 
-# What is added to log-probabilities of the evaluation and of every update; the message; the KLs, in
-# thousands, of the updates that are logged.
-PASSES = [
-    (PPO, {"ref_logprobs": [0, 0, -200]}, "objective/kl is .*, its limit 200: ", [0, 1]),
-    (RLOO, {"ref_logprobs": [0, 0, 200]}, "objective/kl is .*, its limit 200: ", [0, -1]),
-    (PPO, {"ref_logprobs": [0, 0.002]}, "objective/kl is -0.01, its limit 0.005: ", [0]),
-    (RLOO, {"sampled_logprobs": [0, 0.02]}, "sampling_error is 0.02, its limit 0.01: ", [0]),
-]
-
-
-@pytest.mark.parametrize(("script", "added", "says", "kls"), PASSES)
-def test_far_policies_and_first_passes_that_differ_stop_a_run(
-    script: str, added: Any, says: str, kls: list[int], folder: Path, monkeypatch: Any
+@pytest.mark.parametrize("script", [PPO, RLOO])
+def test_a_first_kl_that_is_not_rounding_stops_a_run(
+    script: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that is logged is finite, and the update gets no checkpoint."""
+    """The update is logged, but gets no checkpoint."""
     module = importlib.import_module(script[:-3])
     set_logprobs = module.set_logprobs
-    calls = itertools.count()
 
     def changed(batch: Any, *args: Any) -> None:
         set_logprobs(batch, *args)
-        i = next(calls)
-        for name, numbers in added.items():
-            setattr(batch, name, getattr(batch, name) + numbers[i])
+        batch.ref_logprobs += 0.002
 
     monkeypatch.setattr(module, "set_logprobs", changed)
-    with pytest.raises(module.UserError, match=f"^{says}"):
+    with pytest.raises(module.UserError, match="^objective/kl is -0.01, its limit 0.005: "):
         call(script, WORDS[script], folder)
-    rows = read_lines(folder / "out/metrics.jsonl")
-    assert [round(row["objective/kl"] / 1000) for row in rows] == kls
-    assert all(math.isfinite(x) for row in rows for x in row.values())
-    assert checkpoints(folder) == [f"{i:07d}" for i in range(1, len(kls))]
+    assert len(read_lines(folder / "out/metrics.jsonl")) == 1
+    assert checkpoints(folder) == []
 
 
 # A function whose call of that number is as it says; the first is the evaluation's, before the run
@@ -352,6 +311,7 @@ CALLS = [
     (RLOO, "nan_2", r"4 finite floats, not \[nan, nan, nan, nan\]", 1),
     (PPO, "inf_2", r"4 finite floats, not \[-inf, -inf, -inf, -inf\]", 1),
     (PPO, "nan_5", r"2 finite floats, not \[nan, nan\]", UPDATES),
+    (RLOO, "nan_5", r"4 finite floats, not \[nan, nan, nan, nan\]", UPDATES),
     (RLOO, "moves", "", UPDATES),
 ]
 
@@ -495,15 +455,6 @@ def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(
         tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", ppo_rlhf.Args(output_dir=name))
 
 
-def test_settings_of_args_json_are_never_taken(folder: Path) -> None:
-    """Nor is a function that it names imported."""
-    (folder / "out").mkdir()
-    (folder / "evil.py").write_text("import os\nos.mkdir('marker')\n")
-    record = {"args": vars(ppo_rlhf.Args(reward_fn="evil:f"))}
-    (folder / "out/args.json").write_text(json.dumps(record))
-    refuse(folder, PPO, [*WORDS[PPO], "--resume"], "^--.*out was started with ")
-
-
 # --- settings -------------------------------------------------------------------------------------
 # A resumed run goes on with these as they are given; any other flag that differs is refused, also
 # one that a copy of a script adds.
@@ -592,20 +543,15 @@ def test_what_may_change_takes_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     folder = copy(plain(PPO, 1), tmp_path)
-    sizes = set()
-    forward = ppo_rlhf.forward_response
-
-    def noted(policy: Any, batch: Any, temperature: float) -> Any:
-        sizes.add(len(batch.contexts))
-        return forward(policy, batch, temperature)
-
-    monkeypatch.setattr(ppo_rlhf, "forward_response", noted)
+    forward = mock.Mock(wraps=ppo_rlhf.forward_response)
+    monkeypatch.setattr(ppo_rlhf, "forward_response", forward)
     records = {name: (folder / "out" / name).read_bytes() for name in ("args.json", "tf_adam.py")}
     (folder / "out" / PPO).write_text("another version")
     words = "--resume --total_episodes 24 --lr 0 --critic_lr 0.5 --checkpoint_every 0"
     words = [*WORDS[PPO], *words.split(), "--micro_batch_size", "1"]
     call(PPO, words, folder)
-    assert sizes == {1}
+    batches = [noted.args[1] for noted in forward.call_args_list]
+    assert {len(batch.contexts) for batch in batches} == {1}
     assert checkpoints(folder) == ["0000004", "0000006"]
     rows = read_lines(folder / "out/metrics.jsonl")
     assert [row["lr"] for row in rows[4:]] == [0, 0]

@@ -1,4 +1,4 @@
-"""AdamTF against TensorFlow's arrays; settings of torch, learning rates, clipping, sums."""
+"""AdamTF against TensorFlow's arrays; settings of torch, learning rates, sums."""
 
 import contextlib
 from pathlib import Path
@@ -21,7 +21,6 @@ from tf_adam import (
     UserError,
     averaging,
     check_launch,
-    clip_gradients,
     explained,
     full_sdpa_mask,
     make_optimizer,
@@ -73,7 +72,6 @@ def test_trajectory_and_moments_equal_tensorflow(golden_06: Path, eps: float, fu
 
 
 def zeros(count: int) -> list[nn.Parameter]:
-    """Parameters of six numbers."""
     return [nn.Parameter(torch.zeros(6)) for _ in range(count)]
 
 
@@ -100,43 +98,18 @@ def test_groups_keep_their_own_settings_and_step_count_and_the_eps_that_was_give
     assert torch.equal(second, other)
     assert torch.equal(idle, torch.zeros(6))  # it has no gradient
     assert optimizer.param_groups[1]["fused"]
+    assert optimizer.step(lambda: 5.0) == 5.0
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
     for groups in (optimizer.param_groups, optimizer.state_dict()["param_groups"]):
         assert [group["eps"] for group in groups] == [1e-5, 1e-2]
 
 
-@pytest.mark.parametrize("form", ["weights", "named", "group of a generator", "group of one"])
-def test_weights_may_be_given_in_all_forms_and_a_step_calls_its_closure(form: str) -> None:
-    """It returns what the closure gives, and takes the gradients that the closure makes."""
-    model = nn.Linear(2, 2)
-    forms = {
-        "weights": model.parameters(),
-        "named": model.named_parameters(),
-        "group of a generator": [{"params": model.parameters()}],
-        "group of one": [{"params": model.weight}],
-    }
-    optimizer = AdamTF(forms[form], lr=0.1)
-    before = model.weight.detach().clone()
-    ones = torch.ones(1, 2)
-
-    def closure() -> Tensor:
-        loss = model(ones).sum()
-        loss.backward()
-        return loss
-
-    expected = model(ones).sum()
-    assert optimizer.step(closure) == expected
-    torch.testing.assert_close(before - model.weight, torch.full((2, 2), 0.1))
-
-
 def with_settings(**changes: Any) -> SimpleNamespace:
-    """Settings as the scripts have them."""
     return SimpleNamespace(**values(SETTINGS) | changes)
 
 
 def make_parts(*names: str) -> nn.Module:
-    """A model of linear layers of these names."""
     return nn.ModuleDict({name: nn.Linear(3, 2) for name in names})
 
 
@@ -166,16 +139,10 @@ def test_groups_are_matrices_and_the_rest_of_policy_and_critic() -> None:
 
 # Settings; update, progress, the policy's rate, the critic's
 RATES = """
-; 0 0 1e-2 1e-2
-; 3 0.75 2.5e-3 2.5e-3
-lr_schedule='constant'; 3 0.75 1e-2 1e-2
-lr_schedule='cosine'; 0 0 1e-2 1e-2
-lr_schedule='cosine'; 1 0.25 8.535534e-3 8.535534e-3
 lr_schedule='cosine' lr_warmup=3; 2 0.75 1.09835e-3 1.09835e-3
 lr_warmup=3; 0 0 2.5e-3 2.5e-3
 lr_warmup=3; 2 0.5 3.75e-3 3.75e-3
 lr_warmup=3; 3 0.5 5e-3 5e-3
-critic_lr=1.0; 1 0.5 5e-3 0.5
 critic_lr=0.0; 1 0.5 5e-3 0
 critic_warmup=2; 1 0.5 0 5e-3
 critic_warmup=2 critic_lr=1.0; 2 0.5 5e-3 0.5
@@ -191,17 +158,6 @@ def test_learning_rates_follow_the_schedule(case: str) -> None:
     set_learning_rates(optimizer, int(update), progress, args)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == pytest.approx([lr, lr, critic_lr, critic_lr])
-
-
-@pytest.mark.parametrize("limit", [None, 14.0, 6.5])
-def test_gradients_of_a_larger_norm_are_scaled_down_to_the_limit(limit: float | None) -> None:
-    model = nn.Linear(3, 1)
-    model.weight.grad = torch.tensor([[3.0, 4.0, 0.0]])
-    model.bias.grad = torch.tensor([-12.0])
-    assert clip_gradients(model, limit).item() == pytest.approx(13)
-    scale = 0.5 if limit == 6.5 else 1.0
-    scaled = [*model.weight.grad[0].tolist(), model.bias.grad.item()]
-    assert scaled == pytest.approx([3 * scale, 4 * scale, 0.0, -12 * scale])
 
 
 LAUNCHES = [(kind, kind.value == "FSDP") for kind in DistributedType]
@@ -278,17 +234,8 @@ def test_layers_are_patched() -> None:
         patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=True))
 
 
-def test_a_metric_is_the_sum_over_the_count_of_all_records() -> None:
-    """No mean of means. A record of one number beside one of 2 ** 24 counts: sums are fp64."""
-    first = torch.tensor([[True, True, False], [True, False, False]])
-    a = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]])
-    second = first[:1, 1:]
-    records = [
-        sums_over(first, {"a": a}),
-        sums_over(second, {"a": a[:1, 1:], "c": first[:1, :2]}),
-        sums_over(torch.ones(()), {"b": torch.tensor(2.5)}),
-    ]
-    assert reduce_means(records) == {"a": 2.0, "b": 2.5, "c": 1.0}
+def test_sums_of_metrics_are_in_fp64() -> None:
+    """A record of one number stands beside one of 2 ** 24 counts."""
     many = torch.tensor([2.0**24])
     one = torch.ones(1)
     sums = [sums_over(one, {"x": many}), sums_over(one, {"x": one})]

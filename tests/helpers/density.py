@@ -20,8 +20,6 @@ BLOCK = ast.FunctionDef | ast.ClassDef | ast.If | ast.For | ast.While | ast.With
 
 @dataclass
 class Density:
-    """Of one file."""
-
     tokens: int
     mean: float  # tokens per line that has code
     p90: int  # that nine of ten lines do not exceed
@@ -52,7 +50,6 @@ def code_tokens(source: str) -> list[tokenize.TokenInfo]:
 
 
 def measure(source: str) -> Density:
-    """The density of a file's source."""
     tokens = code_tokens(source)
     counts = sorted(Counter(token.start[0] for token in tokens).values())
     sizes = []

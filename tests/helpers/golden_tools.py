@@ -89,14 +89,12 @@ def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
 
 
 def load_lm(auto_class: type, folder: Path) -> Any:
-    """A model as the scripts load it, whatever its tokenizer."""
     no_tokenizer = SimpleNamespace(get_vocab=lambda: {"": 9})
     args = ppo_rlhf.Args(base_model=str(folder))
     return ppo_rlhf.load_model("base_model", args, auto_class, no_tokenizer, 24)
 
 
 def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
-    """A recorded policy with its value head."""
     lm = load_lm(AutoModelForCausalLM, folder)
     policy = ppo_rlhf.ActorCritic(lm, lm.config.vocab_size)
     file = folder / "heads.safetensors"

@@ -85,12 +85,10 @@ def assert_same_metrics(
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a jsonl file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def to_lines(*rows: dict[str, Any]) -> str:
-    """The text of a jsonl file."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 

@@ -94,7 +94,6 @@ RECURRENT = {  # whose states a cache of keys and values does not hold
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    """The architecture's config, with changes."""
     config_class, values = (CONFIGS | RECURRENT)[name]
     return config_class(**values | changes)
 
@@ -184,7 +183,6 @@ def make_lm(name: str, attention: str = "eager", **changes: Any) -> Any:
 
 
 def make_classifier(name: str = "gpt2", **changes: Any) -> Any:
-    """A classifier with one label straight from a config."""
     torch.manual_seed(0)
     config = make_config(name, num_labels=1, **changes)
     model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
@@ -228,7 +226,6 @@ def with_attention(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def has_classifier(name: str) -> bool:
-    """Whether transformers has a classifier of this architecture."""
     return CONFIGS[name][0] in AutoModelForSequenceClassification._model_mapping
 
 
