@@ -1,7 +1,7 @@
 """The arithmetic of PPO, RLOO and the reward model: cases computed by hand, and whole updates
 against plain autograd."""
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,9 +52,7 @@ NAN = float("nan")
     [("replace", "0.5 -1.5 -1.5 nan -1.5"), ("add", "0.5 0.5 -4.5 nan nan")],
 )
 @BOTH
-def test_a_missing_end_replaces_the_score_or_is_added_to_it(
-    module: ModuleType, mode: Any, expected: str
-) -> None:
+def test_a_missing_end_replaces_the_score_or_is_added_to_it(module, mode, expected):
     """A NaN that counts stays one: it stops the run, as the gradient is no number."""
     scores = numbers("0.5 2 -3 nan nan").squeeze(0)
     found_end = numbers("1 0 0 1 0").bool().squeeze(0)
@@ -65,7 +63,7 @@ def test_a_missing_end_replaces_the_score_or_is_added_to_it(
     assert scores[:3].tolist() == [0.5, 2.0, -3.0]
 
 
-def test_gae_discounts_future_errors_by_gamma_times_lambda() -> None:
+def test_gae_discounts_future_errors_by_gamma_times_lambda():
     # gamma 0.9, lambda 0.8, gamma * lambda = 0.72; the value after the response is 0
     #   delta2 =  2   + 0.9 * 0 - 3 = -1      A2 = -1                      return2 = -1 + 3
     #   delta1 = -1   + 0.9 * 3 - 2 = -0.3    A1 = -0.3 - 0.72 * 1         return1 = -1.02 + 2
@@ -83,7 +81,7 @@ def test_gae_discounts_future_errors_by_gamma_times_lambda() -> None:
     assert_close(returns, "0.14 -1 0")
 
 
-def test_whiten_gives_the_table_of_the_n_implementation_details() -> None:
+def test_whiten_gives_the_table_of_the_n_implementation_details():
     # Huang et al. 2024, detail 9 of policy training: TensorFlow's numbers, mean 1.6, biased
     # variance 0.6 / 9
     rewards = numbers("1.2 1.3 1.4 / 1.5 1.6 1.7 / 1.8 1.9 2.0")
@@ -113,7 +111,7 @@ def test_whiten_gives_the_table_of_the_n_implementation_details() -> None:
     assert_close(kept, (numbers("-2 -1 3 0") / (14 / 3) ** 0.5 + 3) * mask)
 
 
-def test_leave_one_out_advantage_of_the_worked_example_whose_rows_are_queries() -> None:
+def test_leave_one_out_advantage_of_the_worked_example_whose_rows_are_queries():
     # rewards of four responses to each of three queries; of the first: 1 - (2 + 3 + 6) / 3 = -8 / 3
     rewards = numbers("1 2 3 6 / 0 0 0 4 / -1 1 -1 1")
     expected = numbers("-8 -4 0 12 / -4 -4 -4 12 / -4 4 -4 4") / 3
@@ -125,7 +123,7 @@ def test_leave_one_out_advantage_of_the_worked_example_whose_rows_are_queries() 
 
 
 # --- losses ---------------------------------------------------------------------------------------
-def test_a_value_within_the_clip_range_never_counts_as_clipped() -> None:
+def test_a_value_within_the_clip_range_never_counts_as_clipped():
     """As in the original. Rounded, as old + clamp(new - old) is, one in a hundred of these would
     count."""
     generator = torch.Generator().manual_seed(4)
@@ -147,9 +145,7 @@ def test_a_value_within_the_clip_range_never_counts_as_clipped() -> None:
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @BOTH
-def test_loss_and_gradient_are_finite_where_policies_are_far_apart(
-    module: ModuleType, sign: float
-) -> None:
+def test_loss_and_gradient_are_finite_where_policies_are_far_apart(module, sign):
     far = numbers("200 -200 90 -90 0 / -1e4 1e4 41 -41 1e-3")
     if module is rloo_rlhf:  # whose ratios are those of sums
         far = far.view(-1, 1)
@@ -179,7 +175,7 @@ def fake_process() -> tuple[Any, list[bool]]:
 
 
 @BOTH
-def test_gradients_are_averaged_once_in_a_step(module: ModuleType) -> None:
+def test_gradients_are_averaged_once_in_a_step(module):
     """Four steps of two minibatches, each in three micro-batches. That they are right is seen in
     test_reference.py."""
     k = 1 if module is ppo_rlhf else 2
@@ -216,7 +212,7 @@ def make_labels(count: int, num_responses: int = 3) -> list[train_reward.Compari
     return labels
 
 
-def test_gradients_of_rewards_are_averaged_once_in_a_step() -> None:
+def test_gradients_of_rewards_are_averaged_once_in_a_step():
     process, averaged = fake_process()
     reward = make_reward()
     optimizer = torch.optim.SGD(reward.parameters(), lr=0.0)
@@ -225,7 +221,7 @@ def test_gradients_of_rewards_are_averaged_once_in_a_step() -> None:
     assert averaged == [False, False, True]
 
 
-def test_a_model_that_gives_equal_rewards_is_right_by_chance_alone() -> None:
+def test_a_model_that_gives_equal_rewards_is_right_by_chance_alone():
     Accelerator(cpu=True)
     labels = make_labels(9)
     _, best, is_hit = train_reward.label_rewards(make_reward(gain=0.0), labels)
@@ -240,7 +236,7 @@ def test_a_model_that_gives_equal_rewards_is_right_by_chance_alone() -> None:
     assert rows.responses[1] == [*map(str, labels[1].responses)]
 
 
-def test_rewards_without_a_deviation_are_refused_and_leave_gain_and_bias() -> None:
+def test_rewards_without_a_deviation_are_refused_and_leave_gain_and_bias():
     reward = make_reward(gain=2.0, bias=0.5)
     for rewards in ([0.5, 0.5], [0.5, NAN], [0.5]):
         with pytest.raises(train_reward.UserError, match="^--normalization_samples: the rewards"):
@@ -249,7 +245,7 @@ def test_rewards_without_a_deviation_are_refused_and_leave_gain_and_bias() -> No
     assert reward.bias == 0.5
 
 
-def test_rewards_for_normalization_come_in_micro_batches_without_a_graph() -> None:
+def test_rewards_for_normalization_come_in_micro_batches_without_a_graph():
     Accelerator(cpu=True)
     reward = make_reward()
     ref = train_reward.Reference(tiny.make_lm("gpt2"), tiny.VOCABULARY)

@@ -66,7 +66,7 @@ def start(program: str, words: Sequence[str], folder: Path, *changes: Any) -> li
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_writes_its_record(name: str, tmp_path: Path) -> None:
+def test_a_program_writes_its_record(name, tmp_path):
     program, *kind = name.split()
     words = PROGRAMS[name].split()
     changes = []
@@ -84,20 +84,20 @@ def test_a_program_writes_its_record(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
-def test_ours_and_plain_make_the_same_step(algorithm: str, tmp_path: Path) -> None:
+def test_ours_and_plain_make_the_same_step(algorithm, tmp_path):
     """What throughput.py asks of a process of its own, before it measures."""
     words = f"{SMALL} --check {algorithm} {TINY}"
     *_, distance = start("speed/throughput", words.split(), tmp_path / "out")
     assert float(distance) < 1e-2
 
 
-def test_peak_memory_of_a_contender(tmp_path: Path) -> None:
+def test_peak_memory_of_a_contender(tmp_path):
     words = f"{SMALL} --peak ours-critic-ppo {TINY}"
     *_, record = start("speed/throughput", words.split(), tmp_path / "out")
     assert json.loads(record)["peak_bytes"] > 0
 
 
-def test_a_whole_run_is_measured(tmp_path: Path) -> None:
+def test_a_whole_run_is_measured(tmp_path):
     flags = " ".join(WORDS[PPO]).replace(" --output_dir out", "")
     for name in ("model", "judge", "queries.jsonl"):
         flags = flags.replace(f" {name}", f" {kit()}/{name}")
@@ -106,7 +106,7 @@ def test_a_whole_run_is_measured(tmp_path: Path) -> None:
     assert json.loads(record)["updates"] == 4
 
 
-def test_runs_are_drawn_and_compared(tmp_path: Path) -> None:
+def test_runs_are_drawn_and_compared(tmp_path):
     run = str(plain(PPO, 1) / "out")
     out = tmp_path / "runs.png"
     start("tools/plot", [run, "--over", "seconds", "--out", str(out)], tmp_path / "plot")

@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -35,9 +34,7 @@ LIMITS = [
 
 @pytest.mark.parametrize(("dtype", "update", "limits"), LIMITS)
 @BOTH
-def test_first_passes_that_differ_and_a_far_policy_stop_a_run(
-    module: ModuleType, dtype: Any, update: int, limits: tuple[float, ...]
-) -> None:
+def test_first_passes_that_differ_and_a_far_policy_stop_a_run(module, dtype, update, limits):
     """And any gradient that is not finite."""
     args = module.Args(dtype=dtype, max_kl=20.0, response_length=25)
     names = ("first_ratio_error", "sampling_error", "objective/kl")
@@ -76,14 +73,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "num_minibatches", "mask_truncated"), CASES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @BOTH
-def test_first_ratio_is_exactly_one(
-    module: ModuleType,
-    dtype: Any,
-    name: str,
-    num_minibatches: int,
-    mask_truncated: bool,
-    tmp_path: Path,
-) -> None:
+def test_first_ratio_is_exactly_one(module, dtype, name, num_minibatches, mask_truncated, tmp_path):
     """All ratios of the first epoch are, where no step moves the weights: its passes are those of
     the rollout. The models' configs have dropout, which is off."""
     tf_adam.set_up_torch(dtype)
@@ -160,7 +150,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     ("script", "fault"), [(RLOO, next(iter(FAULTS)))] + [(PPO, x) for x in FAULTS]
 )
-def test_a_run_stops_that_samples_from_others(script: str, fault: str, tmp_path: Path) -> None:
+def test_a_run_stops_that_samples_from_others(script, fault, tmp_path):
     """Nothing else of it looks wrong."""
     right, wrong = FAULTS[fault]
     code = (ROOT / script).read_text()

@@ -85,7 +85,7 @@ def helps(script: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_shared_names_are_identical_to_the_letter(one: str, other: str) -> None:
+def test_shared_names_are_identical_to_the_letter(one, other):
     mine = definitions(one)
     theirs = definitions(other)
     shared = sorted((set(mine) & set(theirs)) - OWN)
@@ -94,7 +94,7 @@ def test_shared_names_are_identical_to_the_letter(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_args_of_one_name_agree_in_type_default_and_help(one: str, other: str) -> None:
+def test_args_of_one_name_agree_in_type_default_and_help(one, other):
     fields = {}
     for script in (one, other):
         args = importlib.import_module(script[:-3]).Args
@@ -109,7 +109,7 @@ def test_args_of_one_name_agree_in_type_default_and_help(one: str, other: str) -
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_argument_is_read(script: str) -> None:
+def test_every_argument_is_read(script):
     text = read(script) + read("tf_adam.py")
     for name in helps(script):
         is_read = rf"args\.{name}\b|[\"']{name}[\"'][,)]|\b{name}\b.*\.split\(\)|\(\"{name}\""
@@ -117,7 +117,7 @@ def test_every_argument_is_read(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_size_and_density_of_the_scripts(script: str) -> None:
+def test_size_and_density_of_the_scripts(script):
     assert len(read(script).splitlines()) <= MAX_LINES[script]
     density = measure(read(script))
     assert density.tokens <= MAX_TOKENS[script]
@@ -131,12 +131,12 @@ OTHERS = [ROOT / "tf_adam.py", *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmar
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.name)
-def test_density_of_all_other_files(path: Path) -> None:
+def test_density_of_all_other_files(path):
     assert measure(path.read_text()).mean <= 11
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_order_of_a_script(script: str) -> None:
+def test_order_of_a_script(script):
     lines = read(script).splitlines()
     sections = [line.strip("# -") for line in lines if line.startswith("# --- ")]
     expected = SECTIONS
@@ -149,7 +149,7 @@ def test_order_of_a_script(script: str) -> None:
     assert rollout < 680
 
 
-def test_the_steps_of_main_are_the_same() -> None:
+def test_the_steps_of_main_are_the_same():
     ppo, rloo, reward = (
         re.findall(r"^ +# (\d\. .*)", definitions(script)["main"], re.M) for script in SCRIPTS
     )
@@ -159,7 +159,7 @@ def test_the_steps_of_main_are_the_same() -> None:
     assert reward == sorted(reward)
 
 
-def test_the_diff_of_ppo_and_rloo_is_small() -> None:
+def test_the_diff_of_ppo_and_rloo_is_small():
     command = ["diff", ROOT / PPO, ROOT / RLOO]
     printed = subprocess.run(command, capture_output=True, text=True).stdout
     changed = [line for line in printed.splitlines() if line[:1] in "<>"]
@@ -167,7 +167,7 @@ def test_the_diff_of_ppo_and_rloo_is_small() -> None:
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "tf_adam.py"])
-def test_functions_have_docstrings_and_main_is_short(script: str) -> None:
+def test_functions_have_docstrings_and_main_is_short(script):
     found = list(ast.parse(read(script)).body)
     found += [method for node in found if isinstance(node, ast.ClassDef) for method in node.body]
     for node in found:
@@ -179,7 +179,7 @@ def test_functions_have_docstrings_and_main_is_short(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_header_of_a_script_asks_for_what_the_project_asks_for(script: str) -> None:
+def test_the_header_of_a_script_asks_for_what_the_project_asks_for(script):
     """PEP 723: `uv run` reads it."""
     (block,) = re.findall(r"^# /// script\n(.*?)^# ///$", read(script), re.M | re.S)
     header = tomllib.loads(re.sub("^# ?", "", block, flags=re.M))
@@ -188,7 +188,7 @@ def test_the_header_of_a_script_asks_for_what_the_project_asks_for(script: str) 
     assert sorted(header["dependencies"]) == sorted(project["dependencies"])
 
 
-def test_nothing_but_tf_adam_is_imported_between_the_scripts() -> None:
+def test_nothing_but_tf_adam_is_imported_between_the_scripts():
     modules = {path.stem for path in ROOT.glob("*.py")}
     for script in SCRIPTS:
         imported = set(re.findall(r"^ *(?:from|import) (\w+)", read(script), re.M))

@@ -17,7 +17,7 @@ from benchmark.studies.symptoms import run as symptoms
 
 
 @pytest.mark.parametrize("symptom", symptoms.SYMPTOMS, ids=lambda symptom: symptom.seen)
-def test_what_makes_a_symptom_applies(symptom: symptoms.Symptom, tmp_path: Path) -> None:
+def test_what_makes_a_symptom_applies(symptom, tmp_path):
     """Changes are of lines that the script has once, flags are its own."""
     runs = {symptom.ill, symptom.cured, symptom.healthy, symptoms.Run()} - {None}
     assert len(runs) > 1 or symptom.cured is not None
@@ -56,7 +56,7 @@ def pytest_with(script: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_pytest_runs_tests_against_a_copy_and_names_its_fault(tmp_path: Path) -> None:
+def test_pytest_runs_tests_against_a_copy_and_names_its_fault(tmp_path):
     """In the place of the script that it was made from, with tf_adam.py from beside it. -k may have
     an `or`. What is new is no fault."""
     text = (ROOT / REWARD).read_text()
@@ -84,18 +84,18 @@ def test_pytest_runs_tests_against_a_copy_and_names_its_fault(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_copy_s_original_is_found(script: str, tmp_path: Path) -> None:
+def test_a_copy_s_original_is_found(script, tmp_path):
     copy = shutil.copy(ROOT / script, tmp_path / "my.py")
     copy.write_text(copy.read_text().replace("args.", "settings."))
     assert options.original_of(copy) == script
 
 
 @pytest.mark.parametrize("name", options.TESTS_OF_COPIES)
-def test_the_tests_of_copies_are_there(name: str) -> None:
+def test_the_tests_of_copies_are_there(name):
     assert (ROOT / "tests" / name.split("::")[0]).exists()
 
 
-def test_a_copy_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_a_copy_that_is_not_there_is_one_line(tmp_path):
     status, printed = pytest_with(tmp_path / "none.py", "tests")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert printed.strip() == f"ERROR: --script {tmp_path / 'none.py'}: there is no such file"

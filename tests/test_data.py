@@ -177,8 +177,8 @@ WORDS = {
 @pytest.mark.parametrize("bos_token", ["<s>", "?", None])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(
-    script: Any, bos_token: str | None, around: str
-) -> None:
+    script, bos_token, around
+):
     """Whatever the tokenizer calls BOS: an unknown word may have that name, as GPT-2's end."""
     backend = Tokenizer(models.WordLevel(WORDS, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -208,9 +208,7 @@ def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(
-    script: Any,
-) -> None:
+def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(script):
     """Llama 2's tokenizer puts a space before a text: `.` alone is not the one in a sentence."""
     texts = "</s> ▁ a . ▁a ▁. <0x0A>".split()
     vocabulary = {text: i for i, text in enumerate(texts)}
@@ -229,7 +227,7 @@ def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(
 
 
 @pytest.mark.parametrize("size", [50_257, 50_259, 50_260, 60_000])
-def test_the_padding_of_gpt2s_ids_is_a_token_of_larger_models(size: int) -> None:
+def test_the_padding_of_gpt2s_ids_is_a_token_of_larger_models(size):
     names = {"a": 0} | {f"w{i}": i for i in range(1, size)}
     backend = Tokenizer(models.WordLevel(names, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -237,7 +235,7 @@ def test_the_padding_of_gpt2s_ids_is_a_token_of_larger_models(size: int) -> None
     assert [script.encode([5, PAD], tokenizer) for script in SCRIPTS] == [expected] * 3
 
 
-def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay() -> None:
+def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay():
     """All else about it is in the twins' runs."""
     llama = {"base_model": "llama"}
     rows = [{"query": "w5 w6"}, {"query": "w1 w7"}]
@@ -258,7 +256,7 @@ NO_IDS = '["w5", "w6"]; 3; 0.5; [[5]]; [5, 50]; [5, -1]; [5, null]'.split("; ")
 
 
 @pytest.mark.parametrize("text", NO_IDS)
-def test_what_is_neither_text_nor_ids_is_refused_in_a_line(text: str) -> None:
+def test_what_is_neither_text_nor_ids_is_refused_in_a_line(text):
     bad = json.loads(text)
     says = f"_dataset.jsonl, row 0: neither text, nor chat, nor ids of this tokenizer: {bad}"
     refuse(read_queries, {"query": bad}, says)
@@ -273,7 +271,7 @@ def test_what_is_neither_text_nor_ids_is_refused_in_a_line(text: str) -> None:
 # --- tables ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("config", ["", "part"])
 @pytest.mark.parametrize("split", ["", "train", "test"])
-def test_config_and_split_of_a_table_on_the_hub_are_passed_on(config: str, split: str) -> None:
+def test_config_and_split_of_a_table_on_the_hub_are_passed_on(config, split):
     table = datasets.Dataset.from_list([{"text": "w1"}, {"text": "w2"}])
     tables = {"train": table.select([0]), "test": table}
     args = ppo_rlhf.Args(query_dataset=f"an/owner:{config}:{split}".rstrip(":"))
@@ -283,7 +281,7 @@ def test_config_and_split_of_a_table_on_the_hub_are_passed_on(config: str, split
     assert splits == ({"train": tables[split]} if split else tables)
 
 
-def test_a_table_is_a_split_that_is_named_or_train() -> None:
+def test_a_table_is_a_split_that_is_named_or_train():
     """A folder has files of one kind. One that exists is no name with a split."""
     for name in ("set/test", "set/validation", "set/train", "a:b/train", "mixed/train", "no/test"):
         Path(name).parent.mkdir(exist_ok=True)
@@ -311,7 +309,7 @@ CONTENTS = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
 @pytest.mark.parametrize("first", range(len(COLUMNS)))
-def test_queries_are_the_first_column_that_there_is_of(first: int) -> None:
+def test_queries_are_the_first_column_that_there_is_of(first):
     row: Row = {"other": "w40"}
     for i in reversed(range(first, len(COLUMNS))):
         name = COLUMNS[i]
@@ -340,7 +338,7 @@ CUTS = """
 
 
 @pytest.mark.parametrize("cut", CUTS.strip().splitlines())
-def test_a_query_is_cut_at_the_first_start_and_the_last_end(cut: str) -> None:
+def test_a_query_is_cut_at_the_first_start_and_the_last_end(cut):
     """All, where nothing is behind the start; nothing, where there is no start or end."""
     start, end, length, long, *query = cut.split()
     known = {"-": None} | {str(i): i for i in range(9)}
@@ -349,7 +347,7 @@ def test_a_query_is_cut_at_the_first_start_and_the_last_end(cut: str) -> None:
     assert found == [int(token) for token in query]
 
 
-def test_the_seed_orders_queries_and_more_than_are_needed_are_not_read() -> None:
+def test_the_seed_orders_queries_and_more_than_are_needed_are_not_read():
     """One is read even if none is needed."""
     rows = [{"text": words(5 + i)} for i in range(40)]
     orders = {}
@@ -363,14 +361,14 @@ def test_the_seed_orders_queries_and_more_than_are_needed_are_not_read() -> None
 
 
 @BOTH
-def test_no_query_is_held_out_and_trained_on(script: Any) -> None:
+def test_no_query_is_held_out_and_trained_on(script):
     queries = make_queries(rows_of("5 / 6 / 7 / 5 / 8 / 6"))
     held_out, others = script.hold_out(queries, 2)
     assert held_out == queries[:2]
     assert others == [queries[2], queries[4]]
 
 
-def test_a_table_without_a_query_is_refused() -> None:
+def test_a_table_without_a_query_is_refused():
     says = "row 0: a row needs one of the columns ['messages', "
     refuse(read_queries, {"words": "w5"}, says)
     refuse(read_queries, TEXTS, says, "or a chat in `chosen`: {'chosen': '0 metres.'")
@@ -379,9 +377,7 @@ def test_a_table_without_a_query_is_refused() -> None:
         refuse(read_queries, {"text": text}, says)
 
 
-def test_the_first_query_and_label_are_shown_as_they_are_read(
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_the_first_query_and_label_are_shown_as_they_are_read(capsys):
     """A template that is cut, or a column that is ignored, can be seen."""
     read_query({"text": "w5 w6"}, query_suffix="w9", base_model="llama")
     assert "--query_dataset: 1 of 1 rows, first 'w1 w5 w6 w9'\n" in capsys.readouterr().out
@@ -402,9 +398,7 @@ BEGINS = [
 
 
 @pytest.mark.parametrize(("begin", "chosen", "rejected"), BEGINS)
-def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(
-    begin: str, chosen: str, rejected: str
-) -> None:
+def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin, chosen, rejected):
     """As in Anthropic's HH. A given prompt stays whole, and is read once if both repeat it."""
     long = {"query_length": 99, "response_length": 99}
     tokenizer, args = start(train_reward, base_model="bytes", **long)
@@ -425,7 +419,7 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(
     assert_read(row | {"prompt": "How? ", "chosen": chance}, "How? ", chance, answers[1])
 
 
-def test_labels_have_other_columns_and_numbers_and_prompts_that_answers_repeat() -> None:
+def test_labels_have_other_columns_and_numbers_and_prompts_that_answers_repeat():
     """An answer may begin like the prompt by chance. Two of four samples may be equal."""
     repeated = PAIR | {"chosen": "w5 w6", "rejected": "w5 w7"}
     chance = PAIR | {"chosen": "w5 w6"}
@@ -441,7 +435,7 @@ def test_labels_have_other_columns_and_numbers_and_prompts_that_answers_repeat()
 
 
 @pytest.mark.parametrize(("after", "length"), [(0, 2), (1, 2), (2, 4), (4, 5)])
-def test_an_answer_ends_at_the_first_end_that_counts(after: int, length: int) -> None:
+def test_an_answer_ends_at_the_first_end_that_counts(after, length):
     answer = [6, 9, 8, 9, 8]
     row = PAIR | {"chosen": words(*answer)}
     cut = read_label(row, truncate_token="w9", truncate_after=after)
@@ -450,14 +444,14 @@ def test_an_answer_ends_at_the_first_end_that_counts(after: int, length: int) ->
     assert whole == ([5], [*answer, EOS], [7, EOS])
 
 
-def test_a_coin_says_which_of_a_pair_comes_first() -> None:
+def test_a_coin_says_which_of_a_pair_comes_first():
     rows = [PAIR | {"prompt": words(5, i % 40 + 8)} for i in range(60)]
     labels, _ = load_labels(rows, num_labels=59)
     assert 0.3 < np.mean([label.best == 0 for label in labels]) < 0.7
     assert all(label.responses[label.best] == [6] for label in labels)
 
 
-def test_all_rows_of_a_file_can_be_trained_on_but_no_more() -> None:
+def test_all_rows_of_a_file_can_be_trained_on_but_no_more():
     """Then none is held out. There must be labels for one update."""
     for num_labels in (None, 8):
         labels, held_out = load_labels([LABEL] * 8, num_labels=num_labels, batch_size=8)
@@ -467,7 +461,7 @@ def test_all_rows_of_a_file_can_be_trained_on_but_no_more() -> None:
         load_labels([LABEL] * 8, num_labels=9)
 
 
-def test_held_out_labels_are_those_of_a_test_split_or_what_is_left() -> None:
+def test_held_out_labels_are_those_of_a_test_split_or_what_is_left():
     other = LABEL | {"sample1": [9]}
     rows = [LABEL] * 6 + [other] * 4
     Path("set").mkdir()
@@ -551,9 +545,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_label_asks_what_ppo_asks_and_answers_are_what_the_whole_chat_adds(
-    layout: str, template: str
-) -> None:
+def test_a_label_asks_what_ppo_asks_and_answers_are_what_the_whole_chat_adds(layout, template):
     """To the token, also where PPO reads the same rows as queries."""
     row, asked = LAYOUTS[layout]
     query = read_query({"prompt": asked}, template, **BYTES)
@@ -572,14 +564,14 @@ def test_a_label_asks_what_ppo_asks_and_answers_are_what_the_whole_chat_adds(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_template_that_does_not_continue_the_generation_prompt_is_refused(layout: str) -> None:
+def test_a_template_that_does_not_continue_the_generation_prompt_is_refused(layout):
     says = "--label_dataset label_dataset.jsonl, row 0: an answer's chat is '<|im_start|>"
     row, _ = LAYOUTS[layout]
     refuse(read_labels, row, says, "does not continue", "<think>", chat=THINKING, **BYTES)
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_an_end_of_a_chat_ends_answers(template: str) -> None:
+def test_an_end_of_a_chat_ends_answers(template):
     """What the template writes behind it is cut, and what stands in the prompt stays."""
     mark = "<|eot_id|>" if template == LLAMA3 else "<|im_end|>"
     row = CHATS | {"prompt": FAR}
@@ -592,7 +584,7 @@ def test_an_end_of_a_chat_ends_answers(template: str) -> None:
 
 @pytest.mark.parametrize("flag", ["start_text", "end_text"])
 @pytest.mark.parametrize("text", ["0", "eos"])
-def test_chats_that_would_lose_their_end_are_refused(flag: str, text: str) -> None:
+def test_chats_that_would_lose_their_end_are_refused(flag, text):
     """Token 0 is a token, too."""
     row = {"prompt": FAR}
     says = "row 0: a chat must keep its end: --start_text none --end_text none"
@@ -604,7 +596,7 @@ def test_chats_that_would_lose_their_end_are_refused(flag: str, text: str) -> No
 
 
 @pytest.mark.parametrize("name", ["strftime_now('%d %B %Y')", "strftime_now(format='%Y')"])
-def test_a_date_in_a_template_is_the_same_on_every_day(name: str) -> None:
+def test_a_date_in_a_template_is_the_same_on_every_day(name):
     """So that labels of yesterday fit, and a run can be resumed tomorrow."""
     dated = f"{{%- set today = {name} -%}}{{{{ today }}}}|{CHATML}"
     tokenizer, _ = start(train_reward, **BYTES)
@@ -624,13 +616,13 @@ BEGINNINGS = [
 
 
 @pytest.mark.parametrize("begins", BEGINNINGS)
-def test_the_fixed_date_changes_nothing_else_of_a_template(begins: str) -> None:
+def test_the_fixed_date_changes_nothing_else_of_a_template(begins):
     tokenizer, _ = start(train_reward, begins + CHATML, **BYTES)
     expected = tokenizer.apply_chat_template(FAR, tokenize=False, add_generation_prompt=True)
     assert train_reward.render(FAR, tokenizer, add_generation_prompt=True) == expected
 
 
-def test_a_template_that_lacks_or_refuses_is_an_error_of_its_row() -> None:
+def test_a_template_that_lacks_or_refuses_is_an_error_of_its_row():
     rows = [{"prompt": FAR}]
     says = "row 0: chat template: "
     refuse(read_queries, rows, says, "chat_template is not set")
@@ -680,11 +672,11 @@ BAD_LABELS = [
 
 
 @pytest.mark.parametrize(("row", "says"), BAD_LABELS)
-def test_labels_that_are_none_are_refused_in_a_line(row: Row, says: str) -> None:
+def test_labels_that_are_none_are_refused_in_a_line(row, says):
     refuse(read_labels, row, says, chat=CHATML)
 
 
-def test_the_number_of_a_bad_row_is_named() -> None:
+def test_the_number_of_a_bad_row_is_named():
     says = NEITHER.replace("0", "2", 1)
     refuse(read_labels, [LABEL, LABEL, LABEL | {"best": 2}], says)
     refuse(read_queries, CHATS | {"prompt": [5, 6]}, "row 0: prompt must be a text or a chat")
@@ -699,7 +691,7 @@ OF_TEXTS = [
 
 
 @pytest.mark.parametrize(("asked", "text"), OF_TEXTS)
-def test_questions_and_instructions_are_prompts(asked: dict[str, str], text: str) -> None:
+def test_questions_and_instructions_are_prompts(asked, text):
     odd = {"chosen": " \U0001f389 caf\u00e9 \u0646\u0639\u0645", "rejected": " \u5426"}
     tokenizer, _ = start(train_reward, **BYTES)
     for answers in (TEXTS, odd):
@@ -721,7 +713,7 @@ How? {"conversations": [{"from": "human", "value": "How?"}]}
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())
-def test_what_would_change_a_chat_in_silence_is_refused_with_its_row(line: str) -> None:
+def test_what_would_change_a_chat_in_silence_is_refused_with_its_row(line):
     word, text = line.split(" ", 1)
     row = json.loads(text)
     says = ("a message must be a role and a text, and no more: {", word)
@@ -747,39 +739,39 @@ def parts(chat: list[Row]) -> list[Row]:
     return found
 
 
-def test_contents_in_parts_are_joined() -> None:
+def test_contents_in_parts_are_joined():
     row = {name: parts(chat) for name, chat in ASKED.items()}
     assert read_label(row, **ASK) == read_label(ASKED, **ASK)
     assert read_query(row, **ASK) == read_query(ASKED, **ASK)
 
 
-def test_a_key_without_a_value_is_left_out() -> None:
+def test_a_key_without_a_value_is_left_out():
     """A template that asks whether a message has calls would write these."""
     template = "{% for m in messages %}{{ m.tool_calls is defined or m.content }}{% endfor %}"
     row = {"messages": [FAR[0] | {"tool_calls": [], "thinking": None}]}
     assert read_query(row, template, **BYTES) == read_query({"prompt": HOW}, **BYTES)
 
 
-def test_a_query_of_best_of_n_is_what_ppo_asks() -> None:
+def test_a_query_of_best_of_n_is_what_ppo_asks():
     row = SAMPLES | {"query": FAR + TALL}
     assert read_label(row, **ASK)[0] == read_query(row, **ASK) == read_query(ASKED, **ASK)
 
 
-def test_a_row_whose_chat_is_missing_is_left_out() -> None:
+def test_a_row_whose_chat_is_missing_is_left_out():
     """Its prompt alone would be a text among chats."""
     row = CHATS | {"prompt": HOW}
     missing = row | {"chosen": None}
     assert read_queries([row, missing], **ASK) == [read_query(row, **ASK)]
 
 
-def test_a_file_in_another_encoding_is_an_error_of_its_row() -> None:
+def test_a_file_in_another_encoding_is_an_error_of_its_row():
     Path("latin.jsonl").write_bytes(b'{"text": "w5 caf\xe9"}\n' * 2)
     for read, flag in ((read_queries, "query_dataset"), (load_labels, "label_dataset")):
         with pytest.raises(ppo_rlhf.UserError, match=rf"^--{flag} latin.jsonl, row 0: .*utf-8"):
             read("latin.jsonl")
 
 
-def test_the_longer_of_prompt_and_chosen_is_asked() -> None:
+def test_the_longer_of_prompt_and_chosen_is_asked():
     """A system's message may stand in one of them only."""
     asked = {"prompt": BRIEF + FAR}
     assert read_query(asked | {"chosen": FAR + TALL}, **ASK) == read_query(asked, **ASK)
@@ -813,9 +805,7 @@ USELESS = [
 
 
 @pytest.mark.parametrize(("row", "reason"), USELESS)
-def test_labels_of_no_use_are_left_out_and_counted_and_a_tenth_may_be(
-    row: Row, reason: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_labels_of_no_use_are_left_out_and_counted_and_a_tenth_may_be(row, reason, capsys):
     """Of answers that are cut to three tokens. BOS alone is no prompt."""
     given = {"base_model": "llama", "response_length": 3}
     good = LABEL if "best" in row else PAIR
@@ -869,7 +859,7 @@ FLOATS = [
 
 
 @BOTH
-def test_a_function_returns_a_finite_float_for_each_response(script: Any) -> None:
+def test_a_function_returns_a_finite_float_for_each_response(script):
     """In a list, array or tensor; no gradient comes with them."""
     for returned in FLOATS:
         scores = score(script, lambda x=returned, **_: x)
@@ -882,9 +872,7 @@ def test_a_function_returns_a_finite_float_for_each_response(script: Any) -> Non
 
 
 @BOTH
-def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explained(
-    script: Any,
-) -> None:
+def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explained(script):
     seen = {}
 
     def everything(**named: Any) -> Any:
@@ -915,7 +903,7 @@ def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explai
 
 
 @BOTH
-def test_a_function_gets_chats_where_the_table_has_chats(script: Any) -> None:
+def test_a_function_gets_chats_where_the_table_has_chats(script):
     seen = []
 
     def keep(prompts: Any, completions: Any, messages: Any) -> Any:

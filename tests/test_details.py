@@ -23,14 +23,14 @@ QUICK = (
 )
 
 
-def test_the_tables_are_up_to_date() -> None:
+def test_the_tables_are_up_to_date():
     for path, tables in details.pages().items():
         page = path.read_text()
         assert page == details.with_tables(page, tables), "run `python benchmark/tools/details.py`"
 
 
 @pytest.mark.parametrize("detail", DETAILS, ids=lambda detail: detail.what[:40])
-def test_every_fault_can_be_made(detail: Detail) -> None:
+def test_every_fault_can_be_made(detail):
     assert detail.place()
     assert ast.dump(details.parse(detail.code)) != ast.dump(details.Fault(detail).fault)
 
@@ -53,9 +53,7 @@ def end(process: Any, folder: Path) -> tuple[int, str]:
     return status, printed
 
 
-def test_a_fault_in_the_code_of_a_detail_makes_its_test_fail(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_fault_in_the_code_of_a_detail_makes_its_test_fail(tmp_path, request):
     """Two at a time."""
     chosen = [detail for detail in DETAILS if detail.what in QUICK]
     assert len(chosen) == len(QUICK)

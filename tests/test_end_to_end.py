@@ -6,8 +6,6 @@ import re
 import shutil
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pandas as pd
@@ -47,7 +45,7 @@ def below(folder: str, names: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_leaves_these_files(script: str, world: int, tmp_path: Path) -> None:
+def test_a_run_leaves_these_files(script, world, tmp_path):
     out = plain(script, world) / "out"
     files = {"args.json", "metrics.jsonl", "samples.jsonl", "lock", script, "tf_adam.py"}
     files |= below(MODEL[script], FOLDER)
@@ -78,7 +76,7 @@ def test_a_run_leaves_these_files(script: str, world: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
-def test_samples_are_scored_with_their_penalty(script: str, tmp_path: Path, capsys: Any) -> None:
+def test_samples_are_scored_with_their_penalty(script, tmp_path, capsys):
     folder = copy(kit(), tmp_path)
     usual = Counter()
     for row in read_lines(plain(script, 1) / "out/samples.jsonl"):
@@ -106,7 +104,7 @@ def test_samples_are_scored_with_their_penalty(script: str, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
-def test_three_samples_are_printed_as_they_are(script: Any, tmp_path: Path, capsys: Any) -> None:
+def test_three_samples_are_printed_as_they_are(script, tmp_path, capsys):
     """Between quotes, so that no text can send commands to a terminal; each query once."""
     rows = []
     for i in range(4):
@@ -126,7 +124,7 @@ def test_three_samples_are_printed_as_they_are(script: Any, tmp_path: Path, caps
     assert printed.endswith("\nmean score 0.21 before, 0.43 after\n")
 
 
-def test_main_runs_twice_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_runs_twice_in_a_process(tmp_path, monkeypatch):
     """As in a notebook."""
     folder = copy(kit(), tmp_path)
     preset, args = call(PPO, WORDS[PPO], folder, monkeypatch, "parse_args")
@@ -137,7 +135,7 @@ def test_main_runs_twice_in_a_process(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_precision_and_compiler_of_a_config_change_no_bit(script: str, tmp_path: Path) -> None:
+def test_precision_and_compiler_of_a_config_change_no_bit(script, tmp_path):
     """As its launcher hands them on: --dtype alone says what is in bf16, and a compiled model would
     be saved under other names. Nor do its accumulation steps, by which accelerate divides losses.
     """
@@ -153,7 +151,7 @@ def test_precision_and_compiler_of_a_config_change_no_bit(script: str, tmp_path:
 
 
 @pytest.mark.parametrize("has", ["nothing", "accelerator", "accelerator and mps"])
-def test_a_mac_uses_its_cpu(has: str) -> None:
+def test_a_mac_uses_its_cpu(has):
     """MPS is an accelerator, but reduce_means needs float64, which it has not."""
     with (
         mock.patch.object(torch.accelerator, "is_available", lambda: "acc" in has),
@@ -166,7 +164,7 @@ def test_a_mac_uses_its_cpu(has: str) -> None:
     assert settings.timeout == timedelta(hours=2)  # for slow disks and reward functions
 
 
-def test_texts_are_scored_in_a_batch_as_the_documents_say() -> None:
+def test_texts_are_scored_in_a_batch_as_the_documents_say():
     (code,) = re.findall(r"```python\n(def score.*?)```", (ROOT / "docs/data.md").read_text(), re.S)
     found = {}
     exec(code, found)
@@ -187,7 +185,7 @@ def test_texts_are_scored_in_a_batch_as_the_documents_say() -> None:
     assert batch.tolist()[-1] == pytest.approx(expected, abs=1e-4)
 
 
-def test_eos_is_not_the_padding_of_a_reward_model(tmp_path: Path) -> None:
+def test_eos_is_not_the_padding_of_a_reward_model(tmp_path):
     """Also if it was that of the model that it started from."""
     folder = save_classifier(tmp_path / "start", "gpt2", pad_token_id=0)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
@@ -200,7 +198,7 @@ def test_eos_is_not_the_padding_of_a_reward_model(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "reward_model").pad_token is None
 
 
-def test_the_newest_reward_model_is_taken(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_the_newest_reward_model_is_taken(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Accelerator(cpu=True)
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")

@@ -77,7 +77,7 @@ def names_in(out: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_fsdp2_gives_what_ddp_gives_and_goes_on(script: str, tmp_path: Path) -> None:
+def test_fsdp2_gives_what_ddp_gives_and_goes_on(script, tmp_path):
     """Interrupted after the second of four updates, too; PPO with a critic. At first with the
     setting that `accelerate config` proposes, for weights that one process alone reads."""
     folder = copy(kit(), tmp_path)
@@ -116,9 +116,7 @@ PER_PROCESS = {"returns/var", "val/var", "val/var_explained"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_two_processes_with_unequal_micro_batches_give_what_one_gives(
-    script: str, tmp_path: Path
-) -> None:
+def test_two_processes_with_unequal_micro_batches_give_what_one_gives(script, tmp_path):
     words = [*WORDS[script], *SHARES[script].split()]
     for world in (1, 2):
         code, _, errors = run_on(world, script, words, copy(kit(), tmp_path / str(world)))
@@ -138,9 +136,7 @@ SHARDED = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_weights_in_shards_have_no_whole_gradients_and_no_copies(
-    script: str, tmp_path: Path
-) -> None:
+def test_weights_in_shards_have_no_whole_gradients_and_no_copies(script, tmp_path):
     """After no micro-batch, and at no sampled token, when of the weights only embeddings, last norm
     and heads are whole; DDP, which has room for it, has all. In train_reward.py the reference
     samples, which is whole anyway: there gain and bias are read all the same."""
@@ -178,7 +174,7 @@ def length(completions, **_):
 """
 
 
-def test_a_launch_of_the_default_that_is_stopped_leaves_a_checkpoint(tmp_path: Path) -> None:
+def test_a_launch_of_the_default_that_is_stopped_leaves_a_checkpoint(tmp_path):
     """From any folder. Job managers send SIGTERM to all processes, and the launcher sends it to its
     own once more."""
     (tmp_path / "taste.py").write_text(LENGTH)
@@ -208,7 +204,7 @@ def test_a_launch_of_the_default_that_is_stopped_leaves_a_checkpoint(tmp_path: P
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_the_settings_ask_for_their_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_ask_for_their_engine(engine, monkeypatch):
     monkeypatch.chdir(ROOT)
     env = environment(engine)
     assert env["ACCELERATE_MIXED_PRECISION"] == "no"  # --dtype decides
@@ -216,7 +212,7 @@ def test_the_settings_ask_for_their_engine(engine: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_no_code_names_an_engine(script: str) -> None:
+def test_no_code_names_an_engine(script):
     """Comments may: they say why something is done for all of them."""
     code = ast.unparse(ast.parse((ROOT / script).read_text())).lower()
     for word in ("fsdp", "deepspeed", "distributeddataparallel"):

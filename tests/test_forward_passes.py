@@ -1,7 +1,6 @@
 """Passes over padded rows and through caches give what transformers gives for each text alone."""
 
 import importlib
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ def assert_as_alone(
 
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(CONFIGS))
-def test_padding_and_shared_contexts_change_nothing(name: str, attention: str) -> None:
+def test_padding_and_shared_contexts_change_nothing(name, attention):
     """PPO's rows, and RLOO's, where three responses share what the model has read of a query."""
     folder = folder_of(name)
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
@@ -80,9 +79,7 @@ def test_padding_and_shared_contexts_change_nothing(name: str, attention: str) -
 
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize(("lengths", "length"), [("592738", 1), ("111111", 4), ("111111", 1)])
-def test_texts_may_have_contexts_and_responses_of_one_token(
-    lengths: str, length: int, k: int
-) -> None:
+def test_texts_may_have_contexts_and_responses_of_one_token(lengths, length, k):
     lm = tiny.make_lm("gpt2")
     contexts = random_rows([int(digit) for digit in lengths], seed=5)
     contexts = [context for context in contexts for _ in range(k)]
@@ -91,7 +88,7 @@ def test_texts_may_have_contexts_and_responses_of_one_token(
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_tokens_that_the_tokenizer_lacks_have_no_logit(k: int) -> None:
+def test_tokens_that_the_tokenizer_lacks_have_no_logit(k):
     """Logits are divided where they are: a second tensor of all tokens would double the memory."""
     lm = tiny.make_lm("gpt2")
     policy = make_policy(lm, k)
@@ -107,7 +104,7 @@ def test_tokens_that_the_tokenizer_lacks_have_no_logit(k: int) -> None:
 
 
 @pytest.mark.parametrize("contexts", ["1 / 1", "1 2 / 1 2", "1 / 2 3"])
-def test_every_batch_of_rloo_is_read_in_two_passes(contexts: str) -> None:
+def test_every_batch_of_rloo_is_read_in_two_passes(contexts):
     """A process whose queries have one token each makes as many as the others. Where weights are
     sharded, it would wait for them forever."""
     lm = tiny.make_lm("gpt2")
@@ -126,9 +123,7 @@ def plain_rewards(judge: nn.Module, texts: list[list[int]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(WITH_CLASSIFIER))
-def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(
-    name: str, attention: str
-) -> None:
+def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(name, attention):
     """In PPO and RLOO, without what stands around a query for the policy; for a critic that starts
     from the reward model; and in train_reward.py. There are one and three responses of different
     lengths per query, one ending with eos, the pad."""
@@ -182,14 +177,14 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(
 
 
 @pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
-def test_a_classifier_without_gain_and_bias_scores_by_its_logit(module: ModuleType) -> None:
+def test_a_classifier_without_gain_and_bias_scores_by_its_logit(module):
     model = tiny.make_classifier()
     head = module.reward_head(model)
     assert torch.equal(head.weight, model.score.weight)
     assert not head.bias.any()
 
 
-def test_labels_that_fit_the_window_fit_it_together() -> None:
+def test_labels_that_fit_the_window_fit_it_together():
     """A long query's response is padded to the length of a short one's: padding has no position."""
     model = load(folder_of("gpt2") / "judge", "reward_model")
     window = model.config.max_position_embeddings
@@ -207,9 +202,7 @@ def test_labels_that_fit_the_window_fit_it_together() -> None:
 
 
 @pytest.mark.parametrize("name", ["rloo_rlhf", "train_reward"])
-def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(name, monkeypatch):
     """With sharded weights every output must get a gradient."""
     script = importlib.import_module(name)
     Accelerator(cpu=True)
@@ -242,7 +235,7 @@ def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(
     assert used.grad.any()
 
 
-def test_a_head_gets_states_without_gaps() -> None:
+def test_a_head_gets_states_without_gaps():
     """Else torch copies a frozen head's weights for each row."""
     lm = tiny.make_lm("gpt2")
     policy = make_policy(lm, 1)
@@ -255,7 +248,7 @@ def test_a_head_gets_states_without_gaps() -> None:
         assert given[-1].is_contiguous() == is_patched
 
 
-def test_micro_batches_have_rows_of_similar_length_and_keep_those_of_a_query_together() -> None:
+def test_micro_batches_have_rows_of_similar_length_and_keep_those_of_a_query_together():
     rows = torch.tensor([5, 4, 1, 0, 3, 2, 6])
     token_rows = rows_of("1 1 1 / 1 1 1 / 1 / 1 / 1 1 / 1 1 / 1")
     groups = ppo_rlhf.micro_batches(rows, token_rows, 2)

@@ -91,7 +91,7 @@ def forward(policy: Any, batch: ppo_rlhf.Batch, temperature: float) -> tuple[Ten
 
 
 @pytest.mark.parametrize("variant", ["", "t1/", "affix/", "leftpad_patched/"])
-def test_logprobs_values_and_entropies_equal_the_original(golden_02: Path, variant: str) -> None:
+def test_logprobs_values_and_entropies_equal_the_original(golden_02, variant):
     arrays, record = load_golden(golden_02)
     policy = load_actor(folder_of(golden_02, "hf_policy"))
     contexts = rows_of(arrays["queries"], policy.lm.config.vocab_size)
@@ -116,7 +116,7 @@ def scores_of(classifier: Any, contexts: list[list[int]], batch: Any, args: Any)
 
 
 @pytest.mark.parametrize("variant", ["", "_padded"])
-def test_reward_scores_equal_the_original(golden_03a: Path, variant: str) -> None:
+def test_reward_scores_equal_the_original(golden_03a, variant):
     arrays, _ = load_golden(golden_03a)
     classifier = load_reward(folder_of(golden_03a, "hf_reward")).lm
     size = classifier.config.vocab_size
@@ -127,7 +127,7 @@ def test_reward_scores_equal_the_original(golden_03a: Path, variant: str) -> Non
     assert off(scores, arrays[f"scores{variant}"]) < 5e-6
 
 
-def test_truncation_and_penalty_equal_the_original(golden_05: Path) -> None:
+def test_truncation_and_penalty_equal_the_original(golden_05):
     arrays, record = load_golden(golden_05)
     task = record["hparams"]["task"]
     token = task["truncate_token"]
@@ -154,7 +154,7 @@ def test_truncation_and_penalty_equal_the_original(golden_05: Path) -> None:
     assert np.array_equal(penalized.numpy(), arrays["scores"])
 
 
-def test_query_cut_equals_the_original(golden_08: Path) -> None:
+def test_query_cut_equals_the_original(golden_08):
     record = json.loads(golden_08.with_suffix(".json").read_text())
     cases = record["cases"]
     padding = max(np.max(case["rows"]) for case in cases if case["rows"])
@@ -174,7 +174,7 @@ def test_query_cut_equals_the_original(golden_08: Path) -> None:
         assert rows == case["rows"], case["name"]
 
 
-def test_the_tokenizer_equals_the_original(golden_09: Path) -> None:
+def test_the_tokenizer_equals_the_original(golden_09):
     tokenizer = GPT2Tokenizer.from_pretrained(folder_of(golden_09, "hf_policy"))
     records = json.loads(golden_09.read_text())
     assert len(records) > 10
@@ -275,7 +275,7 @@ def assert_first_minibatch(batch: ppo_rlhf.Batch, recorded: Arrays, args: Any) -
         assert off(mini.returns, recorded["returns"]) < 1e-5
 
 
-def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
+def test_ppo_steps_equal_the_original(golden_04):
     """Rewards, advantages, statistics, weights and KL coefficient after every recorded PPO step, of
     all ranks, in the original's order of rows."""
     first, record = load_golden(golden_04)
@@ -326,7 +326,7 @@ def test_ppo_steps_equal_the_original(golden_04: Path) -> None:
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 3])
-def test_reward_training_equals_the_original(golden_03b: Path, micro_batch_size: int) -> None:
+def test_reward_training_equals_the_original(golden_03b, micro_batch_size):
     """Shuffle, learning rate, loss and weights of every step."""
     arrays, record = load_golden(golden_03b)
     reward = load_reward(folder_of(golden_03b, "hf_reward"))
@@ -370,7 +370,7 @@ def normalized(rewards: Tensor) -> tuple[float, float]:
     return model.gain.item(), model.bias.item()
 
 
-def test_reward_normalisation_equals_the_original(golden_07: Path) -> None:
+def test_reward_normalisation_equals_the_original(golden_07):
     """The original's targets may be other than 0 and 1: for them the result is scaled."""
     arrays, _ = load_golden(golden_07)
     for mean, std, target_mean, target_std, *recorded in arrays["set_reward_norm_cases"]:

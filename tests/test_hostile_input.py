@@ -9,7 +9,6 @@ import pickle
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import datasets
@@ -112,7 +111,7 @@ RANGES = """
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_values_out_of_range_name_the_flag(script: str, tmp_path: Path) -> None:
+def test_values_out_of_range_name_the_flag(script, tmp_path):
     module = importlib.import_module(script[:-3])
     args = module.Args()
     tried = {"adam_betas": ["0.9 nan", "inf 0.9"]}
@@ -141,7 +140,7 @@ OWN_BOX = """
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_words_that_are_no_settings(script: str, tmp_path: Path, capsys: Any) -> None:
+def test_words_that_are_no_settings(script, tmp_path, capsys):
     says = "^there is no preset 'sentimant': choose one of tiny, sentiment, "
     with pytest.raises(tf_adam.UserError, match=says):
         call(script, ["sentimant"], tmp_path, name="parse_args")
@@ -228,7 +227,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     ("script", "words", "says"), CASES, ids=[f"{x} {words}" for x, words, _ in CASES]
 )
 @mock.patch("builtins.input", lambda *_: "y")  # transformers may ask to run code
-def test_bad_input_is_refused(script: str, words: Any, says: str, faults: Path) -> None:
+def test_bad_input_is_refused(script, words, says, faults):
     """Neither the run's folder is made, nor what a pickle or a model's code would make."""
     before = sorted(faults.rglob("*"))
     words = words.split() if isinstance(words, str) else words
@@ -242,7 +241,7 @@ def test_bad_input_is_refused(script: str, words: Any, says: str, faults: Path) 
 
 
 @pytest.mark.parametrize("name", ["functions", "functions:CONSTANT"])
-def test_a_reward_that_is_no_function_is_an_error(name: str, faults: Path) -> None:
+def test_a_reward_that_is_no_function_is_an_error(name, faults):
     words = [*WORDS[PPO], *f"{OWN} {name}".split()]
     with pytest.raises(TypeError, match="object is not callable$"):
         call(PPO, words, faults)
@@ -250,7 +249,7 @@ def test_a_reward_that_is_no_function_is_an_error(name: str, faults: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["lines.txt", "lines.jsonl.gz", "lines.csv", "lines.parquet"])
-def test_these_files_load(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_these_files_load(name, tmp_path, monkeypatch, capsys):
     rows = [*read_lines(kit() / "queries.jsonl"), {"text": None}]
     (tmp_path / "lines.txt").write_text("\n".join(row["text"] or "" for row in rows) + "\n")
     (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(to_lines(*rows).encode()))
@@ -277,7 +276,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_names_of_files_are_no_patterns(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_names_of_files_are_no_patterns(name, tmp_path, monkeypatch):
     for file, other in FILES.items():
         for path, text in ((tmp_path / file, "w5"), (tmp_path / other, "w6")):
             path.parent.mkdir(exist_ok=True)
@@ -289,7 +288,7 @@ def test_names_of_files_are_no_patterns(name: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_path_is_here_or_beside_the_script(script: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_path_is_here_or_beside_the_script(script, tmp_path, monkeypatch):
     """A link stays one: the files that a hub's cache links to have no endings."""
     module = importlib.import_module(script[:-3])
     (tmp_path / "home/model").mkdir(parents=True)
@@ -310,7 +309,7 @@ def test_a_path_is_here_or_beside_the_script(script: str, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
-def test_this_folder_comes_before_a_library(script: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_this_folder_comes_before_a_library(script, tmp_path, monkeypatch):
     module = importlib.import_module(script[:-3])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
@@ -321,7 +320,7 @@ def test_this_folder_comes_before_a_library(script: str, tmp_path: Path, monkeyp
     del sys.modules["colorsys"]
 
 
-def test_a_user_sees_one_line_or_on_demand_a_traceback(faults: Path, tmp_path: Path) -> None:
+def test_a_user_sees_one_line_or_on_demand_a_traceback(faults, tmp_path):
     folder = copy(faults, tmp_path)
     words = [*WORDS[PPO], *f"{OWN} lines:f".split()]
     code, printed, errors = run(PPO, words, folder)
@@ -340,7 +339,7 @@ def test_a_user_sees_one_line_or_on_demand_a_traceback(faults: Path, tmp_path: P
     assert errors.splitlines()[-1] == "ZeroDivisionError: float division by zero"
 
 
-def test_of_two_processes_one_line_is_printed_first(tmp_path: Path) -> None:
+def test_of_two_processes_one_line_is_printed_first(tmp_path):
     folder = copy(kit(), tmp_path)
     one, two = run_two(PPO, [*WORDS[PPO], "--batch_size", "5"], folder)
     assert (one[1], two[1]) == ("2 x cpu:0, fp32\n", "")

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import fork_tools
 from conftest import ROOT
@@ -33,7 +32,7 @@ SIZES = {
 }
 
 
-def test_two_rounds_of_the_loop(tmp_path: Path) -> None:
+def test_two_rounds_of_the_loop(tmp_path):
     """Each begins with the policy of the one before, and keeps its labels."""
     folder = tmp_path / "here"
     folder.mkdir()

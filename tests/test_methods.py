@@ -322,9 +322,7 @@ def launch(script: Path, flags: list[str], is_on_device: bool, kit: Path, stops:
 
 
 @pytest.mark.parametrize(("name", "is_on_device"), RUNS)
-def test_a_method_is_what_its_paper_says(
-    name: str, is_on_device: bool, kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_is_what_its_paper_says(name, is_on_device, kit, tmp_path, monkeypatch):
     method = METHODS[name]
     text = f"{FLAGS} {OF_SCRIPT[method.script]} {method.flags}"
     if not is_on_device:
@@ -375,9 +373,7 @@ def margin_loss(rewards: Tensor, best: int, row: Any, s: Any, means: Numbers) ->
 
 
 @pytest.mark.parametrize("is_on_device", [True, False], ids=["device", "two processes"])
-def test_margins_and_centering_are_what_the_papers_say(
-    is_on_device: bool, kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_margins_and_centering_are_what_the_papers_say(is_on_device, kit, tmp_path, monkeypatch):
     """Pairs on the device, labels of three responses on two processes."""
     table = "pairs.jsonl" if is_on_device else "triples.jsonl"
     flags = [*shlex.split(LABELS), "--label_dataset", table]
@@ -403,12 +399,12 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_flags_are_as_published(name: str) -> None:
+def test_flags_are_as_published(name):
     args = vars(patched.module(name).Args())
     assert {flag: args[flag] for flag in PUBLISHED[name]} == PUBLISHED[name]
 
 
-def test_a_dual_clip_limits_the_loss_where_the_advantage_is_negative() -> None:
+def test_a_dual_clip_limits_the_loss_where_the_advantage_is_negative():
     """Ye et al. 2020, equation 5, with ratios on both sides of all three limits."""
     dapo = patched.module("dapo")
     logprobs = torch.tensor([4.0, 1.1, 0.5]).log().expand(3, 3)
@@ -419,7 +415,7 @@ def test_a_dual_clip_limits_the_loss_where_the_advantage_is_negative() -> None:
     torch.testing.assert_close(losses, expected)
 
 
-def test_a_margin_is_a_number(kit: Path) -> None:
+def test_a_margin_is_a_number(kit):
     Accelerator(cpu=True)
     script = patched.module("margin")
     tokenizer = AutoTokenizer.from_pretrained(kit / "model")

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -56,7 +55,7 @@ WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_architecture_loads_as_on_a_gpu(name: str) -> None:
+def test_every_architecture_loads_as_on_a_gpu(name):
     """With the attention that transformers chooses, also for a new reward head."""
     _, attention = tiny.with_attention([name])[-1]
     for classifier in (False, True)[: 1 + tiny.has_classifier(name)]:
@@ -74,7 +73,7 @@ def assert_same_buffers(one: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_tensor_is_trained_and_plain_transformers_loads_it(name: str, tmp_path: Path) -> None:
+def test_every_tensor_is_trained_and_plain_transformers_loads_it(name, tmp_path):
     """After one step on all log-probabilities. A pad that is also the eos is trained, too."""
     Accelerator(cpu=True)
     folder = folder_of(name)
@@ -108,9 +107,7 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(name: str, tmp_
 COMMON = "--start_text none --end_text none --query_length 6 --response_length 2"
 
 
-def test_a_reward_model_and_a_critic_keep_their_buffers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_model_and_a_critic_keep_their_buffers(tmp_path, monkeypatch):
     folder = folder_of("deepseek_v3")
     rows = random_rows((6,) * 8, seed=1)
     (tmp_path / "queries.jsonl").write_text(to_lines(*({"query": row} for row in rows)))
@@ -153,7 +150,7 @@ HELD = {"linear": {torch.bfloat16}, "other": {torch.float32}}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(name: str) -> None:
+def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(name):
     """The heads are fp32 anyway. What is held in bf16 gives the same bits: a first KL of 0."""
     folder = folder_of(name)
     args = ppo_rlhf.Args(dtype="bf16", base_model=str(folder))
@@ -191,7 +188,7 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(n
 
 
 @pytest.mark.parametrize("name", WITH_CLASSIFIER)
-def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast(name: str) -> None:
+def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast(name):
     folder = folder_of(name)
     args = ppo_rlhf.Args(dtype="bf16", reward_model=str(folder / "judge"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -214,7 +211,7 @@ def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_models_that_a_cache_cannot_hold_are_refused_in_a_line(name: str, tmp_path: Path) -> None:
+def test_models_that_a_cache_cannot_hold_are_refused_in_a_line(name, tmp_path):
     """Sampling would give other tokens than the log-probabilities are of, and no error."""
     folder = tiny.save_model(tmp_path / "model", name)
     with pytest.raises(UserError, match=f"^--base_model {folder}: [^\n]+$"):
@@ -229,9 +226,7 @@ def test_models_that_a_cache_cannot_hold_are_refused_in_a_line(name: str, tmp_pa
         ("position_ids", lambda x: x + 1 if x.shape[1] == 1 else x),
     ],
 )
-def test_models_that_padding_or_a_cache_confuses_are_refused(
-    name: str, change: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_that_padding_or_a_cache_confuses_are_refused(name, change, monkeypatch):
     """They ignore the mask, count positions from the first pad, or shift a token behind a cache."""
     forward = GPT2Model.forward
 
@@ -256,7 +251,7 @@ def calls_of_a_layer(model: nn.Module) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_checkpointing_has_no_dropout_and_changes_nothing(name: str) -> None:
+def test_checkpointing_has_no_dropout_and_changes_nothing(name):
     """Outputs and gradients are those without it, but activations are computed again."""
     args = {"base_model": str(folder_of(name))}
     rows = random_rows([LENGTH] * 6, seed=2)
@@ -286,7 +281,7 @@ def test_checkpointing_has_no_dropout_and_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_CLASSIFIER)
-def test_a_reward_model_with_checkpointing_gives_the_same_rewards(name: str) -> None:
+def test_a_reward_model_with_checkpointing_gives_the_same_rewards(name):
     """It reads each text as a whole, where otherwise it reads a query once."""
     folder = folder_of(name) / "judge"
     args = train_reward.Args(base_model=str(folder))
@@ -308,7 +303,7 @@ def test_a_reward_model_with_checkpointing_gives_the_same_rewards(name: str) -> 
     assert (found[1][1] - found[0][1]).norm() < 1e-4 * found[0][1].norm()
 
 
-def test_a_missing_head_is_refused(tmp_path: Path) -> None:
+def test_a_missing_head_is_refused(tmp_path):
     """transformers would only warn, and make up random weights."""
     file = tiny.save_model(tmp_path, "gpt2", tie_word_embeddings=False) / "model.safetensors"
     weights = load_file(file)
@@ -318,7 +313,7 @@ def test_a_missing_head_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_new_head_is_no_fault_but_layers_too_many_and_two_labels_are(tmp_path: Path) -> None:
+def test_a_new_head_is_no_fault_but_layers_too_many_and_two_labels_are(tmp_path):
     """The new head is train_reward.py's."""
     folder = tiny.save_model(tmp_path, "gpt2")
     load(folder, classifier=True)
@@ -340,7 +335,7 @@ MAKERS = pytest.mark.parametrize("make", [tiny.make_lm, tiny.make_classifier])
 
 
 @MAKERS
-def test_the_last_embedding_and_the_whole_window_can_be_used(make: Callable) -> None:
+def test_the_last_embedding_and_the_whole_window_can_be_used(make):
     model = make("gpt2")
     size = VOCABULARY
     with torch.no_grad():
@@ -351,7 +346,7 @@ def test_the_last_embedding_and_the_whole_window_can_be_used(make: Callable) -> 
                 ppo_rlhf.check_model(model, with_top_token(top), longest)
 
 
-def test_the_window_of_a_model_of_texts_and_images_is_that_of_texts() -> None:
+def test_the_window_of_a_model_of_texts_and_images_is_that_of_texts():
     """As of Gemma 3, whose config has it one level deeper."""
     config = transformers.Gemma3Config(text_config=tiny.GEMMA | {"sliding_window": 32})
     with torch.device("meta"):
@@ -363,9 +358,7 @@ def test_the_window_of_a_model_of_texts_and_images_is_that_of_texts() -> None:
 
 @MAKERS
 @pytest.mark.parametrize("factor", [1.0, 1.0001, 0.9999, 1.01, 0.99, torch.nan])
-def test_a_model_may_differ_from_a_plain_pass_by_rounding_only(
-    make: Callable, factor: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_may_differ_from_a_plain_pass_by_rounding_only(make, factor, monkeypatch):
     plain = ppo_rlhf.read
 
     def scaled(*arguments: Any) -> SimpleNamespace:
@@ -381,7 +374,7 @@ def test_a_model_may_differ_from_a_plain_pass_by_rounding_only(
 
 
 @BOTH
-def test_a_reward_model_has_the_same_words_under_the_same_numbers(module: ModuleType) -> None:
+def test_a_reward_model_has_the_same_words_under_the_same_numbers(module):
     Accelerator(cpu=True)
     args = module.Args(reward_model=str(folder_of("gpt2") / "judge"))
 
@@ -411,7 +404,7 @@ def main_until(module: ModuleType, last: str, folder: Path, load_reward: Any, **
     return called.call_args.args
 
 
-def test_a_critic_can_start_from_the_reward_model_that_is_found_in_runs(tmp_path: Path) -> None:
+def test_a_critic_can_start_from_the_reward_model_that_is_found_in_runs(tmp_path):
     """Without --reward_model, so after load_reward has chosen it."""
 
     def choose(flag: str, args: Any, *_: Any) -> None:
@@ -424,7 +417,7 @@ def test_a_critic_can_start_from_the_reward_model_that_is_found_in_runs(tmp_path
 
 # --- LoRA -----------------------------------------------------------------------------------------
 @BOTH
-def test_lora_adapters_depend_on_the_seed_alone(module: ModuleType, tmp_path: Path) -> None:
+def test_lora_adapters_depend_on_the_seed_alone(module, tmp_path):
     pytest.importorskip("peft")
     flags = {"base_model": str(folder_of("gpt2")), "lora_rank": 2, "lora_alpha": 6.0}
     actor = "Actor" if module is rloo_rlhf else "ActorCritic"
@@ -441,9 +434,7 @@ def test_lora_adapters_depend_on_the_seed_alone(module: ModuleType, tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_folder_of_a_lora_run_is_the_trained_policy(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_a_lora_run_is_the_trained_policy(dtype, tmp_path, monkeypatch):
     """Adapters alone are trained, from the reference on, with which they share what is frozen: held
     in bf16 with --dtype bf16. The folder is for transformers and for peft; merged, it is a
     --base_model of a run that trains all weights."""

@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_every_run_of_the_page_ends(folder: Path) -> None:
+def test_every_run_of_the_page_ends(folder):
     for name in ("qwen_ppo", "qwen_rloo", "qwen_lora"):
         lines = read_lines(folder / f"runs/{name}/metrics.jsonl")
         assert len(lines) == 2
@@ -87,7 +87,7 @@ def test_every_run_of_the_page_ends(folder: Path) -> None:
     assert 0 <= results["test/accuracy"] <= 1
 
 
-def test_what_is_printed_is_what_the_page_says_to_look_for(folder: Path) -> None:
+def test_what_is_printed_is_what_the_page_says_to_look_for(folder):
     printed = (folder / "qwen_reward.txt").read_text()
     assert "24 of 24 rows" in printed
     (label,) = re.findall(r"^--label_dataset: 24, first (\[.*\])", printed, re.M)
@@ -100,7 +100,7 @@ def test_what_is_printed_is_what_the_page_says_to_look_for(folder: Path) -> None
         assert first.endswith("<|im_start|>assistant\\n")
 
 
-def test_every_metric_of_the_page_is_logged(folder: Path) -> None:
+def test_every_metric_of_the_page_is_logged(folder):
     (line, _) = read_lines(folder / "runs/qwen_ppo/metrics.jsonl")
     page = (ROOT / PAGE).read_text()
     names = re.findall(r"^\| `([a-z_/]+)`", page, re.M)
@@ -108,7 +108,7 @@ def test_every_metric_of_the_page_is_logged(folder: Path) -> None:
     assert [name for name in names if name not in line] == []
 
 
-def test_the_memory_is_that_of_the_table() -> None:
+def test_the_memory_is_that_of_the_table():
     page = (ROOT / PAGE).read_text()
     full, checkpointing, _, lora, _ = memory_table.SETTINGS
     sizes = {"query": 512, "sampled": 128}
@@ -122,7 +122,7 @@ def test_the_memory_is_that_of_the_table() -> None:
     assert f"would need {eight} GB" in page
 
 
-def test_the_measured_run_is_that_of_the_record() -> None:
+def test_the_measured_run_is_that_of_the_record():
     page = (ROOT / PAGE).read_text()
     record = ROOT / "benchmark/studies/real_model/held.json"
     (run,) = [row for row in json.loads(record.read_text())["rows"] if "PPO" in row["arm"]]

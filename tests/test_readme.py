@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def read(page: str) -> str:
     return (ROOT / page).read_text()
 
 
-def test_a_table_that_is_not_that_of_its_records_is_an_error() -> None:
+def test_a_table_that_is_not_that_of_its_records_is_an_error():
     page = ROOT / "benchmark/studies/default_run/README.md"
     whole = page.read_text()
     for old, new in (("| PPO | 1 |", "| PPO | 9 |"), (">0.76<", ">0.67<")):
@@ -53,7 +52,7 @@ def test_a_table_that_is_not_that_of_its_records_is_an_error() -> None:
             report.written(page, unclosed)
 
 
-def test_tables_and_pictures_are_made_from_the_records(tmp_path: Path) -> None:
+def test_tables_and_pictures_are_made_from_the_records(tmp_path):
     """Records that no table names change none. A page and pictures whose record has changed are
     found."""
     folder = shutil.copytree(ROOT / "benchmark", tmp_path / "benchmark")
@@ -72,7 +71,7 @@ def test_tables_and_pictures_are_made_from_the_records(tmp_path: Path) -> None:
     assert done.stderr.count("/studies/") == 2
 
 
-def test_every_table_of_the_measurements_is_made_from_records() -> None:
+def test_every_table_of_the_measurements_is_made_from_records():
     """All tables of benchmark/README.md and of the studies stand between markers, but for the
     summary and the list of studies, and for that of symptoms, whose numbers do. They have eight
     columns at most. And every study is linked from there."""
@@ -97,7 +96,7 @@ def test_every_table_of_the_measurements_is_made_from_records() -> None:
         assert f"]({name})" in start, page
 
 
-def test_the_numbers_of_the_summary_are_those_of_the_findings() -> None:
+def test_the_numbers_of_the_summary_are_those_of_the_findings():
     summary, _, findings = read("benchmark/README.md").partition("## The task")
     rows = re.findall(r"^\| \[\d\. .*?\) \| (.*?) \|", summary, re.M)
     assert len(rows) == 5
@@ -107,7 +106,7 @@ def test_the_numbers_of_the_summary_are_those_of_the_findings() -> None:
             assert re.search(alone, findings), number
 
 
-def test_every_picture_is_drawn_from_records(tmp_path: Path) -> None:
+def test_every_picture_is_drawn_from_records(tmp_path):
     drawn = set()
     for folder in report.folders():
         for path, draw, records in report.pictures(folder):
@@ -122,14 +121,14 @@ def test_every_picture_is_drawn_from_records(tmp_path: Path) -> None:
         assert path.name == "readme.png" or any(name in text for name in names), path
 
 
-def test_every_patch_is_listed() -> None:
+def test_every_patch_is_listed():
     page = read(SYSTEMS)
     listed = re.findall(r"^\| \[(.*?)\]\(\1\.patch\) \|", page, re.M)
     patches = [path.stem for path in ROOT.glob("benchmark/systems/*.patch")]
     assert sorted(listed) == sorted(patches)
 
 
-def test_the_first_command_finds_its_labels() -> None:
+def test_the_first_command_finds_its_labels():
     """All of tiny/labels, and those that are held out."""
     Accelerator(cpu=True)  # the scripts' logger asks for it
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
@@ -145,7 +144,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", DOCUMENTS)
-def test_every_link_leads_to_a_file_and_to_a_part_of_it(page: str) -> None:
+def test_every_link_leads_to_a_file_and_to_a_part_of_it(page):
     links = re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", read(page))
     assert links
     for target, part in links:
@@ -179,9 +178,7 @@ def commands(page: str) -> list[list[str]]:
     return found
 
 
-def test_every_command_that_is_shown_is_one_that_the_scripts_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_every_command_that_is_shown_is_one_that_the_scripts_take(tmp_path, monkeypatch, capsys):
     shown = [words for page in PAGES for words in commands(page)]
     text = "".join(read(page) for page in ("README.md", *DOCS) if page not in OF_COPIES)
     for words in re.findall(r"`(--[^`]*)`", text):
@@ -202,7 +199,7 @@ def test_every_command_that_is_shown_is_one_that_the_scripts_take(
             assert callable(getattr(importlib.import_module(name), function))
 
 
-def test_every_flag_that_is_shown_exists() -> None:
+def test_every_flag_that_is_shown_exists():
     modules = [importlib.import_module(script[:-3]) for script in SCRIPTS]
     fields = {name for module in modules for name in vars(module.Args())}
     text = "".join(read(page) for page in PAGES)
@@ -226,14 +223,14 @@ def listed_metrics() -> set[str]:
     return listed
 
 
-def test_every_metric_that_a_run_logs_is_listed_and_no_other() -> None:
+def test_every_metric_that_a_run_logs_is_listed_and_no_other():
     logged = set()
     for script in SCRIPTS:
         logged |= set(read_lines(plain(script, 1) / "out/metrics.jsonl")[0])
     assert logged == listed_metrics()
 
 
-def test_pages_are_short() -> None:
+def test_pages_are_short():
     """A version has 15 entries at most."""
     lines = read("README.md").splitlines()
     assert len(lines) <= 140
@@ -244,7 +241,7 @@ def test_pages_are_short() -> None:
     assert max(version.count("\n- ") for version in versions) <= 15
 
 
-def test_the_readme_counts_details_and_wins_as_they_are() -> None:
+def test_the_readme_counts_details_and_wins_as_they_are():
     readme = " ".join(read("README.md").split())
     tables = re.findall(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", read("docs/details.md"), re.S)
     rows = []
@@ -262,14 +259,14 @@ def test_the_readme_counts_details_and_wins_as_they_are() -> None:
         assert words in read("benchmark/README.md")
 
 
-def test_all_pages_name_one_version() -> None:
+def test_all_pages_name_one_version():
     version = re.search(r'^version = "(.*)"$', read("pyproject.toml"), re.M)[1]
     assert f"version = {{{version}}}" in read("README.md")
     assert f"\nversion: {version}\n" in read("CITATION.cff")
     assert re.search(r"^## \[(.*?)\]", read("CHANGELOG.md"), re.M)[1] == version
 
 
-def test_samples_of_the_readme_are_those_of_the_record() -> None:
+def test_samples_of_the_readme_are_those_of_the_record():
     """Each row stands in the table that is made from the record."""
     rows = re.findall(r"^\| (?:During|On|Before) .*$", read("README.md"), re.M)
     assert len(rows) == 2
@@ -277,7 +274,7 @@ def test_samples_of_the_readme_are_those_of_the_record() -> None:
         assert f"\n{row}\n" in read("benchmark/studies/real_model/README.md")
 
 
-def test_the_readme_has_the_commands_of_the_set_up_and_of_one_s_own_model() -> None:
+def test_the_readme_has_the_commands_of_the_set_up_and_of_one_s_own_model():
     """Settings that two commands share reach both."""
     assert re.findall(r"^pip install.*$", read("README.md"), re.M) == [
         "pip install -e . && python train_reward.py && python ppo_rlhf.py",
@@ -289,7 +286,7 @@ def test_the_readme_has_the_commands_of_the_set_up_and_of_one_s_own_model() -> N
         assert "--truncate_token" in words
 
 
-def test_the_loop_of_the_readme_is_the_script_s() -> None:
+def test_the_loop_of_the_readme_is_the_script_s():
     """Its lines stand in main in the same order, with other comments and nothing between them."""
     (loop,) = re.findall(r"```python\n(for .*?)```", read("README.md"), re.S)
     (main,) = re.findall(r"^def main\(.*?^# --- ", read(PPO), re.S | re.M)
@@ -302,7 +299,7 @@ def test_the_loop_of_the_readme_is_the_script_s() -> None:
         assert is_there, line
 
 
-def test_the_entropy_bonus_of_the_readme_is_one_line(tmp_path: Path) -> None:
+def test_the_entropy_bonus_of_the_readme_is_one_line(tmp_path):
     """It does what it says where it says: the policy's entropy is higher with a large one. So what
     `ppo_update` gets of `forward_response` keeps its gradient."""
     line = re.search(r"`(loss = loss - 0.01 \* .*?)`", read("README.md"))[1]
@@ -318,9 +315,7 @@ def test_the_entropy_bonus_of_the_readme_is_one_line(tmp_path: Path) -> None:
     assert more["policy/entropy"] > less["policy/entropy"] + 0.05
 
 
-def test_reward_functions_of_tiny_score_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reward_functions_of_tiny_score_texts(tmp_path, monkeypatch):
     """As the scripts call them: with lists and a column that is not theirs."""
     prompts = ["He knelt down.", "She"]
     completions = [" He was proud, and full of joy and cheer.", " wept."]

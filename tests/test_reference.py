@@ -264,7 +264,7 @@ def check_measured(metrics: list[dict[str, float]], run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_equals_its_reference(name: str, kit: Path, tmp_path: Path) -> None:
+def test_a_run_equals_its_reference(name, kit, tmp_path):
     run = RUNS[name]
     out = tmp_path / "out"
     launch(run, kit, out)

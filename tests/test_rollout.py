@@ -3,8 +3,6 @@ responses."""
 
 import itertools
 import weakref
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -52,7 +50,7 @@ def inverted(probs: Tensor, u: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(CONFIGS))
-def test_cached_sampling_draws_what_full_forward_passes_give(name: str, attention: str) -> None:
+def test_cached_sampling_draws_what_full_forward_passes_give(name, attention):
     """In the policies of all scripts, three responses to each context."""
     lm = tiny.make_lm(name, attention)
     contexts = [context for context in CONTEXTS for _ in range(3)]
@@ -75,7 +73,7 @@ def test_cached_sampling_draws_what_full_forward_passes_give(name: str, attentio
 
 
 @pytest.mark.parametrize("value", [0.0, LARGEST])
-def test_extreme_uniforms_draw_no_token_of_probability_zero(value: float) -> None:
+def test_extreme_uniforms_draw_no_token_of_probability_zero(value):
     lm = tiny.make_lm("gpt2", tie_word_embeddings=False)
     contexts = random_rows([4] * 64, seed=8)
     # Most tokens underflow to 0, and some cumulative sums end below 1.
@@ -95,7 +93,7 @@ def test_extreme_uniforms_draw_no_token_of_probability_zero(value: float) -> Non
     assert beyond.max() < tiny.VOCABULARY
 
 
-def test_the_distribution_of_a_large_vocabulary_is_drawn_as_it_is() -> None:
+def test_the_distribution_of_a_large_vocabulary_is_drawn_as_it_is():
     """The part of [0, 1) that draws a token is the token's probability in exact numbers, however
     rare it is and whatever comes before it."""
     size = 150_000
@@ -131,7 +129,7 @@ def test_the_distribution_of_a_large_vocabulary_is_drawn_as_it_is() -> None:
     assert torch.equal(found.squeeze(0), rare)
 
 
-def test_uniforms_and_shuffles_follow_from_seed_update_and_process_alone() -> None:
+def test_uniforms_and_shuffles_follow_from_seed_update_and_process_alone():
     Accelerator(cpu=True)
     seen = []
     for seed, draw in rows_of("1 0 / 1 1 / 2 0 / 3999999999 1000000"):
@@ -166,9 +164,7 @@ class Casts(TorchDispatchMode):
 
 
 @BOTH
-def test_trained_weights_are_rounded_to_bf16_once_and_not_at_every_token(
-    module: ModuleType, tmp_path: Path
-) -> None:
+def test_trained_weights_are_rounded_to_bf16_once_and_not_at_every_token(module, tmp_path):
     folder = tiny.save_model(tmp_path, "gpt2")
     counts = []
     for length in (1, 6):
@@ -185,7 +181,7 @@ def test_trained_weights_are_rounded_to_bf16_once_and_not_at_every_token(
 
 # --- rollouts -------------------------------------------------------------------------------------
 @BOTH
-def test_masked_responses_are_sampled_to_the_end(module: ModuleType) -> None:
+def test_masked_responses_are_sampled_to_the_end(module):
     """What is sampled is the same with a mask and without, what counts ends with the token, and
     nothing has a graph. Old log-probabilities are those of full passes, after the end, too."""
     k = 1 if module is ppo_rlhf else 2
@@ -221,8 +217,8 @@ def test_masked_responses_are_sampled_to_the_end(module: ModuleType) -> None:
 
 @BOTH
 def test_the_policys_log_probabilities_of_all_tokens_go_before_the_references_come(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    module, monkeypatch
+):
     """(b, R, V) is the largest tensor of a rollout: two of them need twice the memory."""
     alive = []
     forward = module.forward_response
@@ -242,9 +238,7 @@ def test_the_policys_log_probabilities_of_all_tokens_go_before_the_references_co
 
 
 @BOTH
-def test_empty_responses_count_as_their_end(
-    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_empty_responses_count_as_their_end(module, tmp_path, monkeypatch):
     """Responses that are only the end, or have it in the fourth place, or nowhere."""
     script = f"{module.__name__}.py"
     draw = module.inverse_cdf
@@ -281,9 +275,7 @@ def test_empty_responses_count_as_their_end(
         assert row["first_ratio_error"] == 0
 
 
-def test_rloo_runs_with_responses_of_one_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rloo_runs_with_responses_of_one_token(tmp_path, monkeypatch):
     folder = fork_tools.copy(kit(), tmp_path)
     flags = "--response_length 1 --truncate_token none --total_episodes 8"
     call(RLOO, WORDS[RLOO] + flags.split(), folder, monkeypatch)

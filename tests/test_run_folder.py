@@ -162,7 +162,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 # --- kills and signals ----------------------------------------------------------------------------
 @pytest.mark.parametrize(("script", "world"), CHAINS)
-def test_kills_and_interruptions_change_no_bit(script: str, world: int, folder: Path) -> None:
+def test_kills_and_interruptions_change_no_bit(script, world, folder):
     """Nor does a full disk. After every end half a line stands in metrics.jsonl, too."""
     words = [*WORDS[script], "--resume"]
     log = folder / "out/metrics.jsonl"
@@ -214,7 +214,7 @@ BY_FUNCTION = {
 }
 
 
-def test_a_ctrl_c_ends_a_run_that_hangs_if_it_is_pressed_again(folder: Path) -> None:
+def test_a_ctrl_c_ends_a_run_that_hangs_if_it_is_pressed_again(folder):
     """Launchers and job managers may send each signal twice, at once; SIGTERM always waits."""
     (folder / "hanging.py").write_text(HANGS)
     process = begin(PPO, [*WORDS[PPO], *BY_FUNCTION[PPO], "hanging:f"], folder)
@@ -231,7 +231,7 @@ def test_a_ctrl_c_ends_a_run_that_hangs_if_it_is_pressed_again(folder: Path) -> 
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
-def test_a_run_of_a_billion_episodes_starts_at_once(script: str, folder: Path) -> None:
+def test_a_run_of_a_billion_episodes_starts_at_once(script, folder):
     """Nothing is drawn before it is needed, and nothing has an entry for every episode."""
     begun = time.monotonic()
     words = [*WORDS[script], "--total_episodes", "2000000000"]
@@ -252,8 +252,8 @@ NANS = [
 
 @pytest.mark.parametrize(("script", "world", "micro_batch", "updates"), NANS)
 def test_a_gradient_that_is_no_number_stops_before_it_reaches_a_file(
-    script: str, world: int, micro_batch: int, updates: int, folder: Path
-) -> None:
+    script, world, micro_batch, updates, folder
+):
     nan = (fork_tools.give_nan, micro_batch)
     code, _, errors = run_on(world, script, WORDS[script], folder, nan)
     says = "gradient_norm is nan, its limit 1e+308: the loss is not finite, or --lr is too high;"
@@ -269,9 +269,7 @@ def test_a_gradient_that_is_no_number_stops_before_it_reaches_a_file(
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
-def test_a_first_kl_that_is_not_rounding_stops_a_run(
-    script: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_kl_that_is_not_rounding_stops_a_run(script, folder, monkeypatch):
     """The update is logged, but gets no checkpoint."""
     module = importlib.import_module(script[:-3])
     set_logprobs = module.set_logprobs
@@ -317,9 +315,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("script", "name", "says", "updates"), CALLS)
-def test_reward_functions_that_fail_late_or_move(
-    script: str, name: str, says: str, updates: int, folder: Path, monkeypatch: Any
-) -> None:
+def test_reward_functions_that_fail_late_or_move(script, name, says, updates, folder, monkeypatch):
     """What is no number stops the run, and nothing is lost. No file moves to another folder."""
     (folder / "rewards.py").write_text(FUNCTIONS)
     words = [*WORDS[script], *BY_FUNCTION[script], f"rewards:{name}"]
@@ -339,7 +335,7 @@ def test_reward_functions_that_fail_late_or_move(
 
 
 @pytest.mark.parametrize("script", [PPO, REWARD])
-def test_the_model_is_on_the_disk_before_results_are_printed(script: str, folder: Path) -> None:
+def test_the_model_is_on_the_disk_before_results_are_printed(script, folder):
     """As when the program that reads them has gone; no flag is to blame."""
     refuse = (fork_tools.refuse_to_print, "mean score" if script == PPO else "test/accuracy")
     code, _, errors = run(script, WORDS[script], folder, refuse)
@@ -354,9 +350,7 @@ RESUMED += [(script, 1, "--total_episodes 8") for script in SCRIPTS if script !=
 
 
 @pytest.mark.parametrize(("script", "world", "fewer"), RESUMED)
-def test_a_finished_run_that_is_resumed_writes_the_same_files(
-    script: str, world: int, fewer: str, tmp_path: Path
-) -> None:
+def test_a_finished_run_that_is_resumed_writes_the_same_files(script, world, fewer, tmp_path):
     """It makes no update, but evaluates again."""
     folder = copy(plain(script, world), tmp_path)
     before = contents(folder / "out/checkpoints")
@@ -367,7 +361,7 @@ def test_a_finished_run_that_is_resumed_writes_the_same_files(
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_finished_run_is_not_overwritten(script: str, tmp_path: Path) -> None:
+def test_a_finished_run_is_not_overwritten(script, tmp_path):
     """Nor by another script that resumes it, nor if its checkpoints are gone."""
     folder = copy(plain(script, 1), tmp_path)
     refuse(folder, script, WORDS[script], NOT_EMPTY)
@@ -383,7 +377,7 @@ NOT_OURS = "notes.txt policy/model.safetensors metrics.jsonl samples.jsonl".spli
 
 @pytest.mark.parametrize("name", NOT_OURS)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_folder_with_other_files_is_refused(script: str, name: str, folder: Path) -> None:
+def test_a_folder_with_other_files_is_refused(script, name, folder):
     """Also where --base_model is a folder below it: its policy/ would take that one's place."""
     shutil.copytree(folder / "model", folder / "out/policy")
     (folder / "out" / name).write_text("not ours")
@@ -392,7 +386,7 @@ def test_a_folder_with_other_files_is_refused(script: str, name: str, folder: Pa
         refuse(folder, script, words, NOT_EMPTY)
 
 
-def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(folder: Path) -> None:
+def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(folder):
     """The other one is not disturbed."""
     (folder / "hanging.py").write_text(HANGS)
     words = [*WORDS[RLOO], *BY_FUNCTION[RLOO], "hanging:f", "--resume"]
@@ -411,8 +405,8 @@ def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(folder: Path)
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_folder_that_another_run_has_used_while_the_models_loaded_is_left_as_it_is(
-    script: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    script, folder, monkeypatch
+):
     """The first look at the folder is before that: no checkpoint of the other run is adopted."""
     found = {}
 
@@ -426,7 +420,7 @@ def test_a_folder_that_another_run_has_used_while_the_models_loaded_is_left_as_i
     assert contents(folder / "out") == found
 
 
-def test_a_resumed_run_writes_to_no_other_place(tmp_path: Path) -> None:
+def test_a_resumed_run_writes_to_no_other_place(tmp_path):
     """As a link in somebody's folder could ask it to."""
     folder = copy(plain(RLOO, 1), tmp_path)
     other = tmp_path / "other"
@@ -438,9 +432,7 @@ def test_a_resumed_run_writes_to_no_other_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "path"), [("~/out", "home/out"), ("link", "link")])
-def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(
-    name: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(name, path, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "new")
@@ -486,7 +478,7 @@ def another(args: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_setting_is_refused_on_resume_or_takes_effect(script: str, tmp_path: Path) -> None:
+def test_every_setting_is_refused_on_resume_or_takes_effect(script, tmp_path):
     module = importlib.import_module(script[:-3])
     old = vars(module.Args())
     (tmp_path / "lock").touch()
@@ -505,7 +497,7 @@ def test_every_setting_is_refused_on_resume_or_takes_effect(script: str, tmp_pat
                 module.choose_folder(module.FILE, "tiny", args)
 
 
-def test_what_an_older_run_does_not_record_had_its_default(tmp_path: Path) -> None:
+def test_what_an_older_run_does_not_record_had_its_default(tmp_path):
     """A copy gets a new flag; or --reward_model was not given, and the newest one is recorded."""
     old = vars(ppo_rlhf.Args(reward_model="newest"))
     before = old.pop("temperature")
@@ -521,9 +513,7 @@ def test_what_an_older_run_does_not_record_had_its_default(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
-def test_a_finished_run_goes_on_with_more_episodes_as_if_it_had_had_them(
-    script: str, tmp_path: Path
-) -> None:
+def test_a_finished_run_goes_on_with_more_episodes_as_if_it_had_had_them(script, tmp_path):
     """To the bit, if the rate does not depend on them. Old samples go when it starts."""
     words = [*WORDS[script], "--lr_schedule", "constant", "--resume"]
     more = [*words, "--total_episodes", "24"]
@@ -539,9 +529,7 @@ def test_a_finished_run_goes_on_with_more_episodes_as_if_it_had_had_them(
     assert_same_results(folder, longer)
 
 
-def test_what_may_change_takes_effect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_may_change_takes_effect(tmp_path, monkeypatch, capsys):
     folder = copy(plain(PPO, 1), tmp_path)
     forward = mock.Mock(wraps=ppo_rlhf.forward_response)
     monkeypatch.setattr(ppo_rlhf, "forward_response", forward)
@@ -596,8 +584,8 @@ def small(tmp_path: Path) -> Any:
 @pytest.mark.parametrize("kind", ["cut", "empty", "evil", "missing", "other"])
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "state.json"])
 def test_a_newest_checkpoint_that_does_not_load_stops_and_stays(
-    kind: str, name: str, small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, name, small, tmp_path, monkeypatch
+):
     """One that has no state.json is none: a kill can leave it."""
     monkeypatch.chdir(tmp_path)
     folder = copy(tmp_path / "out", tmp_path)
@@ -622,8 +610,8 @@ def test_a_newest_checkpoint_that_does_not_load_stops_and_stays(
 
 
 def test_the_newest_of_two_checkpoints_is_loaded_by_one_run_of_the_same_data_and_processes(
-    small: Any, tmp_path: Path
-) -> None:
+    small, tmp_path
+):
     """The newest by its number, whatever the clock says of it."""
     folder = tmp_path / "out"
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
@@ -657,9 +645,7 @@ def test_the_newest_of_two_checkpoints_is_loaded_by_one_run_of_the_same_data_and
         (4, [[], [], [3]]),
     ],
 )
-def test_checkpoints_are_left_after_these_updates(
-    every: int, expected: list[list[int]], small: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_checkpoints_are_left_after_these_updates(every, expected, small, tmp_path, monkeypatch):
     """The newest two are complete when the deletion of an old one begins, and that one is none."""
     rmtree = shutil.rmtree
     one = small(tmp_path / "new")
@@ -679,7 +665,7 @@ def test_checkpoints_are_left_after_these_updates(
     assert found == expected
 
 
-def test_a_users_copies_of_checkpoints_are_no_checkpoints(small: Any, tmp_path: Path) -> None:
+def test_a_users_copies_of_checkpoints_are_no_checkpoints(small, tmp_path):
     """Neither taken for the newest, nor deleted."""
     own = tmp_path / "out/checkpoints"
     copies = ["0000001_good", "best", "00000099", "9", "0000002.bak", "my_best"]
@@ -695,9 +681,7 @@ CHANGED = {"counts": {"a": {1: 0.5}}, "pair": (1, 2), "mean": torch.ones(1)}
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_state_that_json_would_change_is_an_error_at_once(
-    name: str, small: Any, tmp_path: Path
-) -> None:
+def test_state_that_json_would_change_is_an_error_at_once(name, small, tmp_path):
     """At the start, or after the update that made it. A tensor, a copy's mistake: a TypeError."""
     says = "^run.state must survive JSON: texts as keys, |is not JSON serializable$"
     with pytest.raises((tf_adam.UserError, TypeError), match=says):
@@ -709,7 +693,7 @@ def test_state_that_json_would_change_is_an_error_at_once(
         opened.end_update()
 
 
-def test_state_that_differs_between_processes_stops_after_the_update(folder: Path) -> None:
+def test_state_that_differs_between_processes_stops_after_the_update(folder):
     text = (ROOT / REWARD).read_text()
     place = "        start = update * args.batch_size\n"
     assert text.count(place) == 1
@@ -723,9 +707,7 @@ def test_state_that_differs_between_processes_stops_after_the_update(folder: Pat
 
 
 # --- records --------------------------------------------------------------------------------------
-def test_seconds_are_of_one_update_and_memory_is_in_gigabytes(
-    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seconds_are_of_one_update_and_memory_is_in_gigabytes(small, tmp_path, monkeypatch):
     clock = itertools.accumulate(itertools.count(1))  # 1, 3, 6, 10
     fake = SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime)
     monkeypatch.setattr(tf_adam, "time", fake)
@@ -736,7 +718,7 @@ def test_seconds_are_of_one_update_and_memory_is_in_gigabytes(
 
 
 # --- Weights & Biases -----------------------------------------------------------------------------
-def test_weights_and_biases_gets_every_metric(folder: Path) -> None:
+def test_weights_and_biases_gets_every_metric(folder):
     """Offline; the record is in the run's folder or beside it."""
     silent = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     finish(REWARD, [*WORDS[REWARD], "--track"], folder, **silent)
@@ -746,7 +728,7 @@ def test_weights_and_biases_gets_every_metric(folder: Path) -> None:
         assert all(name.encode() in data for name in row)
 
 
-def test_weights_and_biases_without_a_key_leaves_nothing_that_is_in_the_way(folder: Path) -> None:
+def test_weights_and_biases_without_a_key_leaves_nothing_that_is_in_the_way(folder):
     online = {"WANDB_MODE": "online", "WANDB_API_KEY": ""}
     code, _, errors = run(RLOO, [*WORDS[RLOO], "--track"], folder, **online)
     assert (code, "No API key configured" in errors) == (1, True)
@@ -754,7 +736,7 @@ def test_weights_and_biases_without_a_key_leaves_nothing_that_is_in_the_way(fold
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_weights_and_biases_goes_on_with_the_run(script: str, folder: Path) -> None:
+def test_weights_and_biases_goes_on_with_the_run(script, folder):
     """Every update once, under one id, with its settings; and train_reward.py's results."""
     log = folder.with_name("tracked")
     words = [*WORDS[script], "--track", "--resume"]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -67,7 +67,7 @@ ALL_PPO = "vf_coef=0.1 cliprange_value=0.2 gamma=1.0 lam=0.95"
 
 
 @pytest.mark.parametrize("module", SCRIPTS)
-def test_defaults_of_all_flags_are_the_preset_tiny_and_flags_win(module: ModuleType) -> None:
+def test_defaults_of_all_flags_are_the_preset_tiny_and_flags_win(module):
     expected = values(f"{ALL} {OWN[module]}")
     assert {field.name for field in fields(module.Args)} == set(expected)
     assert vars(module.Args()) == expected
@@ -78,7 +78,7 @@ def test_defaults_of_all_flags_are_the_preset_tiny_and_flags_win(module: ModuleT
 
 
 @pytest.mark.parametrize("module", SCRIPTS)
-def test_words_of_a_command_line(module: ModuleType, capsys: pytest.CaptureFixture) -> None:
+def test_words_of_a_command_line(module, capsys):
     """`none` in any form, the largest seed, and -h, which is no preset."""
     given = "--end_text none --start_text=none --truncate_token None --seed 3999999999".split()
     _, args = parse(module, given)
@@ -110,7 +110,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize(("module", "settings", "good", "bad"), TOGETHER)
-def test_sizes_that_go_together(module: ModuleType, settings: str, good: str, bad: str) -> None:
+def test_sizes_that_go_together(module, settings, good, bad):
     """On two processes."""
     two = SimpleNamespace(num_processes=2, process_index=0)
     for value in f"{good} {bad}".split():
@@ -124,7 +124,7 @@ def test_sizes_that_go_together(module: ModuleType, settings: str, good: str, ba
 
 @BOTH
 @pytest.mark.parametrize("longest", [0, 1, 3])
-def test_the_window_holds_every_response(module: ModuleType, longest: int, tmp_path: Path) -> None:
+def test_the_window_holds_every_response(module, longest, tmp_path):
     """Two of the four are held out. With a prefix and a suffix the policy's query is the longer."""
     queries = [module.Query([1], [i, i], {}) for i in range(4)]
     queries[longest].context = [longest] * 9
@@ -152,9 +152,7 @@ LABEL_OF_3 = train_reward.Comparison([1, 2], [[3], [4]], 0)
         ([LABEL_OF_3], [], 8, 13),
     ],
 )
-def test_the_window_holds_every_label_and_every_sample(
-    labels: Any, held_out: Any, query: int, longest: int, tmp_path: Path
-) -> None:
+def test_the_window_holds_every_label_and_every_sample(labels, held_out, query, longest, tmp_path):
     """Of the reference and of the reward model."""
     queries = [train_reward.Query([1], [1] * size, {}) for size in (1, query, 1)]
     args = train_reward.Args(response_length=5, batch_size=1, output_dir=str(tmp_path / "out"))
@@ -194,7 +192,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_values_are_those_of_openais_launch_file(task: str) -> None:
+def test_values_are_those_of_openais_launch_file(task):
     size, of_task, rl, reward = TASKS[task]
     file = f"{FILES}/{task}/offline_{size}.json"
     shared = values(f"{ALL_TASKS} {of_task}") | {"query_dataset": file}
@@ -218,7 +216,7 @@ def test_values_are_those_of_openais_launch_file(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["sentiment", "cnndm"])
-def test_every_command_line_runs_offline(task: str, cache: Path, tmp_path: Path) -> None:
+def test_every_command_line_runs_offline(task, cache, tmp_path):
     """No query is left out; a label would leave too few. The others are like these."""
     for module, small in SMALL.items():
         name = module.__name__
@@ -235,7 +233,7 @@ def test_every_command_line_runs_offline(task: str, cache: Path, tmp_path: Path)
 
 
 # --- whole runs -----------------------------------------------------------------------------------
-def test_defaults_give_the_recorded_metrics(tmp_path: Path) -> None:
+def test_defaults_give_the_recorded_metrics(tmp_path):
     """Three updates of each script, from tiny/."""
     recorded = json.loads((GOLDEN / "defaults.json").read_text())
     few = f"--reward_model {REWARD}/reward_model --eval_queries 2"

@@ -96,21 +96,21 @@ def assert_same_run(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(("script", "case"), RUNS)
-def test_results_are_those_of_the_cpu(script: str, case: str) -> None:
+def test_results_are_those_of_the_cpu(script, case):
     more = RUNS[script, case]
     on_cpu = finished(script, more, cpu=True)
     assert_same_run(finished(script, more), on_cpu)
 
 
 @pytest.mark.parametrize("script", BF16)
-def test_the_scripts_run_in_bf16(script: str) -> None:
+def test_the_scripts_run_in_bf16(script):
     """With TF32 in the heads. The scripts themselves check that sampling and training agree."""
     folder = finished(script, f"{BF16[script]} --dtype bf16 --lr 1e-5")
     for line in read_lines(folder / "out/metrics.jsonl"):
         assert all(math.isfinite(value) for value in line.values())
 
 
-def test_a_run_is_resumed(tmp_path: Path) -> None:
+def test_a_run_is_resumed(tmp_path):
     """From the device's own checkpoint, to the results of a CPU that had no pause."""
     folder = new_folder(tmp_path)
     constant = "--lr_schedule constant"
@@ -130,7 +130,7 @@ def places_of_device(script: str) -> list[re.Match]:
 
 
 @pytest.mark.parametrize("number", range(len(places_of_device(PPO))))
-def test_a_device_that_is_left_out_is_found(number: int, tmp_path: Path) -> None:
+def test_a_device_that_is_left_out_is_found(number, tmp_path):
     text = (ROOT / PPO).read_text()
     at = places_of_device(PPO)[number]
     function = re.findall(r"\n *def (\w+)", text[: at.start()])[-1]
@@ -157,9 +157,7 @@ def syncs_of_an_update(script: str, more: str) -> Counter:
 
 
 @pytest.mark.parametrize(("script", "case"), SYNCS)
-def test_synchronisations_of_an_update(
-    script: str, case: str, request: pytest.FixtureRequest
-) -> None:
+def test_synchronisations_of_an_update(script, case, request):
     if request.config.getoption("--script") is not None:
         pytest.skip("a copy of a script may wait elsewhere, too")
     found = syncs_of_an_update(script, RUNS[script, case])

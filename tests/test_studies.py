@@ -2,7 +2,6 @@
 optimum, whose policy is small enough to enumerate."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ STUDIES = ROOT / "benchmark" / "studies"
 
 
 # --- short runs -----------------------------------------------------------------------------------
-def test_finer_averages_tell_a_faster_run_from_a_worse_one(tmp_path: Path) -> None:
+def test_finer_averages_tell_a_faster_run_from_a_worse_one(tmp_path):
     """Two runs on one curve, true score = sqrt(KL), of which one goes five times as fast."""
     pair = []
     for step in (0.4, 0.08):
@@ -60,7 +59,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize(("name", "summarise"), TABLES)
-def test_the_table_of_a_record_is_that_of_its_runs(name: str, summarise: Callable) -> None:
+def test_the_table_of_a_record_is_that_of_its_runs(name, summarise):
     record = json.loads((STUDIES / f"{name}.json").read_text())
     for mine, recorded in zip(summarise(record), record["table"], strict=True):
         assert recorded.keys() - mine.keys() <= {"accuracy"}  # which the table gets later
@@ -80,7 +79,7 @@ def test_the_table_of_a_record_is_that_of_its_runs(name: str, summarise: Callabl
                 assert recorded[key] == value, key
 
 
-def test_what_no_record_shows() -> None:
+def test_what_no_record_shows():
     """Holm's method stops at the first that does not hold, two seeds have an interval, and of seeds
     that agree p is 0. A curve that is past a level at its start has no score there."""
     assert differences.holm([0.003, 0.03, 0.03]) == [True, False, False]
@@ -93,7 +92,7 @@ def test_what_no_record_shows() -> None:
     assert ablations.true_score_at(points, 0.2) is None
 
 
-def test_every_run_is_a_copy_that_vader_reads(tmp_path: Path) -> None:
+def test_every_run_is_a_copy_that_vader_reads(tmp_path):
     for name, choice in ablations.CHOICES.items():
         path = tmp_path / f"{ablations.slug(name)}.py"
         assert ablations.changed_copy(choice, path) == str(path)
@@ -107,7 +106,7 @@ def labels_of(source: str, folder: Path) -> datasets.DatasetDict:
     return datasets.load_dataset(str(made), cache_dir=str(folder / "cache"))
 
 
-def test_few_labels_come_in_turn(tmp_path: Path) -> None:
+def test_few_labels_come_in_turn(tmp_path):
     splits = labels_of("128", tmp_path)
     rows = splits["train"].to_list()
     assert len(rows) == over.NUM_LABELS
@@ -117,7 +116,7 @@ def test_few_labels_come_in_turn(tmp_path: Path) -> None:
     assert splits["test"].to_list() == all_of_tiny["test"].to_list()
 
 
-def test_noise_replaces_that_share_of_the_choices(tmp_path: Path) -> None:
+def test_noise_replaces_that_share_of_the_choices(tmp_path):
     clean = labels_of("4000", tmp_path)["train"]
     noisy = labels_of("4000:0.5", tmp_path)["train"]
     assert clean["sample0"] == noisy["sample0"]
@@ -136,7 +135,7 @@ def train(algorithm: str) -> Record:
     return optimum.train(algorithm, 1, updates=200, points=5)
 
 
-def test_training_comes_within_two_percent_of_the_exact_optimum() -> None:
+def test_training_comes_within_two_percent_of_the_exact_optimum():
     """J(pi) = E_pi[r] - beta KL(pi || rho), over all 8^3 responses, is at most
     J* = beta log E_rho exp(r / beta), with beta 1."""
     policy = optimum.ppo_rlhf.ActorCritic(optimum.make_lm(1), optimum.VOCABULARY)
@@ -158,9 +157,7 @@ def test_training_comes_within_two_percent_of_the_exact_optimum() -> None:
         assert (best - row["j"]) / (best - start) < 0.02, row["algorithm"]
 
 
-def test_benchmarks_read_queries_before_an_accelerator_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_benchmarks_read_queries_before_an_accelerator_is_made(monkeypatch):
     """The scripts' logger asks for accelerate's state, which they have by then."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(PartialState, "_shared_state", {})

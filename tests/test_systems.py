@@ -137,7 +137,7 @@ def commands(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_a_patch_applies_as_it_is_and_ruff_finds_nothing(name: str, tmp_path: Path) -> None:
+def test_a_patch_applies_as_it_is_and_ruff_finds_nothing(name, tmp_path):
     """By the command in its head, which names the files as they are called."""
     assert f"\n+++ {name}.py\n" in patched.PATCHES[name].read_text()
     patch = f"patch -o {name}.py {BASES[name]} benchmark/systems/{name}.patch"
@@ -156,9 +156,7 @@ def test_a_patch_applies_as_it_is_and_ruff_finds_nothing(name: str, tmp_path: Pa
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_patches_are_written_again_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patches_are_written_again_as_they_are(tmp_path, monkeypatch):
     """With line numbers of another script, too."""
     edited = patched.script("grpo").read_text()
     script = (ROOT / RLOO).read_text()
@@ -195,7 +193,7 @@ def part(settings: Settings, names: Iterable[str]) -> Settings:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_every_value_is_its_source_s(name: str) -> None:
+def test_every_value_is_its_source_s(name):
     """And what a source does not give is said there."""
     args = settings_of(name, patched.flags(name))
     sources = SOURCES[name]
@@ -211,7 +209,7 @@ def test_every_value_is_its_source_s(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("trl_0.9", PPO09), ("trl_1.12", PPO112)])
-def test_the_settings_of_trl_are_what_is_replayed(name: str, kind: Any) -> None:
+def test_the_settings_of_trl_are_what_is_replayed(name, kind):
     """The defaults of PPOConfig, as test_trl.py puts them into this project's settings."""
     rollout = {"responses": np.zeros((1, 1))}
     about = {"groups": [{"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}]}
@@ -224,7 +222,7 @@ def test_the_settings_of_trl_are_what_is_replayed(name: str, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_the_command_of_the_head_runs(name: str) -> None:
+def test_the_command_of_the_head_runs(name):
     """With sizes of a tiny run behind its flags."""
     flags = commands(name)[-1].removeprefix(f"python {name}.py ")
     from_file = f"$(sed 's/#.*//' benchmark/systems/{name}.args)"
@@ -261,13 +259,13 @@ def plain_metrics(script: str) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     "name", "instructgpt trlx trl_0.9 trl_1.12 qwen llama2 rm_ensemble".split()
 )
-def test_a_copy_without_its_flags_is_the_script(name: str, tmp_path: Path) -> None:
+def test_a_copy_without_its_flags_is_the_script(name, tmp_path):
     found = metrics_of(patched.script(name), PPO, "", tmp_path)
     for mine, row in zip(found, plain_metrics(PPO), strict=True):
         assert part(mine, row) == pytest.approx(row, rel=1e-6)
 
 
-def test_dr_grpo_clips_ratios_of_tokens_and_sums_their_losses() -> None:
+def test_dr_grpo_clips_ratios_of_tokens_and_sums_their_losses():
     """Its advantages are those of RLOO but for a constant."""
     dr_grpo = patched.module("dr_grpo")
     rewards = torch.randn(5, 4)
@@ -285,7 +283,7 @@ def test_dr_grpo_clips_ratios_of_tokens_and_sums_their_losses() -> None:
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
-def test_a_penalty_on_length_is_taken_from_the_score(script: str, tmp_path: Path) -> None:
+def test_a_penalty_on_length_is_taken_from_the_score(script, tmp_path):
     before = plain_metrics(script)
     path = patched.copy_of(script, "length_penalty", tmp_path)
     assert metrics_of(path, script, "--length_coef 0", tmp_path / "without") == before
@@ -297,7 +295,7 @@ def test_a_penalty_on_length_is_taken_from_the_score(script: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen"])
-def test_scores_are_scaled_or_whitened(name: str) -> None:
+def test_scores_are_scaled_or_whitened(name):
     # mean 2, biased variance 8 / 3
     Accelerator(cpu=True)
     script = patched.module(name)
@@ -315,7 +313,7 @@ def test_scores_are_scaled_or_whitened(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen"])
-def test_whitened_scores_are_what_is_paid(name: str, tmp_path: Path) -> None:
+def test_whitened_scores_are_what_is_paid(name, tmp_path):
     before, *_ = plain_metrics(PPO)
     after, *_ = metrics_of(patched.script(name), PPO, "--score_norm whiten", tmp_path)
     assert after["objective/scores"] == pytest.approx(before["objective/scores"], rel=1e-6)
@@ -323,7 +321,7 @@ def test_whitened_scores_are_what_is_paid(name: str, tmp_path: Path) -> None:
     assert after["objective/score_total"] == pytest.approx(0, abs=1e-5)  # the first KL is 0
 
 
-def test_scores_are_clipped(tmp_path: Path) -> None:
+def test_scores_are_clipped(tmp_path):
     """Those of TRL are in test_trl.py."""
     found = metrics_of(patched.script("deepspeed_chat"), PPO, "--score_clip 1e-3", tmp_path)
     for row in found:
@@ -333,7 +331,7 @@ def test_scores_are_clipped(tmp_path: Path) -> None:
     assert found[0]["objective/score_total"] == scaled
 
 
-def test_top_p_draws_from_the_fewest_tokens_that_hold_so_much() -> None:
+def test_top_p_draws_from_the_fewest_tokens_that_hold_so_much():
     """Log-probabilities are those of the whole distribution."""
     qwen = patched.module("qwen")
     Accelerator(cpu=True)
@@ -361,7 +359,7 @@ def test_top_p_draws_from_the_fewest_tokens_that_hold_so_much() -> None:
     assert left_out > 0
 
 
-def test_k3_of_a_ratio_that_is_far_off_is_finite() -> None:
+def test_k3_of_a_ratio_that_is_far_off_is_finite():
     log_ratio = torch.tensor([[-1000.0]])
     far = patched.module("trl_1.12").kl_penalty(log_ratio, "k3")
     assert far.isfinite().all()
@@ -380,9 +378,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "flags", "says"), REFUSED)
-def test_flags_that_do_not_fit_are_refused(
-    name: str, flags: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_that_do_not_fit_are_refused(name, flags, says, tmp_path, monkeypatch):
     script = patched.module(name)
     words = [*WORDS[PPO], *flags.split()]
     with pytest.raises(script.UserError, match=f"^{says}$"):
@@ -391,7 +387,7 @@ def test_flags_that_do_not_fit_are_refused(
 
 # --- InstructGPT's pretraining loss, averages of weights ------------------------------------------
 @pytest.mark.parametrize("micro_batch_size", [4, 1])
-def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size: int) -> None:
+def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size):
     """However the batch is cut. Advantages are 0, and the value loss has no weight. The mean is
     that of transformers; a text of one token has no loss."""
     script = patched.module("instructgpt")
@@ -447,7 +443,7 @@ def watch(name: str, function: str, pick: Callable, flags: str, folder: Path) ->
 
 
 @pytest.mark.parametrize("name", ["instructgpt", "deepspeed_chat"])
-def test_the_average_of_weights_moves_after_each_update(name: str, tmp_path: Path) -> None:
+def test_the_average_of_weights_moves_after_each_update(name, tmp_path):
     folder = copy(kit(), tmp_path)
 
     def weights_of(_: Any, policy: Any, *__: Any) -> dict[str, Tensor]:
@@ -468,7 +464,7 @@ def test_the_average_of_weights_moves_after_each_update(name: str, tmp_path: Pat
         assert (folder / "out" / file.relative_to(folder / "out/ema")).exists(), file
 
 
-def test_a_resumed_run_goes_on_with_its_average(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_average(tmp_path):
     script = patched.script("instructgpt")
     words = [*WORDS[PPO], *"--ema 0.75 --ptx_coef 0.1 --ptx_dataset queries.jsonl".split()]
     folder = copy(kit(), tmp_path / "whole")
@@ -483,7 +479,7 @@ def test_a_resumed_run_goes_on_with_its_average(tmp_path: Path) -> None:
 
 
 # --- trlX's frozen layers, and rewards of tokens --------------------------------------------------
-def test_frozen_layers_are_shared_with_the_reference(tmp_path: Path) -> None:
+def test_frozen_layers_are_shared_with_the_reference(tmp_path):
     folder = copy(kit(), tmp_path)
     flags = "--unfrozen_layers 1"
     models = watch("trlx", "set_logprobs", lambda *given: given[1:3], flags, folder)
@@ -503,7 +499,7 @@ def test_frozen_layers_are_shared_with_the_reference(tmp_path: Path) -> None:
         assert name.startswith(("transformer.h.1.", "transformer.ln_f.")), name
 
 
-def test_of_a_model_with_images_the_top_layers_of_text_are_trained() -> None:
+def test_of_a_model_with_images_the_top_layers_of_text_are_trained():
     """Gemma 3 from 4B on: its first list of layers is the one of the images."""
     text = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     images = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 3}
@@ -523,7 +519,7 @@ def of_tokens(completion_ids: list[list[int]], **_: Any) -> list[Tensor]:
     return [torch.tensor(row) / 10 for row in completion_ids]
 
 
-def test_rewards_of_tokens_are_paid_at_their_tokens(tmp_path: Path) -> None:
+def test_rewards_of_tokens_are_paid_at_their_tokens(tmp_path):
     folder = copy(kit(), tmp_path)
     flags = "--adaptive_kl_target none --kl_coef 0 --reward_fn test_systems:of_tokens"
     flags += " --critic shared --truncate_token none"
@@ -536,7 +532,7 @@ def test_rewards_of_tokens_are_paid_at_their_tokens(tmp_path: Path) -> None:
         assert row["objective/scores"] == pytest.approx(total)
 
 
-def test_rewards_of_more_tokens_than_there_are_fail() -> None:
+def test_rewards_of_more_tokens_than_there_are_fail():
     script = patched.module("trlx")
     Accelerator(cpu=True)
     tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: [str(row) for row in rows])

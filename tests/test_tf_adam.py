@@ -1,7 +1,6 @@
 """AdamTF against TensorFlow's arrays; settings of torch, learning rates, sums."""
 
 import contextlib
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -38,7 +37,7 @@ adam_eps=1e-5 adam_betas=(0.9,0.999) weight_decay=0.0"""
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-8])
 @pytest.mark.parametrize("fused", [True, False])
-def test_trajectory_and_moments_equal_tensorflow(golden_06: Path, eps: float, fused: bool) -> None:
+def test_trajectory_and_moments_equal_tensorflow(golden_06, eps, fused):
     arrays, _ = load_golden(golden_06)
     prefix = f"eps{eps:.0e}/"
     parameters = {}
@@ -75,7 +74,7 @@ def zeros(count: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(6)) for _ in range(count)]
 
 
-def test_groups_keep_their_own_settings_and_step_count_and_the_eps_that_was_given() -> None:
+def test_groups_keep_their_own_settings_and_step_count_and_the_eps_that_was_given():
     """The second group comes after 30 steps of the first; an error within a step changes no eps."""
     first, second, idle = zeros(3)
     alone, other = zeros(2)
@@ -113,7 +112,7 @@ def make_parts(*names: str) -> nn.Module:
     return nn.ModuleDict({name: nn.Linear(3, 2) for name in names})
 
 
-def test_groups_are_matrices_and_the_rest_of_policy_and_critic() -> None:
+def test_groups_are_matrices_and_the_rest_of_policy_and_critic():
     model = make_parts("lm", "value_head", "critic", "new", "frozen")
     model["frozen"].requires_grad_(False)
     args = with_settings(weight_decay=0.3, adam_betas=[0.8, 0.95], adam_eps=1e-3)
@@ -150,7 +149,7 @@ critic_warmup=2 critic_lr=1.0; 2 0.5 5e-3 0.5
 
 
 @pytest.mark.parametrize("case", RATES.strip().splitlines())
-def test_learning_rates_follow_the_schedule(case: str) -> None:
+def test_learning_rates_follow_the_schedule(case):
     changes, numbers = case.split(";")
     update, progress, lr, critic_lr = map(float, numbers.split())
     args = with_settings(**values(changes))
@@ -165,9 +164,7 @@ LAUNCHES.append((DistributedType.FSDP, False))
 
 
 @pytest.mark.parametrize(("kind", "is_fsdp2"), LAUNCHES)
-def test_processes_alone_or_in_ddp_or_fsdp2_are_launched(
-    kind: DistributedType, is_fsdp2: bool
-) -> None:
+def test_processes_alone_or_in_ddp_or_fsdp2_are_launched(kind, is_fsdp2):
     """MULTI_GPU and others are DDP. FSDP1's weights are flat, and cannot be sampled from."""
     expected = contextlib.nullcontext()
     if not (kind.value == "NO" or kind.value.startswith("MULTI_") or is_fsdp2):
@@ -177,7 +174,7 @@ def test_processes_alone_or_in_ddp_or_fsdp2_are_launched(
         check_launch(SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2))
 
 
-def test_gradients_are_averaged_at_the_last_micro_batch_or_where_weights_are_in_shards() -> None:
+def test_gradients_are_averaged_at_the_last_micro_batch_or_where_weights_are_in_shards():
     whole = nn.Linear(3, 1)
     sharded = nn.Linear(3, 1)
     sharded.reshard = lambda: None  # what FSDP2 adds
@@ -191,7 +188,7 @@ def test_gradients_are_averaged_at_the_last_micro_batch_or_where_weights_are_in_
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16"])
-def test_settings_of_torch_for_each_dtype(dtype: str) -> None:
+def test_settings_of_torch_for_each_dtype(dtype):
     """TF32 for the heads of bf16 runs, too. cuDNN's attention is off."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     set_up_torch(dtype)
@@ -202,7 +199,7 @@ def test_settings_of_torch_for_each_dtype(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_only_cpus_keep_freed_memory(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_cpus_keep_freed_memory(has_gpu, monkeypatch):
     """Before a GPU that would be the memory of models which have left for it."""
     libc = mock.Mock()
     monkeypatch.setattr(tf_adam.ctypes, "CDLL", lambda name: libc)
@@ -212,7 +209,7 @@ def test_only_cpus_keep_freed_memory(has_gpu: bool, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_a_users_settings_of_the_allocator_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_settings_of_the_allocator_stay(name, monkeypatch):
     """Whichever name they have. torch prefers the second one."""
     chosen = {name: "max_split_size_mb:128"}
     monkeypatch.setattr(tf_adam.os, "environ", dict(chosen))
@@ -221,7 +218,7 @@ def test_a_users_settings_of_the_allocator_stay(name: str, monkeypatch: pytest.M
     assert tf_adam.os.environ.keys() & {"PYTORCH_ALLOC_CONF"} <= chosen.keys()
 
 
-def test_layers_are_patched() -> None:
+def test_layers_are_patched():
     """Padding is an embedding like any other, GELU is one kernel, and some models are refused."""
     lm = make_lm("gpt2")
     lm.transformer.wte.padding_idx = 3
@@ -234,7 +231,7 @@ def test_layers_are_patched() -> None:
         patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=True))
 
 
-def test_sums_of_metrics_are_in_fp64() -> None:
+def test_sums_of_metrics_are_in_fp64():
     """A record of one number stands beside one of 2 ** 24 counts."""
     many = torch.tensor([2.0**24])
     one = torch.ones(1)
@@ -255,9 +252,7 @@ def test_sums_of_metrics_are_in_fp64() -> None:
         (UserError("row 3"), "--flag: row 3"),
     ],
 )
-def test_errors_are_explained_by_what_was_asked_and_why_it_failed(
-    error: Exception, says: str
-) -> None:
+def test_errors_are_explained_by_what_was_asked_and_why_it_failed(error, says):
     with pytest.raises(UserError) as caught, explained("--flag"):
         raise error
     assert str(caught.value) == says
@@ -267,7 +262,7 @@ def test_errors_are_explained_by_what_was_asked_and_why_it_failed(
         raise ZeroDivisionError
 
 
-def test_states_of_a_trunk_in_bf16_come_in_fp32() -> None:
+def test_states_of_a_trunk_in_bf16_come_in_fp32():
     """Also of one that ends with a linear layer, which autocast computes in bf16."""
     layer = nn.Linear(3, 2)
 

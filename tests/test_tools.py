@@ -54,7 +54,7 @@ def make_run(name: str, scores: list[float]) -> Path:
     return folder
 
 
-def test_curves_of_real_runs_are_their_metrics() -> None:
+def test_curves_of_real_runs_are_their_metrics():
     """Over episodes, those of PPO and RLOO side by side, or over the updates of a reward model."""
     runs = {script: plot.read_metrics(plain(script, 1) / "out") for script in SCRIPTS}
     figure = plot.plot(runs, window=1)
@@ -70,19 +70,19 @@ def test_curves_of_real_runs_are_their_metrics() -> None:
             np.testing.assert_allclose(line.get_ydata(), [row[metric] for row in rows])
 
 
-def test_the_mean_of_neighbours_is_not_shifted_at_the_ends() -> None:
+def test_the_mean_of_neighbours_is_not_shifted_at_the_ends():
     means = plot.smooth(np.array([0.0, 3.0, 6.0, 0.0]), window=3)
     assert means.tolist() == [1.5, 3.0, 3.0, 3.0]
 
 
-def test_a_line_that_is_being_written_waits() -> None:
+def test_a_line_that_is_being_written_waits():
     folder = make_run("run", [1.0])
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"objective/scores": 3')
     assert plot.read_metrics(folder) == [{"objective/scores": 1.0}]
 
 
-def test_a_picture_of_two_runs_of_one_name(capsys: pytest.CaptureFixture) -> None:
+def test_a_picture_of_two_runs_of_one_name(capsys):
     one = make_run("a/run", [1.0])
     other = make_run("b/run", [2.0, 3.0])
     make_run("c/run", [])
@@ -108,7 +108,7 @@ def test_a_picture_of_two_runs_of_one_name(capsys: pytest.CaptureFixture) -> Non
         (LINE, "empty --out a.none", "plot.py: --out a.none: "),
     ],
 )
-def test_what_cannot_be_drawn_is_one_line(line: str | None, words: str, message: str) -> None:
+def test_what_cannot_be_drawn_is_one_line(line, words, message):
     Path("empty").mkdir()
     if line is not None:
         Path("empty/metrics.jsonl").write_text(line)
@@ -157,7 +157,7 @@ def make_pairs(wins: Any, lengths: Any, others: Any) -> Pairs:
 
 
 @pytest.mark.parametrize("judge", [count_a, prefer_first])
-def test_ties_are_half_a_win_and_queries_count_alike(judge: object) -> None:
+def test_ties_are_half_a_win_and_queries_count_alike(judge):
     one = write("one", "q aa", "q a", "r b", "s aaa")
     other = write("other", "s aab", "q a", "r c")
     ours = win_rate.read_samples(one, "response_after")
@@ -170,14 +170,14 @@ def test_ties_are_half_a_win_and_queries_count_alike(judge: object) -> None:
     assert win_rate.win_rate(pairs, drawn) == pytest.approx(2 / 3)
 
 
-def test_scores_that_are_near_each_other_are_a_tie() -> None:
+def test_scores_that_are_near_each_other_are_a_tie():
     ours = {"q": ["aa"], "r": ["aaaa"]}
     theirs = {"q": ["a"], "r": ["a"]}
     for tie, wins in ((0, [1.0, 1.0]), (1, [0.5, 1.0])):
         assert win_rate.compare(ours, theirs, count_a, tie).wins.tolist() == wins
 
 
-def test_the_controlled_rate_is_that_of_the_regression_for_equal_lengths() -> None:
+def test_the_controlled_rate_is_that_of_the_regression_for_equal_lengths():
     """A is longer in four pairs and wins three of them; it is shorter in five and wins one. With
     two differences the regression goes through both log-odds, and its middle is their mean."""
     pairs = make_pairs(
@@ -192,7 +192,7 @@ def test_the_controlled_rate_is_that_of_the_regression_for_equal_lengths() -> No
     assert win_rate.win_rate(pairs, once) == pytest.approx(4 / 9)
 
 
-def test_wins_that_are_only_length_are_controlled_away() -> None:
+def test_wins_that_are_only_length_are_controlled_away():
     """The judge likes length alone, and A is longer three times out of four."""
     rng = np.random.default_rng(0)
     longer = rng.integers(1, 30, 300)
@@ -207,14 +207,14 @@ def test_wins_that_are_only_length_are_controlled_away() -> None:
 
 
 @pytest.mark.parametrize("won", [0.0, 1.0])
-def test_a_side_that_wins_all_has_finite_rates(won: float) -> None:
+def test_a_side_that_wins_all_has_finite_rates(won):
     pairs = make_pairs([won] * 20, range(20), [5] * 20)
     found = win_rate.results(pairs)
     assert found["win_rate"] == {"rate": won, "low": won, "high": won}
     assert abs(found["controlled_rate"]["rate"] - won) < 0.01
 
 
-def test_matched_pairs_differ_by_a_tenth_at_most() -> None:
+def test_matched_pairs_differ_by_a_tenth_at_most():
     pairs = make_pairs([1.0, 0.0, 1.0, 0.0], [90, 89, 100, 5], [100] * 4)
     assert win_rate.similar(pairs).tolist() == [True, False, True, False]
     assert win_rate.matched_rate(pairs, np.ones(4)) == 1.0
@@ -222,7 +222,7 @@ def test_matched_pairs_differ_by_a_tenth_at_most() -> None:
     assert np.isnan(win_rate.matched_rate(pairs, none_of_them))
 
 
-def test_the_interval_is_that_of_a_mean_over_queries() -> None:
+def test_the_interval_is_that_of_a_mean_over_queries():
     """Of 400 independent wins at 1 / 2: 1.96 * 0.5 / 20 on each side. Two pairs of each query that
     agree are no more than one."""
     pairs = make_pairs([0.0, 1.0] * 200, [10] * 400, [10] * 400)
@@ -254,14 +254,14 @@ JUDGE = "--judge test_tools:"
         (f"other {JUDGE}nan", WRONG),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(words: str, message: str) -> None:
+def test_what_cannot_be_compared_is_one_line(words, message):
     write_two()
     write("foreign", "t a", "u b")
     Path("bad").write_text('{"query": "q"}\n')
     fail(win_rate, f". {words}", f"win_rate.py: {message}")
 
 
-def test_the_command_prints_and_writes_the_results(capsys: pytest.CaptureFixture) -> None:
+def test_the_command_prints_and_writes_the_results(capsys):
     write_two()
     call(win_rate, f". other --out found.json {JUDGE}count_a")
     printed = capsys.readouterr()
@@ -270,7 +270,7 @@ def test_the_command_prints_and_writes_the_results(capsys: pytest.CaptureFixture
     assert '"pairs": 2' in Path("found.json").read_text()
 
 
-def test_wins_ties_and_losses_stand_apart_in_the_tables() -> None:
+def test_wins_ties_and_losses_stand_apart_in_the_tables():
     """Of seven comparisons three are won, and two are ties."""
     wins = [1, 0.5, 0, 1, 0.5, 0, 1]
     pairs = make_pairs(wins, np.ones(7), np.ones(7))
@@ -302,7 +302,7 @@ def differences(shown: str, expected: str) -> list[str]:
     return found
 
 
-def test_the_pages_have_the_numbers_and_the_code_of_the_scripts(examples: tuple[Any, Any]) -> None:
+def test_the_pages_have_the_numbers_and_the_code_of_the_scripts(examples):
     ppo, rloo = examples
     parts = {
         "docs/ppo.md": worked_example.ppo_parts(ppo),
@@ -316,7 +316,7 @@ def test_the_pages_have_the_numbers_and_the_code_of_the_scripts(examples: tuple[
         assert differences(shown, expected) == []
 
 
-def test_what_the_sentences_say_of_the_numbers_is_true(examples: tuple[Any, Any]) -> None:
+def test_what_the_sentences_say_of_the_numbers_is_true(examples):
     ppo, rloo = examples
     batch = ppo.batch
     of_a, of_b = batch.advantages

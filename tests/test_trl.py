@@ -281,7 +281,7 @@ def beyond_rounding(recording: Recording, found: dict, folder: Path) -> dict:
     return still
 
 
-def test_a_run_equals_trl(variant: tuple, tmp_path: Path) -> None:
+def test_a_run_equals_trl(variant, tmp_path):
     """Log-probabilities, values, KL, rewards, advantages, returns, all losses and statistics, the
     KL coefficient and the weights, in every rollout. Rounding counts for other recordings only."""
     folder, system, name = variant
@@ -303,7 +303,7 @@ def percent_off(
     return 100 * moves_off(recording, made, len(made) - 1)[model]
 
 
-def test_the_epochs_before_an_early_stop_are_exact(tmp_path: Path) -> None:
+def test_the_epochs_before_an_early_stop_are_exact(tmp_path):
     """In two of three updates TRL made two of its four epochs. This project would make them all."""
     recording = load("trl09", "early_stopping")
     assert reasons(recording) == ["early_stopping"]
@@ -313,12 +313,12 @@ def test_the_epochs_before_an_early_stop_are_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("system", ["trl112", "rloo116"])
-def test_the_policy_of_a_cosine_schedule_is_exact(system: str, tmp_path: Path) -> None:
+def test_the_policy_of_a_cosine_schedule_is_exact(system, tmp_path):
     """The recordings have no other arrays."""
     assert percent_off(load(system, "cosine"), tmp_path) < 100 * MOVED_ALIKE
 
 
-def test_rounding_is_no_excuse_for_a_fault(tmp_path: Path) -> None:
+def test_rounding_is_no_excuse_for_a_fault(tmp_path):
     """For example a biased variance."""
     recording = load("trl09", "plain")
     found = errors(recording, tmp_path / "rank", whiten="minibatch")
@@ -333,9 +333,7 @@ def rows_of(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("system", "name", "percent", "reason"), FAR)
-def test_the_table_says_how_far_off_it_is(
-    system: str, name: str, percent: str, reason: str, tmp_path: Path
-) -> None:
+def test_the_table_says_how_far_off_it_is(system, name, percent, reason, tmp_path):
     recording = load(system, name)
     assert reasons(recording) == [reason]
     found = percent_off(recording, tmp_path, **NEAREST.get(name, {}))
@@ -345,9 +343,7 @@ def test_the_table_says_how_far_off_it_is(
 
 
 @pytest.mark.parametrize(("system", "name", "settings", "model", "percent"), WITHOUT)
-def test_without_the_flag_it_is_off(
-    system: str, name: str, settings: dict, model: str, percent: float, tmp_path: Path
-) -> None:
+def test_without_the_flag_it_is_off(system, name, settings, model, percent, tmp_path):
     found = percent_off(load(system, name), tmp_path, model, **settings)
     assert found == pytest.approx(percent, rel=0.05)
     flag = next(iter(settings))
@@ -355,9 +351,7 @@ def test_without_the_flag_it_is_off(
     assert [row for row in rows_of(text) if re.search(rf"`[^`|]*--{flag}\b", row)]
 
 
-def test_a_bias_of_the_value_head_is_a_small_difference(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_bias_of_the_value_head_is_a_small_difference(monkeypatch, tmp_path):
     """TRL's value head has none."""
     recording = load("trl112", "base")
     given = recording.replaced()
@@ -367,7 +361,7 @@ def test_a_bias_of_the_value_head_is_a_small_difference(
     assert len(rows_of("value model 0.09%, policy 0.01% (`trl112-base`)")) == 1
 
 
-def test_what_the_table_calls_exact_is_replayed() -> None:
+def test_what_the_table_calls_exact_is_replayed():
     """Every variant that the table names is there, and is not skipped."""
     named = set(re.findall(r"`((?:trl09|trl112|rloo116)-\w+)`", PAGE.read_text()))
     assert len(named) > 30
@@ -376,7 +370,7 @@ def test_what_the_table_calls_exact_is_replayed() -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_reason_has_a_row_in_the_table(system: str) -> None:
+def test_every_reason_has_a_row_in_the_table(system):
     """A recording that is reproduced knows all of them."""
     recording = load(system, "plain" if system == "trl09" else "base")
     assert reasons(recording) == []
