@@ -44,14 +44,20 @@ def beside_rloo(record: Record) -> list[Row]:
     rloo = [scores_of(run) for run in report.runs_of(record, "RLOO, K 4")]
     rows = []
     names = [f"at {level} nats" for level in LEVELS] + ["at the end"]
-    for name, ours, theirs in zip(names, np.transpose(critic), np.transpose(rloo), strict=True):
-        gains = ours - theirs
-        is_reached = ~np.isnan(gains)
-        row = {"where": name, "seeds": int(is_reached.sum())}
-        row["critic"] = ours[is_reached].mean()
-        row["rloo"] = theirs[is_reached].mean()
-        row["mean"] = gains[is_reached].mean()
-        rows.append(row | {"width": differences.interval(gains[is_reached])})
+    columns = (names, np.transpose(critic), np.transpose(rloo))
+    for name, ours, theirs in zip(*columns, strict=True):
+        is_reached = ~np.isnan(ours - theirs)
+        ours = ours[is_reached]
+        theirs = theirs[is_reached]
+        row = {
+            "where": name,
+            "seeds": len(ours),
+            "critic": ours.mean(),
+            "rloo": theirs.mean(),
+            "mean": (ours - theirs).mean(),
+            "width": differences.interval(ours - theirs),
+        }
+        rows.append(row)
     return rows
 
 
