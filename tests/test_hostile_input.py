@@ -178,7 +178,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     ),
     (RLOO, "--reward_model ~/nowhere", "@."),
     *((PPO, f"--base_model {name}", "@.") for name in ("no/such", "tiny/nothing", "./nowhere")),
-    (PPO, "--base_model narrow", "@token id 49 with 40 embeddings, "),
+    (PPO, "--base_model narrow", "@token ids go up to 49, with 40 embeddings; "),
     *(
         (PPO, f"--base_model {name}", WEIGHTS)
         for name in "no_weights pickle index disguised".split()
@@ -189,12 +189,12 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (REWARD, "--base_model three_layers", f"{NO_FIT}GPT2LMHeadModel: .*h.2"),
     (PPO, "--base_model another_type", f"{NO_FIT}GPTNeoXForCausalLM: "),
     *((script, "--base_model code", "@.*custom code") for script in SCRIPTS),
-    *((script, "--response_length 60", "--.* 6. tokens in a window of 64$") for script in SCRIPTS),
+    *((script, "--response_length 60", "--.* 6. tokens, in a window of 64$") for script in SCRIPTS),
     # rewards
     (PPO, "--reward_model short", "@.*a window of 8"),
     (PPO, "--reward_model two_labels", f"{NO_FIT}GPT2ForSequenceClassification: .*score.weight"),
-    (RLOO, "--reward_model other_words", "--reward_model has another tokenizer than --b"),
-    (RLOO, "--reward_model encoder", "--reward_model has another tokenizer than --b"),
+    (RLOO, "--reward_model other_words", "@has another tokenizer than --base_model"),
+    (RLOO, "--reward_model encoder", "@has another tokenizer than --base_model"),
     (PPO, "--reward_model model", f"{NO_FIT}GPT2ForSequenceClassification: score.weight$"),
     (PPO, "--reward_model none", "--reward_model None: `python train_reward.py tiny` makes one"),
     (PPO, f"{OWN} functions:none_such", "@.*none_such"),

@@ -43,10 +43,10 @@ TRUE_SCORE = (
         "\nfrom benchmark.tools.vader import sentiment\nfrom tf_adam import ",
     ),
     (
-        '        metrics["objective/kl_coef"] = kl_coef\n',
-        '        metrics["objective/kl_coef"] = kl_coef\n'
+        "        run.log(metrics)  # adds seconds and peak_memory_gb\n",
         "        read = sentiment([], tokenizer.batch_decode(truncated(batch)))\n"
-        '        metrics["true_score"] = sum(read) / len(read)\n',
+        '        metrics["true_score"] = sum(read) / len(read)\n'
+        "        run.log(metrics)  # adds seconds and peak_memory_gb\n",
     ),
 )
 TEMPERATURE = (
