@@ -35,6 +35,7 @@ SEEDS = (11, 12, 13, 14)
 HELD_OUT = 256  # openings that neither labels nor policies see
 SAMPLES = 4  # responses to each of them
 ROWS = 128  # of a rollout
+SHOWN = 10  # openings of which a record has a response
 SIZES = "--batch_size 64 --micro_batch_size 32 --eval_queries 16 --checkpoint_every 0"
 SHAPE = "--query_length 24 --response_length 16 --truncate_after 6"
 NO_CUT = "--start_text none --end_text none"
@@ -150,12 +151,16 @@ def duel(openings: list[str], mine: list[str], theirs: list[str]) -> dict[str, A
 
 
 def summary(found: Responses) -> dict[str, Any]:
-    """Means over all responses, and the true score of each opening."""
+    """Means over all responses, and over those that end; the true score of each opening; the texts
+    of the first openings."""
     scores = np.array(sentiment([], found.texts))
+    has_end = found.found_end.astype(bool)
     other = Afinn()
     return {
         "true_score": scores.mean(),
         "true_scores": scores.reshape(-1, SAMPLES).mean(1).round(4).tolist(),
+        "true_score_ended": float(scores[has_end].mean()),
+        "true_score_open": float(scores[~has_end].mean()),
         "zero": float((scores == 0).mean()),
         "afinn": float(np.mean([other.score(text) for text in found.texts])),
         "reward": float(found.rewards.mean()),
@@ -164,6 +169,7 @@ def summary(found: Responses) -> dict[str, Any]:
         "length": float(found.lengths.mean()),
         "found_end": float(found.found_end.mean()),
         "distinct": len(set(found.texts)) / len(found.texts),
+        "texts": found.texts[: SHOWN * SAMPLES : SAMPLES],
     }
 
 

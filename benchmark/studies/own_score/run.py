@@ -52,7 +52,9 @@ def measure(seed: int, base_model: str, args: Any) -> None:
         row = {"run": name, "seed": seed} | four_seeds.summary(found) | spent
         rows.append(row | {"duel": four_seeds.duel(held_out, found.texts, start.texts)})
         record = argparse.Namespace(tag=f"seed-{seed}", out=args.out)
-        common.write(record, rows, flags=four_seeds.TASK, arms=ARMS)
+        common.write(
+            record, rows, flags=four_seeds.TASK, arms=ARMS, shown=held_out[: four_seeds.SHOWN]
+        )
 
 
 def main() -> None:
