@@ -208,6 +208,7 @@ def measure(seed: int, base_model: str, args: Any) -> None:
     between = duel(held_out, texts["RLOO"], texts["PPO"])
     record = argparse.Namespace(tag=f"seed-{seed}", out=args.out)
     more = {
+        "shown": held_out[:SHOWN],
         "flags": f"{TASK} --total_episodes {args.episodes}",
         "reward_model": accuracy(start),
         "rloo_over_ppo": between,
