@@ -46,6 +46,6 @@ if __name__ == "__main__":
         __file__,
         fetch=fetch,
         seeds=(11,),
-        labels=768,
-        episodes=512,
+        labels=512,
+        episodes=384,
     )
