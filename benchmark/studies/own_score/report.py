@@ -12,55 +12,37 @@ ARMS = (MODEL, "VADER", "VADER, no penalty", "VADER, three times")
 TITLE = "TITLE"
 
 
-def pairs(*records: Record) -> list[tuple[Record, Record]]:
-    """The records of this study, each with that of four_seeds of its seed."""
-    half = len(records) // 2
-    return list(zip(records[:half], records[half:], strict=True))
-
-
 def run_of(own: Record, other: Record, arm: str) -> Row:
-    """The row of an arm."""
+    """The row of an arm, of this record or of that of four_seeds."""
     return row_of(other, "RLOO") if arm == MODEL else row_of(own, arm)
 
 
-def arms(*records: Record) -> list[Row]:
-    """A row for each arm and seed."""
-    rows = []
+def arms(own: Record, other: Record) -> list[Row]:
+    """A row for each arm, and how much higher its true score is than the starting model's, with an
+    interval over openings."""
+    start = row_of(own, "starting model")
+    rows = [start | {"run": "starting model"}]
     for arm in ARMS:
-        for own, other in pairs(*records):
-            row = run_of(own, other, arm) | {"run": arm}
-            for name, share in shares(row["duel"]).items():
-                row[name] = share.mean()
-            row["before"] = row_of(own, "starting model")["true_score"]
-            rows.append(row)
+        row = run_of(own, other, arm) | {"run": arm}
+        for name, share in shares(row["duel"]).items():
+            row[name] = share.mean()
+        gains = np.subtract(row["true_scores"], start["true_scores"])
+        rows.append(row | {"gain": interval([gains])})
     return rows
 
 
-def gains(*records: Record) -> list[Row]:
-    """How much higher the true score of each arm is than that of VADER with its penalty."""
-    rows = []
-    for arm in ARMS:
-        found = []
-        for own, other in pairs(*records):
-            after = np.array(run_of(own, other, arm)["true_scores"])
-            found.append(after - row_of(own, "VADER")["true_scores"])
-        rows.append({"run": arm} | interval(found))
-    return rows
-
-
-def draw(*records: Record) -> Figure:
+def draw(own: Record, other: Record) -> Figure:
     """True score, and the share of responses that end, before and after each arm."""
-    figure, panels = report.new(TITLE, 1, 2, 3.2, sharey=True)
+    figure, panels = report.new(TITLE, 1, 2, 2.8, sharey=True)
     kinds = {"true_score": "true score", "found_end": "share of responses that end"}
     for axes, (kind, words) in zip(panels[0], kinds.items(), strict=True):
+        before = row_of(own, "starting model")[kind]
         for y, arm in enumerate(ARMS):
-            for own, other in pairs(*records):
-                before = row_of(own, "starting model")[kind]
-                after = run_of(own, other, arm)[kind]
-                axes.plot([before, after], [y, y], color=RLOO, alpha=0.4)
-                axes.plot(after, y, "o", color=RLOO)
-                axes.plot(before, y, "o", color=START)
-        report.label(axes, f"{words}, of held-out openings")
+            after = run_of(own, other, arm)[kind]
+            axes.plot([before, after], [y, y], color=RLOO)
+            axes.plot(after, y, "o", color=RLOO, markersize=7)
+            axes.plot(before, y, "o", color=START, markersize=5)
+        report.label(axes, words)
     panels[0, 0].set_yticks(range(len(ARMS)), list(ARMS))
     panels[0, 0].invert_yaxis()
     report.name_colours(panels[0, 0], {"starting model": START, "after RLOO": RLOO}, "o")
@@ -68,10 +50,4 @@ def draw(*records: Record) -> Figure:
     return figure
 
 
-RECORDS = (
-    "seed-11.json",
-    "seed-12.json",
-    "../four_seeds/seed-11.json",
-    "../four_seeds/seed-12.json",
-)
-PICTURES = {"arms.png": (draw, *RECORDS)}
+PICTURES = {"arms.png": (draw, "seed-11.json", "../four_seeds/seed-11.json")}
