@@ -37,6 +37,22 @@ def rules(*records: Record) -> list[Row]:
     return rows
 
 
+def of_four(pairs: float) -> float:
+    """How often a reward that is right in this share of pairs names the best of four, if rewards
+    and preferences are jointly normal. By draws."""
+    correlation = np.sin(np.pi * (pairs - 0.5))
+    random = np.random.default_rng(0)
+    liked, noise = random.normal(size=(2, 400_000, 4))
+    rewards = correlation * liked + np.sqrt(1 - correlation**2) * noise
+    return (rewards.argmax(1) == liked.argmax(1)).mean()
+
+
+def choice_of_four(*records: Record) -> list[Row]:
+    """What the reward models' accuracies would be as a choice of one in four."""
+    row = rules(*records)[0]
+    return [{name: of_four(row[name]) for name in ("mean", "low", "high")}]
+
+
 def ahead(*records: Record) -> list[Row]:
     """How much more often the reward model is right than each other rule, on the same pairs."""
     model, *others = RULES

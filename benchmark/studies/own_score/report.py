@@ -14,7 +14,9 @@ TITLE = "TITLE"
 
 def run_of(own: Record, other: Record, arm: str) -> Row:
     """The row of an arm, of this record or of that of four_seeds."""
-    return row_of(other, "RLOO") if arm == MODEL else row_of(own, arm)
+    if arm == MODEL:
+        return row_of(other, "RLOO")
+    return row_of(own, arm)
 
 
 def arms(own: Record, other: Record) -> list[Row]:
@@ -34,20 +36,35 @@ def arms(own: Record, other: Record) -> list[Row]:
 def draw(own: Record, other: Record) -> Figure:
     """True score, and the share of responses that end, before and after each arm."""
     figure, panels = report.new(TITLE, 1, 2, 2.8, sharey=True)
-    kinds = {"true_score": "true score", "found_end": "share of responses that end"}
+    kinds = {
+        "true_score": "true score",
+        "found_end": "share of responses that end",
+    }
     for axes, (kind, words) in zip(panels[0], kinds.items(), strict=True):
         before = row_of(own, "starting model")[kind]
         for y, arm in enumerate(ARMS):
             after = run_of(own, other, arm)[kind]
-            axes.plot([before, after], [y, y], color=RLOO)
-            axes.plot(after, y, "o", color=RLOO, markersize=7)
-            axes.plot(before, y, "o", color=START, markersize=5)
+            axes.plot(
+                [before, after],
+                [y, y],
+                color=RLOO,
+            )
+            axes.plot(after, y, "o", color=RLOO)
+            axes.plot(before, y, "o", color=START)
         report.label(axes, words)
     panels[0, 0].set_yticks(range(len(ARMS)), list(ARMS))
     panels[0, 0].invert_yaxis()
-    report.name_colours(panels[0, 0], {"starting model": START, "after RLOO": RLOO}, "o")
+    legend = {
+        "starting model": START,
+        "after RLOO": RLOO,
+    }
+    report.name_colours(panels[0, 0], legend, "o")
     report.legend_below(figure, panels[0, 0], 2)
     return figure
 
 
-PICTURES = {"arms.png": (draw, "seed-11.json", "../four_seeds/seed-11.json")}
+RECORDS = (
+    "seed-11.json",
+    "../four_seeds/seed-11.json",
+)
+PICTURES = {"arms.png": (draw, *RECORDS)}

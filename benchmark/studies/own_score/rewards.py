@@ -7,4 +7,7 @@ from benchmark.tools.vader import sentiment
 
 def three_times(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
     """VADER's compound score times 3, which has about the deviation of a reward model's."""
-    return [3 * score for score in sentiment(prompts, completions)]
+    scores = []
+    for score in sentiment(prompts, completions):
+        scores.append(3 * score)
+    return scores
