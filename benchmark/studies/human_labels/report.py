@@ -1,0 +1,94 @@
+"""Rows and the picture of this study: `python benchmark/report.py human_labels`."""
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmark import report
+from benchmark.report import CRITIC, OTHER, Record, Row
+from benchmark.studies.four_seeds.report import interval
+
+RECORDS = tuple(f"seed-{seed}.json" for seed in (1, 2, 3))
+RULES = {
+    "the reward model": ("reward", 1),
+    "the longer answer": ("length", 1),
+    "the shorter answer": ("length", -1),
+    "the likelier answer": ("likelihood", 1),
+    "the likelier answer, per token": ("token_likelihood", 1),
+}
+SHIFT = 0.12  # between the marks of two seeds
+TITLE = "TITLE"
+
+
+def right(record: Record, rule: str) -> np.ndarray:
+    """For each held-out pair (512,) whether a rule names the answer that people chose; a tie is a
+    half."""
+    name, sign = RULES[rule]
+    margins = sign * np.array(record["margins"][name])
+    return (np.sign(margins) + 1) / 2
+
+
+def rules(*records: Record) -> list[Row]:
+    """A row for each rule: how often it is right with each seed, and with all together."""
+    rows = []
+    for rule in RULES:
+        found = [right(record, rule) for record in records]
+        row = {"rule": rule, "seeds": [interval([values])["mean"] for values in found]}
+        rows.append(row | interval(found))
+    return rows
+
+
+def of_four(pairs: float) -> float:
+    """How often a reward that is right in this share of pairs names the best of four, if rewards
+    and preferences are jointly normal. By draws."""
+    correlation = np.sin(np.pi * (pairs - 0.5))
+    random = np.random.default_rng(0)
+    liked, noise = random.normal(size=(2, 400_000, 4))
+    rewards = correlation * liked + np.sqrt(1 - correlation**2) * noise
+    return (rewards.argmax(1) == liked.argmax(1)).mean()
+
+
+def choice_of_four(*records: Record) -> list[Row]:
+    """What the reward models' accuracies would be as a choice of one in four."""
+    row = rules(*records)[0]
+    return [{name: of_four(row[name]) for name in ("mean", "low", "high")}]
+
+
+def ahead(*records: Record) -> list[Row]:
+    """How much more often the reward model is right than each other rule, on the same pairs."""
+    model, *others = RULES
+    rows = []
+    for rule in others:
+        found = [right(record, model) - right(record, rule) for record in records]
+        rows.append({"rule": rule} | interval(found))
+    return rows
+
+
+def runs(*records: Record) -> list[Row]:
+    """Time and memory of each run, and the accuracy in the last updates of its training."""
+    rows = []
+    for record in records:
+        row = record["rows"][0]
+        rows.append(row | {"minutes": row["seconds"] / 60, "gib": row["memory"] / 2**30})
+    return rows
+
+
+def draw(*records: Record) -> Figure:
+    """How often each rule is right, with each seed."""
+    figure, panels = report.new(TITLE, 1, 1, 3.2)
+    axes = panels[0, 0]
+    for y, rule in enumerate(RULES):
+        colour = CRITIC if y == 0 else OTHER
+        for i, record in enumerate(records):
+            found = interval([right(record, rule)])
+            at = y + SHIFT * (i - 1)
+            axes.plot([found["low"], found["high"]], [at, at], color=colour)
+            axes.plot(found["mean"], at, "o", color=colour)
+    axes.axvline(0.5, color="black", linewidth=1)
+    axes.set_yticks(range(len(RULES)), list(RULES))
+    axes.invert_yaxis()
+    report.label(axes, "share of 512 held-out pairs in which people chose this answer")
+    axes.grid(visible=False, axis="y")
+    return figure
+
+
+PICTURES = {"right.png": (draw, *RECORDS)}
