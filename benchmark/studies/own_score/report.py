@@ -7,9 +7,10 @@ from benchmark import report
 from benchmark.report import RLOO, START, Record, Row
 from benchmark.studies.four_seeds.report import interval, row_of, shares
 
+SHOWN = 5  # openings on the page
 MODEL = "reward model"  # RLOO's run of four_seeds
 ARMS = (MODEL, "VADER", "VADER, no penalty", "VADER, three times")
-TITLE = "TITLE"
+TITLE = "The penalty for a missing end hides what VADER says"
 
 
 def run_of(own: Record, other: Record, arm: str) -> Row:
@@ -23,13 +24,30 @@ def arms(own: Record, other: Record) -> list[Row]:
     """A row for each arm, and how much higher its true score is than the starting model's, with an
     interval over openings."""
     start = row_of(own, "starting model")
-    rows = [start | {"run": "starting model"}]
+    rows = []
     for arm in ARMS:
         row = run_of(own, other, arm) | {"run": arm}
         for name, share in shares(row["duel"]).items():
             row[name] = share.mean()
         gains = np.subtract(row["true_scores"], start["true_scores"])
         rows.append(row | {"gain": interval([gains])})
+    return rows
+
+
+def responses(own: Record) -> list[Row]:
+    """The first responses to the openings that the record shows."""
+    texts = {}
+    for row in own["rows"]:
+        texts[row["run"]] = [" ".join(text.split()) for text in row["texts"]]
+    rows = []
+    for i, opening in enumerate(own["shown"][:SHOWN]):
+        row = {
+            "opening": opening,
+            "start": texts["starting model"][i],
+            "penalty": texts["VADER"][i],
+            "no_penalty": texts["VADER, no penalty"][i],
+        }
+        rows.append(row)
     return rows
 
 
