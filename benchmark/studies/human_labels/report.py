@@ -16,7 +16,7 @@ RULES = {
     "the likelier answer, per token": ("token_likelihood", 1),
 }
 SHIFT = 0.12  # between the marks of two seeds
-TITLE = "TITLE"
+TITLE = "A reward model of human labels is right in six of ten pairs, and ahead of simple rules"
 
 
 def right(record: Record, rule: str) -> np.ndarray:
@@ -50,7 +50,10 @@ def of_four(pairs: float) -> float:
 def choice_of_four(*records: Record) -> list[Row]:
     """What the reward models' accuracies would be as a choice of one in four."""
     row = rules(*records)[0]
-    return [{name: of_four(row[name]) for name in ("mean", "low", "high")}]
+    found = {"pairs": row["mean"]}
+    for name in ("mean", "low", "high"):
+        found[name] = of_four(row[name])
+    return [found]
 
 
 def ahead(*records: Record) -> list[Row]:

@@ -92,7 +92,7 @@ def measure(base_model: str, pairs: Path, run: Path) -> list[dict[str, Any]]:
                 "length": margin(lengths, label.best),
                 "likelihood": margin(sums, label.best),
                 "token_likelihood": margin(means, label.best),
-                "is_cut": max(lengths) > args.response_length,
+                "is_cut": int(max(lengths) > args.response_length),
             }
         )
     return rows
@@ -118,7 +118,9 @@ def main() -> None:
         real_model.run("train_reward.py", flags, run)
         shutil.copyfile(run / "metrics.jsonl", args.out / f"reward-{seed}.jsonl")
         rows = measure(base_model, data, run)
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        columns = {}
+        for name in rows[0]:
+            columns[name] = [round(row[name], 4) for row in rows]
         spent = json.loads(run.with_suffix(".json").read_text())
         record = argparse.Namespace(tag=f"seed-{seed}", out=args.out)
         common.write(record, [{"seed": seed} | spent], flags=FLAGS, margins=columns)

@@ -3,7 +3,7 @@
     python benchmark/studies/own_score/run.py --seeds 11        # about 45 minutes on one core
 
 Model, openings and held-out openings are those of four_seeds, and so are the seeds. Writes
-seed-<seed>.json, and the metrics.jsonl of each run as <run>-<seed>.jsonl.
+seed-<seed>.json.
 """
 
 import argparse
@@ -38,15 +38,9 @@ def measure(seed: int, base_model: str, args: Any) -> None:
     start = four_seeds.respond(base_model, *judged)
     rows = [{"run": "starting model", "seed": seed} | four_seeds.summary(start)]
     for name, flags in ARMS.items():
-        file = name.replace(", ", "-").replace(" ", "-")
-        run = four_seeds.train(
-            file,
-            "rloo_rlhf.py",
-            f"{task} {flags}",
-            seed,
-            args.folder,
-            args.out,
-        )
+        words = f"{task} {flags}"
+        run = real_model.folder_of("rloo_rlhf.py", words, args.folder)
+        real_model.run("rloo_rlhf.py", words, run)
         found = four_seeds.respond(str(run / "policy"), *judged)
         spent = json.loads(run.with_suffix(".json").read_text())
         row = {"run": name, "seed": seed} | four_seeds.summary(found) | spent

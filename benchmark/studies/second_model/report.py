@@ -1,26 +1,43 @@
 """Rows of this study: `python benchmark/report.py second_model`."""
 
-from benchmark.report import ALGORITHMS, Record, Row
-from benchmark.studies.four_seeds import report as four_seeds
+import json
+from pathlib import Path
 
-seeds = four_seeds.seeds
-measures = four_seeds.measures
-BATCH_SIZE = 64
+import numpy as np
+
+from benchmark.report import ALGORITHMS, Record, Row, look_up
+
+OTHERS = Path(__file__).resolve().parents[1] / "four_seeds"
 
 
 def cost(mine: Record, other: Record) -> list[Row]:
-    """Memory of a run, and its seconds for each update (with loading and evaluations), beside those
-    of SmolLM2."""
+    """Peak memory of a run, and the median of the seconds of its updates, beside SmolLM2."""
     rows = []
     for run in ALGORITHMS:
+        found = look_up(mine, f"rows > {run}")
+        beside = look_up(other, f"rows > {run}")
+        lines = (OTHERS / f"{run}-11.jsonl").read_text().splitlines()
+        seconds = [json.loads(line)["seconds"] for line in lines]
         row = {"run": run}
-        for name, record in (("gemma", mine), ("smollm2", other)):
-            found = four_seeds.row_of(record, run)
-            words = record["flags"].split()
-            episodes = int(words[words.index("--total_episodes") + 1])
-            row[name] = {
-                "gib": found["memory"] / 2**30,
-                "seconds": found["seconds"] * BATCH_SIZE / episodes,
-            }
+        for name, spent, memory in (
+            ("gemma", found["seconds"], found["memory"]),
+            ("smollm2", seconds, beside["memory"]),
+        ):
+            row[name] = {"seconds": np.median(spent), "gib": memory / 2**30}
         rows.append(row)
+    return rows
+
+
+def updates(record: Record) -> list[Row]:
+    """What each run logged of its updates."""
+    rows = []
+    for row in record["rows"]:
+        found = {
+            "run": row["run"],
+            "scores": row["objective/scores"],
+            "kl": row["objective/kl"],
+            "sampling": max(row["sampling_error"]),
+            "ratio": max(row["first_ratio_error"]),
+        }
+        rows.append(found)
     return rows
