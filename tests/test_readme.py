@@ -203,7 +203,7 @@ def test_every_flag_that_is_shown_exists():
     modules = [importlib.import_module(script[:-3]) for script in SCRIPTS]
     fields = {name for module in modules for name in vars(module.Args())}
     text = "".join(read(page) for page in PAGES)
-    flags = set(re.findall(r"(?<![\w-])--(?:no-)?([a-z_]+)", text)) - PROGRAMS
+    flags = set(re.findall(r"(?<![\w-])--(?:no[_-])?([a-z_]+)", text)) - PROGRAMS
     assert len(flags) > 20
     for patch in ROOT.glob("benchmark/systems/*.patch"):
         fields |= set(re.findall(r"^\+    ([a-z_]+): ", patch.read_text(), re.M))
