@@ -8,6 +8,7 @@ Gemma's terms; --base_model takes a folder or a hub id in their place. Writes ge
 metrics.jsonl of each run as <run>.jsonl.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -72,7 +73,8 @@ def main() -> None:
         for metric in ("objective/scores", "objective/kl", "sampling_error", "first_ratio_error"):
             row[metric] = [line[metric] for line in metrics]
         rows.append(row)
-    common.write(args, rows, flags=f"{REWARD} {four_seeds.TASK}")
+    record = argparse.Namespace(tag=args.tag, out=args.out, episodes=args.episodes)
+    common.write(record, rows, flags=f"{REWARD} {four_seeds.TASK}")
 
 
 if __name__ == "__main__":
