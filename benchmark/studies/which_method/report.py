@@ -18,6 +18,12 @@ NAMES = {
     "RLOO of tokens": "Dr. GRPO",
 }
 PUBLISHED = ", published"
+# Of numbers from their dots, in points, where the usual place is taken.
+SHIFTS = {
+    "critic from the reward model, warmed up": (-14, -9),
+    BASE: (-14, -16),
+    "GSPO": (-14, -4),
+}
 
 
 def name_of(choice: str) -> str:
@@ -144,22 +150,26 @@ def draw_differences(axes: Axes, rows: list[Row]) -> None:
 
 
 def draw_ends(axes: Axes, record: Record, rows: list[Row]) -> None:
-    """Where the runs end: a dot for each, and the method's number at their mean."""
+    """Where the runs end: a small dot for each, and a large one with the method's number at their
+    mean."""
     for line in rows:
+        colour = colour_of(line)
         for run in report.runs_of(record, line["choice"]):
             axes.plot(
                 run["kl"],
                 run["true_score"],
                 ".",
-                color=colour_of(line),
-                alpha=0.5,
+                color=colour,
+                alpha=0.35,
+                markersize=4,
             )
+        axes.plot(line["kl"], line["true_score"], "o", color=colour)
         axes.annotate(
             line.get("number", "RLOO"),
             (line["kl"], line["true_score"]),
+            xytext=SHIFTS.get(line["choice"], (7, -4)),
+            textcoords="offset points",
             fontweight="bold",
-            ha="center",
-            va="center",
         )
     report.label(axes, report.SHORT_KL, report.TRUE_SCORE)
 
