@@ -120,8 +120,8 @@ def set_up_torch(dtype: str) -> None:
     # Every process reads its models itself: the reference is not sharded, so it needs all weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     libc = ctypes.CDLL(None)
-    # On a CPU it saves a tenth of the time if glibc keeps freed memory. Before a GPU that would be
-    # the memory of models that have left for it.
+    # On a CPU it saves a tenth of the time if glibc keeps freed memory. On a machine with a GPU it
+    # would keep the memory of models that have moved to the GPU.
     if hasattr(libc, "mallopt") and not torch.accelerator.is_available():
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none

@@ -200,7 +200,7 @@ def test_settings_of_torch_for_each_dtype(dtype):
 
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_only_cpus_keep_freed_memory(has_gpu, monkeypatch):
-    """Before a GPU that would be the memory of models which have left for it."""
+    """With a GPU that would be the memory of models that have moved to it."""
     libc = mock.Mock()
     monkeypatch.setattr(tf_adam.ctypes, "CDLL", lambda name: libc)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
