@@ -15,6 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+import numpy as np
+
 from benchmark import common
 from benchmark.studies.four_seeds import run as four_seeds
 from benchmark.studies.real_model import run as real_model
@@ -29,6 +31,17 @@ ARMS = {
 }
 
 
+def equal_groups(found: four_seeds.Responses) -> dict[str, float]:
+    """Shares of openings whose four responses score alike, so that RLOO learns nothing from them:
+    by VADER, and with -1 in place of the score of a response that does not end."""
+    penalised = np.where(found.found_end.astype(bool), found.rewards, -1)
+    shares = {}
+    for name, scores in (("alone", found.rewards), ("with_penalty", penalised)):
+        groups = scores.reshape(-1, four_seeds.SAMPLES)
+        shares[name] = float((groups.max(1) == groups.min(1)).mean())
+    return shares
+
+
 def measure(seed: int, base_model: str, args: Any) -> None:
     """All arms of a seed, and its record."""
     openings, held_out = four_seeds.split(seed, args.folder)
@@ -36,7 +49,8 @@ def measure(seed: int, base_model: str, args: Any) -> None:
     task += f" --total_episodes 1024 --seed {seed}"
     judged = (base_model, VADER, seed, held_out)
     start = four_seeds.respond(base_model, *judged)
-    rows = [{"run": "starting model", "seed": seed} | four_seeds.summary(start)]
+    row = {"run": "starting model", "seed": seed} | four_seeds.summary(start)
+    rows = [row | {"equal_groups": equal_groups(start)}]
     for name, flags in ARMS.items():
         words = f"{task} {flags}"
         run = real_model.folder_of("rloo_rlhf.py", words, args.folder)
@@ -44,6 +58,7 @@ def measure(seed: int, base_model: str, args: Any) -> None:
         found = four_seeds.respond(str(run / "policy"), *judged)
         spent = json.loads(run.with_suffix(".json").read_text())
         row = {"run": name, "seed": seed} | four_seeds.summary(found) | spent
+        row["equal_groups"] = equal_groups(found)
         rows.append(row | {"duel": four_seeds.duel(held_out, found.texts, start.texts)})
         record = argparse.Namespace(tag=f"seed-{seed}", out=args.out)
         common.write(
