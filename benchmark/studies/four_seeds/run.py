@@ -79,7 +79,7 @@ def reward_model(seed: int, base_model: str, openings: Path, args: Any) -> str:
     if not labels.exists():
         real_model.label(base_model, labels, seed, args, openings, held_out=0)
     flags = f"--base_model {base_model} --query_dataset {openings} --label_dataset {labels}"
-    flags += f" {NO_CUT} {REWARD} --seed {seed}"
+    flags += f" {NO_CUT} {args.reward} --seed {seed}"
     run = train("reward", "train_reward.py", flags, seed, args.folder, args.out)
     return str(run / "reward_model")
 
@@ -193,7 +193,7 @@ def measure(seed: int, base_model: str, args: Any) -> None:
     openings, held_out = split(seed, args.folder)
     reward = reward_model(seed, base_model, openings, args)
     task = f"--base_model {base_model} --query_dataset {openings} --reward_model {reward}"
-    task += f" {TASK} --total_episodes {args.episodes} --seed {seed}"
+    task += f" {args.task} --total_episodes {args.episodes} --seed {seed}"
     judged = (base_model, reward, seed, held_out)
     start = respond(base_model, *judged)
     rows = [{"run": "starting model", "seed": seed} | summary(start)]
@@ -209,7 +209,7 @@ def measure(seed: int, base_model: str, args: Any) -> None:
     record = argparse.Namespace(tag=f"seed-{seed}", out=args.out)
     more = {
         "shown": held_out[:SHOWN],
-        "flags": f"{TASK} --total_episodes {args.episodes}",
+        "flags": f"{args.task} --total_episodes {args.episodes}",
         "reward_model": accuracy(start),
         "rloo_over_ppo": between,
     }
@@ -223,6 +223,8 @@ def main(
     seeds: tuple[int, ...] = SEEDS,
     labels: int = 1_536,
     episodes: int = 1_024,
+    task: str = TASK,
+    reward: str = REWARD,
 ) -> None:
     """Measures the seeds that the command line names, with the defaults of a study."""
     parser = common.make_parser(text, program)
@@ -237,6 +239,8 @@ def main(
     os.chdir(common.ROOT)
     args.folder = args.folder.absolute()
     args.dtype = "bf16"
+    args.task = task
+    args.reward = reward
     base_model = args.base_model or str(fetch(args.folder))
     args.folder.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
