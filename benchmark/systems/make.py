@@ -23,10 +23,10 @@ def base_of(patch: str) -> str:
     return re.search(r"^--- (\w+\.py)$", patch, re.M).group(1)
 
 
-def patched(name: str, path: Path, fuzz: int = 0) -> Path:
-    """Writes the script with the system's patch to `path`."""
+def patched(name: str, path: Path, fuzz: int = 0, script: str = "") -> Path:
+    """Writes the patch's script, or another one, with the system's patch to `path`."""
     file = SYSTEMS / f"{name}.patch"
-    script = ROOT / base_of(file.read_text())
+    script = ROOT / (script or base_of(file.read_text()))
     command = ["patch", f"--fuzz={fuzz}", "--reject-file=-", "--no-backup-if-mismatch"]
     command += ["-o", str(path), str(script), str(file)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -231,7 +231,7 @@ def changed_copy(choice: Choice, path: Path) -> str:
         return choice.script
     text = Path(choice.script).read_text()
     if choice.system:
-        text = patched(choice.system, path).read_text()
+        text = patched(choice.system, path, script=Path(choice.script).name).read_text()
     for old, new in (*JUDGED, *choice.changes):
         if text.count(old) != 1:
             raise ValueError(f"{choice.script}: {old!r} stands there {text.count(old)} times")
