@@ -27,8 +27,8 @@ kind, R tokens in a response, T in a row, V in the vocabulary, d hidden units.
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch>=2.8,<2.14", "transformers>=5.17,<5.24", "datasets>=4", "accelerate>=1.10",
-#     "tyro>=0.9.10", "wandb>=0.21", "numpy>=2", "safetensors>=0.8", "pandas>=2", "pydantic>=2.6",
-#     "filelock>=3.13.1",
+#     "tyro>=0.9.10", "wandb>=0.21", "numpy>=2", "safetensors>=0.8", "pandas>=2.2.2",
+#     "pydantic>=2.6", "filelock>=3.13.1",
 # ]
 # ///
 
@@ -222,7 +222,7 @@ def main(preset: str, args: Args) -> None:
     labels, held_out = load_labels("label_dataset", args, tokenizer)
     num_updates = len(labels) // args.batch_size
     if args.lr_warmup >= num_updates:
-        raise UserError(f"--lr_warmup must be below {num_updates} updates")
+        raise UserError(f"--lr_warmup {args.lr_warmup} must be below {num_updates} updates")
     # The first half sets gain and bias before the training, the second half after it.
     queries = load_queries("query_dataset", args, tokenizer, 2 * args.normalization_samples)
     # the longest text that a model reads

@@ -29,6 +29,7 @@ WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 SHOWN = (("128", "PPO", 0.0, 3), ("4000:0.5", "RLOO", 0.0, 2))
 SHOWN += (("512", "PPO", 0.0, 1), ("512", "PPO", 0.15, 1))
 SEEDS = {1: "-", 2: "--", 3: ":"}  # lines of runs that differ by their seed
+SHIFTS = {"PPO": -0.15, "RLOO": 0.15}  # of their lines in the picture of ensembles
 SHADES = {0.0: "#E69F00", 0.05: "#56B4E9", 0.15: "#009E73", 0.5: "#CC79A7"}  # of coefficients
 
 
@@ -67,15 +68,39 @@ def penalty(record: Record) -> list[Row]:
     return rows
 
 
+def counts(runs: list[Row]) -> Row:
+    """How many runs end low, high and in between."""
+    scores = np.array([run["end"]["true_score"] for run in runs])
+    low = int((scores < COLLAPSED).sum())
+    high = int((scores > -COLLAPSED).sum())
+    return {"runs": len(runs), "low": low, "high": high, "between": len(runs) - low - high}
+
+
 def gamble(*records: Record) -> list[Row]:
     """How runs end, by the accuracy of their reward models, with and without a penalty."""
     rows = []
     for (penalty, bound), runs in group(ends(*records), "kl_coef", "bound").items():
-        scores = [run["end"]["true_score"] for run in runs]
-        row = {"penalty": WORDS[penalty], "bound": bound, "runs": len(runs)}
-        row["low"] = sum(score < COLLAPSED for score in scores)
-        row["high"] = sum(score > -COLLAPSED for score in scores)
-        row["between"] = row["runs"] - row["low"] - row["high"]
+        rows.append({"penalty": WORDS[penalty], "bound": bound} | counts(runs))
+    return rows
+
+
+def members(record: Record) -> list[Row]:
+    """The reward models of a set of labels, and how often each kind of reward is right."""
+    rows = []
+    for row in record["reward_models"]:
+        name = f"{labels_of(row['labels'])}, seed {row['seed']}"
+        rows.append({"name": name} | row)
+    return rows
+
+
+def ensembles(record: Record) -> list[Row]:
+    """How runs end, by the kind of their reward and the algorithm."""
+    rows = []
+    for (kind, algorithm), runs in group(record["rows"], "rewards", "algorithm").items():
+        row = {"rewards": kind, "algorithm": algorithm} | counts(runs)
+        for name in KINDS:
+            row[name] = [run["end"][name] for run in runs]
+            row[f"mean_{name}"] = np.mean(row[name])
         rows.append(row)
     return rows
 
@@ -269,6 +294,40 @@ def over_accuracy(*records: Record) -> Figure:
     return figure
 
 
+def of_ensembles(record: Record) -> Figure:
+    """The true score at the end of each run, in a line for each kind of reward, with a mark for
+    each set of labels."""
+    figure, panels = report.new(ENSEMBLES, 1, 1, 3.4)
+    axes = panels[0, 0]
+    kinds = list(dict.fromkeys(row["rewards"] for row in record["rows"]))
+    marks = {}
+    for row in record["reward_models"]:
+        name = f"{labels_of(row['labels'])} labels, seed {row['seed']}"
+        marks[row["labels"], row["seed"]] = (name.replace("random labels", "random"), "os^"[len(marks)])
+    for x in (COLLAPSED, -COLLAPSED):
+        axes.axvline(x, color=OTHER, linestyle="--", linewidth=1)
+    for (kind, algorithm), rows in group(record["rows"], "rewards", "algorithm").items():
+        y = kinds.index(kind) + SHIFTS[algorithm]
+        for row in rows:
+            _, mark = marks[row["labels"], row["labels_seed"]]
+            axes.plot(
+                row["end"]["true_score"],
+                y,
+                mark,
+                color=ALGORITHMS[algorithm],
+                alpha=0.6,
+                markersize=8,
+            )
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.invert_yaxis()
+    report.label(axes, f"{TRUE_SCORE} at the end", xlim=(-1, 1))
+    report.name_colours(axes, ALGORITHMS, "D")
+    for name, mark in marks.values():
+        report.name_colours(axes, {name: START}, mark)
+    report.legend_below(figure, axes, 5)
+    return figure
+
+
 def coefficients(fixed: Record, slow: Record, free: Record) -> Figure:
     """True score over the KL and over the episodes, for coefficients of the KL penalty and a lower
     rate; a row for each algorithm."""
@@ -308,5 +367,6 @@ PICTURES = {
     "more.png": (more_curves, "tiny.json"),
     "penalty.png": (with_penalty, "penalty.json"),
     "gamble.png": (over_accuracy, "tiny.json", "penalty.json"),
+    "ensembles.png": (of_ensembles, "ensembles.json"),
     "frontier.png": (coefficients, "frontier.json", "slow.json", "tiny.json"),
 }

@@ -10,28 +10,46 @@ from benchmark.studies.four_seeds.report import interval, row_of, shares
 SHOWN = 5  # openings on the page
 MODEL = "reward model"  # RLOO's run of four_seeds
 ARMS = (MODEL, "VADER", "VADER, no penalty", "VADER, three times")
+MEASURES = ("true_score", "found_end", "zero", "afinn", "kl")
+SHIFTS = (-0.15, 0.15)  # of the seeds' lines in the picture
 TITLE = "The penalty for a missing end hides what VADER says"
 
 
-def run_of(own: Record, other: Record, arm: str) -> Row:
-    """The row of an arm, of this record or of that of four_seeds."""
+def rows_of(records: tuple[Record, ...], arm: str) -> list[Row]:
+    """The row of an arm in each seed's record. Records of this study come first, and then those of
+    four_seeds, in the same order."""
+    own = records[: len(records) // 2]
+    others = records[len(records) // 2 :]
     if arm == MODEL:
-        return row_of(other, "RLOO")
-    return row_of(own, arm)
+        return [row_of(record, "RLOO") for record in others]
+    return [row_of(record, arm) for record in own]
 
 
-def arms(own: Record, other: Record) -> list[Row]:
-    """A row for each arm, and how much higher its true score is than the starting model's, with an
-    interval over openings."""
-    start = row_of(own, "starting model")
+def arms(*records: Record) -> list[Row]:
+    """A row for each arm, with lists over seeds: its measures, and how much higher its true score
+    is than the starting model's, with an interval over openings."""
+    starts = rows_of(records, "starting model")
     rows = []
     for arm in ARMS:
-        row = run_of(own, other, arm) | {"run": arm}
-        for name, share in shares(row["duel"]).items():
-            row[name] = share.mean()
-        gains = np.subtract(row["true_scores"], start["true_scores"])
-        rows.append(row | {"gain": interval([gains])})
+        found = rows_of(records, arm)
+        row = {"run": arm}
+        for name in MEASURES:
+            row[name] = [one[name] for one in found]
+        duels = [shares(one["duel"]) for one in found]
+        for name in duels[0]:
+            row[name] = [duel[name].mean() for duel in duels]
+        gains = []
+        for one, start in zip(found, starts, strict=True):
+            gains.append(np.subtract(one["true_scores"], start["true_scores"]))
+        intervals = [interval([gain]) for gain in gains]
+        row["gain"] = [f"{x['mean']:+.2f} ({x['low']:+.2f} to {x['high']:+.2f})" for x in intervals]
+        rows.append(row)
     return rows
+
+
+def equal(own: Record) -> list[Row]:
+    """The shares of openings whose four responses score alike, for each run that has them."""
+    return [row for row in own["rows"] if "equal_groups" in row]
 
 
 def responses(own: Record) -> list[Row]:
@@ -51,30 +69,30 @@ def responses(own: Record) -> list[Row]:
     return rows
 
 
-def draw(own: Record, other: Record) -> Figure:
-    """True score, and the share of responses that end, before and after each arm."""
-    figure, panels = report.new(TITLE, 1, 2, 2.8, sharey=True)
+def draw(*records: Record) -> Figure:
+    """True score, and the share of responses that end, before and after each arm, with a line for
+    each seed."""
+    figure, panels = report.new(TITLE, 1, 2, 3.2, sharey=True)
     kinds = {
         "true_score": "true score",
         "found_end": "share of responses that end",
     }
     for axes, (kind, words) in zip(panels[0], kinds.items(), strict=True):
-        before = row_of(own, "starting model")[kind]
-        for y, arm in enumerate(ARMS):
-            after = run_of(own, other, arm)[kind]
-            axes.plot(
-                [before, after],
-                [y, y],
-                color=RLOO,
-            )
-            axes.plot(after, y, "o", color=RLOO)
-            axes.plot(before, y, "o", color=START)
+        starts = rows_of(records, "starting model")
+        for i, arm in enumerate(ARMS):
+            found = rows_of(records, arm)
+            for start, row, shift in zip(starts, found, SHIFTS, strict=True):
+                ends = [start[kind], row[kind]]
+                y = i + shift
+                axes.plot(ends, [y, y], color=RLOO)
+                axes.plot(row[kind], y, "o", color=RLOO)
+                axes.plot(start[kind], y, "o", color=START)
         report.label(axes, words)
     panels[0, 0].set_yticks(range(len(ARMS)), list(ARMS))
     panels[0, 0].invert_yaxis()
     legend = {
         "starting model": START,
-        "after RLOO": RLOO,
+        "after RLOO, a line for each seed": RLOO,
     }
     report.name_colours(panels[0, 0], legend, "o")
     report.legend_below(figure, panels[0, 0], 2)
@@ -83,6 +101,8 @@ def draw(own: Record, other: Record) -> Figure:
 
 RECORDS = (
     "seed-11.json",
+    "seed-12.json",
     "../four_seeds/seed-11.json",
+    "../four_seeds/seed-12.json",
 )
 PICTURES = {"arms.png": (draw, *RECORDS)}

@@ -90,13 +90,8 @@ LEVELS = (2.0, 4.0, 6.0)  # nats at which true scores are compared
 SHORT_LEVELS = (1.0, 2.0, 3.0)  # where runs have fewer episodes than the scripts' default
 EPISODES = 12_800  # the scripts' default
 INTERRUPTED = 130  # a script's exit status: by Ctrl-C or SIGTERM
-CURVES = {
-    "true_score": "true_score",
-    "reward": "reward",
-    "kl": "kl",
-    "length": "objective/length",
-    "var_explained": "val/var_explained",
-}
+CURVES = {"true_score": "true_score", "reward": "reward", "kl": "kl"}  # and their metrics
+EXPLAINED = {"var_explained": "val/var_explained"}
 AT_END = ("true_score", "kl")  # whose differences at the end of runs are tested
 BINS = 16  # points of a curve in the picture
 FINE_WINDOW = 2  # updates whose means make a point of the curves that are compared
@@ -293,10 +288,12 @@ def digest_of(choice: Choice, flags: list[str]) -> str:
     return hashlib.sha256(repr((named, words)).encode()).hexdigest()[:6]
 
 
-def curve(metrics: list[dict[str, Any]], num_points: int) -> dict[str, list[float]]:
-    """True score, reward, KL and what values explain, of a run on its way, in so many points."""
+def curve(
+    metrics: list[dict[str, Any]], num_points: int, kinds: dict[str, str] = CURVES
+) -> dict[str, list[float]]:
+    """True score, reward and KL, or other metrics, of a run on its way, in so many points."""
     points = {}
-    for kind, metric in CURVES.items():
+    for kind, metric in kinds.items():
         if metric in metrics[0]:  # RLOO has no values
             values = np.array([row[metric] for row in metrics])
             parts = np.array_split(values, min(num_points, len(values)))
@@ -344,7 +341,7 @@ def with_curves(row: dict[str, Any], out: Path) -> dict[str, Any]:
         return row
     metrics = common.read_lines(out / "metrics.jsonl")
     fine = curve(metrics, math.ceil(len(metrics) / FINE_WINDOW))
-    return row | {"curve": curve(metrics, BINS), "fine_curve": fine}
+    return row | {"curve": curve(metrics, BINS, EXPLAINED), "fine_curve": fine}
 
 
 # --- results --------------------------------------------------------------------------------------
