@@ -164,7 +164,7 @@ def check_launch(accelerator: Accelerator) -> None:
     """UserError for an engine that would train wrongly. DeepSpeed, for example, steps after every
     micro-batch. FSDP1 holds weights in a form that cannot be sampled from."""
     kind = accelerator.distributed_type.value
-    if kind[:5] not in ("NO", "MULTI") and not accelerator.is_fsdp2:
+    if not kind.startswith(("NO", "MULTI")) and not accelerator.is_fsdp2:
         raise UserError(
             f"launch: {kind} is not supported: use DDP or FSDP2, see benchmark/accelerate/"
         )
@@ -304,8 +304,12 @@ def averaging(
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scales the gradients down to max_norm, if it is given. Returns their norm before that."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of weights in shards
+    return whole(nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+
+
+def whole(x: Tensor) -> Tensor:
+    """The whole of a tensor that FSDP may have sharded."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ from tf_adam import (
     reduce_means,
     set_learning_rates,
     sums_over,
+    whole,
     write,
 )
 
@@ -242,9 +243,13 @@ def main(preset: str, args: Args) -> None:
     reward = RewardModel(model, args).to(accelerator.device)
 
     # 1. normalize on samples of the reference policy; when a run is resumed, its checkpoint's gain
-    # and bias take the place of these
+    # and bias take the place of these. Samples are whole, as the original's, but nothing is meant
+    # by what follows a special token, like an eos.
+    end = token_id("truncate_token", tokenizer, args)
+    if end not in tokenizer.all_special_ids:
+        end = None
     if args.normalization_samples:
-        normalize(reward, reference_rewards(accelerator, reward, ref, queries, 0, args))
+        normalize(reward, reference_rewards(accelerator, reward, ref, queries, 0, end, args))
     optimizer = make_optimizer(reward, args)
     # `wrapped` is what is trained: it averages gradients over processes. `reward` is inside.
     wrapped, optimizer = accelerator.prepare(reward, optimizer)
@@ -278,13 +283,11 @@ def main(preset: str, args: Args) -> None:
 
     # 4. normalize again
     if args.normalization_samples:
-        normalize(reward, reference_rewards(accelerator, reward, ref, queries, 1, args))
+        normalize(reward, reference_rewards(accelerator, reward, ref, queries, 1, end, args))
 
     # 5. evaluate and save
     samples = evaluate_labels(reward, held_out, tokenizer)
-    # FSDP may have sharded gain and bias.
-    gain, bias = (getattr(x, "full_tensor", x.detach)().item() for x in (reward.gain, reward.bias))
-    statistics = {"gain": gain, "bias": bias}
+    statistics = {"gain": whole(reward.gain).item(), "bias": whole(reward.bias).item()}
     if held_out:
         statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
     accelerator.log(statistics)
@@ -359,11 +362,13 @@ def reference_rewards(
     ref: "Reference",
     queries: list[Query],
     draw: int,
+    end: int | None,
     args: Args,
 ) -> Tensor:
-    """Rewards of --normalization_samples samples of the reference, gathered from all processes.
-    Samples are not truncated, and are scored at their last token. Draw 0 is before the training, 1
-    after it: with other uniforms, and other queries if there are enough."""
+    """Rewards of --normalization_samples samples of the reference, gathered from all processes. A
+    sample is scored where `end` ends it, as --truncate_after says, or else at its last token. Draw
+    0 is before the training, 1 after it: with other uniforms, and other queries if there are
+    enough."""
     total = args.normalization_samples
     mine = torch.arange(total).chunk(accelerator.num_processes)[accelerator.process_index]
     u = uniforms(args.seed, draw, total, args.response_length)
@@ -372,8 +377,9 @@ def reference_rewards(
         asked = [queries[(draw * total + i) % len(queries)] for i in rows]
         contexts = [query.context for query in asked]
         responses, _ = sample(ref, contexts, u[rows], args.temperature)
+        is_read, _ = truncate(responses, end, args.truncate_after)
         ids, mask = pad_rows([query.input_ids for query in asked])
-        rewards.append(reward(ids, mask, responses, responses >= 0))  # all of their tokens are real
+        rewards.append(reward(ids, mask, responses, is_read))
     return accelerator.gather(torch.cat(rewards))
 
 
@@ -438,6 +444,18 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     token, and the run is stopped later."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
+
+
+def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:
+    """A mask (B, R) of the tokens up to and including the first `token` at index `after` or later,
+    or of all if there is none; and whether there is one, (B,). With token None all is True."""
+    if token is None:
+        everything = torch.ones_like(responses, dtype=torch.bool)
+        return everything, everything.all(1)
+    is_end = responses == token
+    is_end[:, :after] = False
+    ends_before = is_end.cumsum(1) - is_end.long()
+    return ends_before == 0, is_end.any(1)
 
 
 # --- forward passes -------------------------------------------------------------------------------
@@ -514,7 +532,7 @@ def read(
 
 def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
     """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
-    # At least 2 tokens, so that RLOO reads every query in two passes: FSDP counts on it.
+    # At least 2 tokens: RLOO reads all but the last in a pass of its own, and FSDP counts on it.
     longest = max(2, *map(len, rows))
     padded = [[-1] * (longest - len(row)) + row for row in rows]
     ids = torch.tensor(padded, device=PartialState().device)
@@ -616,7 +634,7 @@ def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
     folder or a hub id; then only that split is returned, under the name `train`."""
     name = local_path(getattr(args, flag))
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
-    path, _, rest = name.partition(":")
+    path, _, rest = name.partition(":")  # path:config:split
     if os.path.exists(name):  # its name may have a colon
         path = name
         rest = ""
@@ -678,8 +696,8 @@ NOT_READ = "system system_prompt history tools".split()
 
 def prompt_of(row: dict) -> str | list:
     """What is to be answered in this row: a text, token ids, or a chat, which is a list of messages
-    without the answer. If `chosen` is a chat, all before its last message is the prompt, unless the
-    prompt column has more."""
+    without the answer. If `chosen` is a chat, this is the longer of two: the prompt column, or all
+    messages of `chosen` but the last."""
     column = next((name for name in PROMPTS if name in row), "chosen")
     if column not in row or (column == "chosen" and isinstance(row[column], str)):
         raise UserError(f"a row needs one of the columns {PROMPTS}, or a chat in `chosen`: {row}")
@@ -866,7 +884,7 @@ def read_preference(
             tokens = tokens[: ends[0] + 1]
         elif tokens and end is not None:
             counts["answers without --truncate_token"] += 1
-            if args.truncate_token == "eos":
+            if args.truncate_token == "eos" and tokens[-1] != end:
                 tokens.append(end)
         parts.append(tokens[: args.response_length])
     return tuple(parts)

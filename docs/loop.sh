@@ -10,7 +10,7 @@
 # of a round is measured from the policy that the round began with, not from the first one.
 set -eo pipefail
 rounds=${ROUNDS:-3}
-queries=${QUERIES:-2000}  # asked in each round
+queries=${QUERIES:-2000}  # asked in each round, all at once and four times: fewer for large models
 episodes=${EPISODES:-2560}  # of PPO in each round
 out=${OUT:-runs/loop}
 policy=${POLICY:-tiny/model}
