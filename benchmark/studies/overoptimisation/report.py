@@ -40,6 +40,11 @@ def labels_of(labels: str) -> str:
     return f"{int(size):,}, {float(noise):.0%} random" if noise else f"{int(size):,}"
 
 
+def set_of(row: Row) -> str:
+    """A set of labels in words."""
+    return f"{labels_of(row['labels'])}, seed {row['seed']}"
+
+
 def fits(record: Record) -> list[Row]:
     """Runs without a penalty as means over seeds, by their labels; best of n after the policies."""
     rows = [row | {"name": labels_of(row["labels"])} for row in record["table"]]
@@ -86,11 +91,7 @@ def gamble(*records: Record) -> list[Row]:
 
 def members(record: Record) -> list[Row]:
     """The reward models of a set of labels, and how often each kind of reward is right."""
-    rows = []
-    for row in record["reward_models"]:
-        name = f"{labels_of(row['labels'])}, seed {row['seed']}"
-        rows.append({"name": name} | row)
-    return rows
+    return [{"name": set_of(row)} | row for row in record["reward_models"]]
 
 
 def ensembles(record: Record) -> list[Row]:
@@ -301,9 +302,8 @@ def of_ensembles(record: Record) -> Figure:
     axes = panels[0, 0]
     kinds = list(dict.fromkeys(row["rewards"] for row in record["rows"]))
     marks = {}
-    for row in record["reward_models"]:
-        name = f"{labels_of(row['labels'])} labels, seed {row['seed']}"
-        marks[row["labels"], row["seed"]] = (name.replace("random labels", "random"), "os^"[len(marks)])
+    for row, mark in zip(record["reward_models"], "os^", strict=True):
+        marks[row["labels"], row["seed"]] = (set_of(row), mark)
     for x in (COLLAPSED, -COLLAPSED):
         axes.axvline(x, color=OTHER, linestyle="--", linewidth=1)
     for (kind, algorithm), rows in group(record["rows"], "rewards", "algorithm").items():
@@ -358,6 +358,7 @@ def coefficients(fixed: Record, slow: Record, free: Record) -> Figure:
     return figure
 
 
+ENSEMBLES = "Where runs end by the kind of reward"
 WEAK = "The reward ends higher in every run; the true score does not"
 MORE = "Half of the labels at random are as bad as few labels"
 curves = functools.partial(over_root_kl, sources=["128", "512", "4000"], title=WEAK)
