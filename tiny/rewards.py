@@ -4,9 +4,9 @@
     python ppo_rlhf.py --reward_fn tiny.rewards:classifier
 
 A function is called as TRL calls its reward functions, with lists: prompts, completions, and each
-column of --query_dataset by its name. Completions end with their truncate token, but have no special
-tokens. It returns a float for each completion. Each process calls the function with its share of a
-batch, and with all held-out queries.
+column of --query_dataset by its name. Completions end with their truncate token, but have no
+special tokens. It returns a float for each completion. Each process calls the function with its
+share of a batch, and with all held-out queries.
 """
 
 import functools
