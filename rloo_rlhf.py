@@ -400,6 +400,7 @@ def rloo_update(
             with averaging(accelerator, policy, is_last=rows is groups[-1]):
                 all_logprobs, logprobs, _ = forward_response(policy, micro, args.temperature)
                 loss, metrics = rloo_loss(logprobs, micro, args)  # a loss of your own: add it here
+                loss = loss.view_as(micro.counted)  # an error if yours has another shape
                 accelerator.backward((loss * micro.counted).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
             records.append(sums_over(micro.counted, metrics))
@@ -521,12 +522,12 @@ def sample(
     logprobs = []
     for column in u.split(1, 1):  # (B, 1), one for each token
         logits, _ = policy(ids, mask, cache=cache)
-        logits = logits[:, -1] / temperature
+        probs = (logits[:, -1] / temperature).softmax(-1)
         # From now on the model reads only the newest token: the cache has all before it.
-        ids = inverse_cdf(logits.softmax(-1), column)
+        ids = inverse_cdf(probs, column)
         mask = pad(mask, (0, 1), value=True)
         responses.append(ids)
-        logprobs.append(logits.log_softmax(-1).gather(1, ids))
+        logprobs.append(probs.gather(1, ids).log())
     return torch.cat(responses, 1), torch.cat(logprobs, 1)
 
 
@@ -559,8 +560,10 @@ def truncated(batch: Batch) -> TokenRows:
 def select(batch: Batch, rows: Tensor) -> Batch:
     """A batch of these rows (numbers, on the CPU), in this order."""
     index = rows.to(batch.responses.device)
-    chosen = {name: x[index] for name, x in vars(batch).items() if isinstance(x, Tensor)}
-    return replace(batch, contexts=[batch.contexts[i] for i in rows], **chosen)
+    fields = vars(batch).items()
+    tensors = {name: x[index] for name, x in fields if isinstance(x, Tensor)}
+    lists = {name: [x[i] for i in rows] for name, x in fields if isinstance(x, list)}
+    return replace(batch, **tensors, **lists)
 
 
 @torch.no_grad()
@@ -927,10 +930,11 @@ def hold_out(queries: list[Query], count: int) -> tuple[list[Query], list[Query]
 
 # The prompt is in the first of these columns that exists: a chat says more than its last question.
 PROMPTS = """
-    messages query prompt question instruction conversations conversation text article content
+    messages query prompt question problem instruction conversations conversation text article
+    content
 """.split()
 # Leaving these out would change the prompt.
-NOT_READ = "system system_prompt history tools".split()
+NOT_READ = "system system_prompt history context tools".split()
 
 
 def prompt_of(row: dict) -> str | list:
@@ -954,7 +958,7 @@ def prompt_of(row: dict) -> str | list:
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     elif not is_chat(prompt):
         raise UserError(f"{column} must be a text or a chat, like `chosen`: {row}")
-    elif prompt[-1].get("role") == "assistant":
+    elif prompt[-1].get("role") in ("assistant", "model", "bot"):
         prompt = prompt[:-1]
     before = chosen[:-1] if is_chat(chosen) else []
     texts = [message.get("content") for message in before]
@@ -1063,21 +1067,21 @@ def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
 
 # --- results --------------------------------------------------------------------------------------
 def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str) -> None:
-    """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders. The value
-    head is a file beside the model whose states it reads."""
+    """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders. A head is
+    a file beside the model whose states it reads."""
     for part, module in policy.named_children():
         own = {
             name: weights[f"{part}.{name}"]
             for name in module.state_dict()
             if name not in getattr(module, "all_tied_weights_keys", ())  # they are saved once
         }
-        if part == "value_head":
-            reads = "critic" if policy.critic else "policy"
-            save_file(own, f"{parent}/{reads}/value_head.safetensors")
-        else:
+        if hasattr(module, "save_pretrained"):
             folder = f"{parent}/{part.replace('lm', 'policy')}"  # the critic's is critic/
             module.save_pretrained(folder, state_dict=own)
             tokenizer.save_pretrained(folder)
+        else:
+            reads = "critic" if policy.critic else "policy"
+            save_file(own, f"{parent}/{reads}/{part}.safetensors")
 
 
 def write_samples(samples: pd.DataFrame, folder: str) -> None:

@@ -324,7 +324,7 @@ def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     count = mask.sum()
     return {
-        name: torch.stack([(term.detach() * mask).sum(), count]).double()
+        name: torch.stack([(term.detach().expand_as(mask) * mask).sum(), count]).double()
         for name, term in terms.items()
     }
 
@@ -362,11 +362,12 @@ def choose_folder(script: Path, preset: str, args: Any) -> None:
         )
     if files:
         before = vars(type(args)()) | json.loads((folder / "args.json").read_text())["args"]
-        for name, value in vars(args).items():
+        for name, value_before in before.items():
+            value = getattr(args, name, None)  # a copy may have lost a setting
             # --reward_model None: load_reward chooses the newest later, and Run.start compares it.
             is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
-            if not is_open and json.dumps(value) != json.dumps(before[name]):
-                raise UserError(f"--{name} {value}: {folder} was started with {before[name]}")
+            if not is_open and json.dumps(value) != json.dumps(value_before):
+                raise UserError(f"--{name} {value}: {folder} was started with {value_before}")
 
 
 @dataclass
@@ -430,7 +431,7 @@ class Run:
             write(self.folder / "args.json", json.dumps(record, indent=2))
         for path in (self.script, Path(__file__)):
             copy = self.folder / path.name
-            if is_new:
+            if is_new or not copy.exists():  # the script may have another name now
                 write(copy, path.read_text())
             elif copy.read_bytes() != path.read_bytes():
                 print(f"{path.name} is no longer as it was when the run began, see {copy}")

@@ -429,12 +429,12 @@ def sample(
     logprobs = []
     for column in u.split(1, 1):  # (B, 1), one for each token
         logits, _ = policy(ids, mask, cache=cache)
-        logits = logits[:, -1] / temperature
+        probs = (logits[:, -1] / temperature).softmax(-1)
         # From now on the model reads only the newest token: the cache has all before it.
-        ids = inverse_cdf(logits.softmax(-1), column)
+        ids = inverse_cdf(probs, column)
         mask = pad(mask, (0, 1), value=True)
         responses.append(ids)
-        logprobs.append(logits.log_softmax(-1).gather(1, ids))
+        logprobs.append(probs.gather(1, ids).log())
     return torch.cat(responses, 1), torch.cat(logprobs, 1)
 
 
@@ -688,10 +688,11 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
 
 # The prompt is in the first of these columns that exists: a chat says more than its last question.
 PROMPTS = """
-    messages query prompt question instruction conversations conversation text article content
+    messages query prompt question problem instruction conversations conversation text article
+    content
 """.split()
 # Leaving these out would change the prompt.
-NOT_READ = "system system_prompt history tools".split()
+NOT_READ = "system system_prompt history context tools".split()
 
 
 def prompt_of(row: dict) -> str | list:
@@ -715,7 +716,7 @@ def prompt_of(row: dict) -> str | list:
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     elif not is_chat(prompt):
         raise UserError(f"{column} must be a text or a chat, like `chosen`: {row}")
-    elif prompt[-1].get("role") == "assistant":
+    elif prompt[-1].get("role") in ("assistant", "model", "bot"):
         prompt = prompt[:-1]
     before = chosen[:-1] if is_chat(chosen) else []
     texts = [message.get("content") for message in before]
@@ -852,7 +853,9 @@ def read_preference(
         return [], [], []
     if not (all(isinstance(x, str) for x in answers) or all(is_chat(x) for x in answers)):
         raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
-    texts = [value for value in row.values() if isinstance(value, str)]
+    if is_chat(answers[0]) and len(answers[0]) != len(answers[1]):
+        raise UserError(f"chosen and rejected must be chats of as many messages: {answers}")
+    texts = [value for value in row.values() if isinstance(value, str | list | dict)]
     if set(PROMPTS) & set(row) or is_chat(answers[0]) or len(texts) > 2:
         # Texts in unknown columns are an error: one of them may be the prompt.
         prompt = prompt_of(row)
