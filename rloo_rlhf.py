@@ -123,8 +123,8 @@ class Args:
     # the task
 
     # A file (json, jsonl, csv, parquet, txt), a folder or a hub id, perhaps with :config:split. The
-    # first of these columns that exists is used: messages, query, prompt, question, instruction,
-    # conversations, conversation, text, article, content
+    # first of these columns that exists is used: messages, query, prompt, question, problem,
+    # instruction, conversations, conversation, text, article, content
     query_dataset: str = "tiny/queries"
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop)
