@@ -15,12 +15,10 @@ from typing import Any
 
 import fork_tools
 import pytest
-import reference_reward
-import reference_rl
+import reference
 import reference_tools
 import torch
 from fork_tools import PPO, REWARD, RLOO
-from reference import PAD
 from run_tools import read_lines, to_lines
 from safetensors.torch import load_file
 from tiny_models import EOS, save_classifier, save_model
@@ -72,8 +70,7 @@ REWARD_D = f"{TEXTS} {STEPS} --gradient_checkpointing"
 
 @dataclass
 class Run:
-    """A script and its flags. With `stop` a signal ends the run in that update, and it goes on with
-    that many rows in a micro-batch."""
+    """With `stop` a signal ends the run in that update, and it goes on with `later` rows a pass."""
 
     script: str
     world: int
@@ -100,17 +97,11 @@ RUNS = {
     "preferences": Run(REWARD, 1, f"{LABELS} {REWARD_C}"),
     "preferences, other steps": Run(REWARD, 1, f"{LABELS} {REWARD_D}"),
 }
-REFERENCES = {
-    PPO: reference_rl.reinforce,
-    RLOO: reference_rl.reinforce,
-    REWARD: reference_reward.train_reward,
-}
 ROUNDING = 1e-4  # of log-probabilities in fp32, of a whole pass and token by token
 
 
 def save_models(folder: Path) -> None:
-    """Two architectures, one of three layers, the other with a BOS and a pad that is its eos, and
-    their reward models."""
+    """Two architectures, the second with a BOS and a pad that is its eos, and reward models."""
     torch.manual_seed(0)
     changes = {
         "gpt2": {"num_hidden_layers": 3},
@@ -147,7 +138,7 @@ def text_of(row: list[int]) -> str:
 
 def padded(row: list[int]) -> list[int]:
     """A row of tokens as label files have it."""
-    return row + [PAD] * (12 - len(row))
+    return row + [reference.PAD] * (12 - len(row))
 
 
 def make_tables() -> dict[str, list[dict[str, Any]]]:
@@ -270,7 +261,8 @@ def test_a_run_equals_its_reference(name, kit, tmp_path):
     launch(run, kit, out)
     module = importlib.import_module(run.script[:-3])
     _, args = fork_tools.parse(module, shlex.split(run.flags))
-    expected = REFERENCES[run.script](run.script, vars(args), kit, run.world)
+    again = reference.train_reward if run.script == REWARD else reference.reinforce
+    expected = again(run.script, vars(args), kit, run.world)
     metrics = read_lines(out / "metrics.jsonl")
     check_measured(metrics, run)
     odd = compare(metrics, expected.metrics, "metrics")
