@@ -61,8 +61,7 @@ def files_of_ranks(file: Path, count: int) -> list[Path]:
 
 
 def script_args(hparams: dict[str, Any]) -> ppo_rlhf.Args:
-    """The Args of ppo_rlhf.py that hyper-parameters of the original amount to; the truncate token
-    is an id."""
+    """The original's hyper-parameters as Args of ppo_rlhf.py; the truncate token is an id."""
     ppo = hparams["ppo"]
     rewards = hparams["rewards"]
     task = hparams["task"]
@@ -130,8 +129,7 @@ def torch_name(name: str) -> str | None:
 
 
 def weights_from_tf(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, Tensor]:
-    """TensorFlow's arrays below `prefix`, by the names of ActorCritic or RewardModel (without their
-    heads' biases)."""
+    """TensorFlow's arrays by the names of ActorCritic or RewardModel, without heads' biases."""
     found = {}
     for key, array in arrays.items():
         name = torch_name(key.removeprefix(prefix).removeprefix("model/"))
