@@ -7,7 +7,6 @@ epochs of one minibatch in two processes. A minibatch consists of several micro-
 has a state of its own, but runs of two updates are stopped in between and resumed.
 """
 
-import json
 import math
 import shlex
 import statistics
@@ -23,7 +22,6 @@ import fork_tools
 import patched
 import pytest
 import reference
-import reference_tools
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
@@ -44,7 +42,7 @@ from reference import (
     set_leave_one_out,
 )
 from run_tools import read_lines, read_metrics, to_lines
-from test_reference import RL, compare, compare_weights
+from test_reference import RL, Run, differences, launch
 from tiny_models import save_classifier
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -264,40 +262,35 @@ def copy_of(base: str, patch: str, folder: Path) -> Path:
     return script
 
 
-def launch(script: Path, flags: list[str], is_on_device: bool, kit: Path, stops: bool) -> None:
-    """Runs a copy on the device, or on two processes, which may be stopped in the first update."""
-    flags = [*flags, "--output_dir", str(script.with_name("out"))]
+def run_copy(script: Path, flags: str, is_on_device: bool, kit: Path, stop: int = 0) -> Path:
+    """The folder of a copy's run on the device, or on two processes, which may be stopped."""
+    out = script.with_name("out")
     if is_on_device:
         report = str(script.with_name("report.json"))
-        fork_tools.succeed(RUNNER, ["--report", report, str(script), *flags], kit)
-        return
-    if stops:
-        stop = (reference_tools.stop_in_update, 1)
-        status, _, errors = fork_tools.run_on(2, script, flags, kit, stop)
-        assert status == 130, errors
-        flags = [*flags, "--resume"]
-    status, _, errors = fork_tools.run_on(2, script, flags, kit)
-    assert status == 0, errors
+        words = [*shlex.split(flags), "--output_dir", str(out)]
+        fork_tools.succeed(RUNNER, ["--report", report, str(script), *words], kit)
+    else:
+        launch(Run(str(script), 2, flags, stop, later=3), kit, out)
+    return out
 
 
 @pytest.mark.parametrize(("name", "is_on_device"), RUNS)
 def test_a_method_is_what_its_paper_says(name, is_on_device, kit, tmp_path, monkeypatch):
     method = METHODS[name]
-    text = f"{FLAGS} {OF_SCRIPT[method.script]} {method.flags}"
+    flags = f"{FLAGS} {OF_SCRIPT[method.script]} {method.flags}"
     if not is_on_device:
-        text = f"{text} {TWO_PROCESSES} {method.other}"
-    flags = shlex.split(text)
+        flags += f" {TWO_PROCESSES} {method.other}"
+    stop = 1 if TWO_UPDATES in flags else 0
     script = copy_of(method.script, method.patch, tmp_path)
-    _, args = fork_tools.parse(patched.load(script), flags)
+    _, args = fork_tools.parse(patched.load(script), shlex.split(flags))
     for name_of_function, replacement in method.replaced.items():
         monkeypatch.setattr(reference, name_of_function, replacement)
     world = 1 if is_on_device else 2
     with ThreadPoolExecutor() as pool:
         future = pool.submit(reference.reinforce, method.script, vars(args), kit, world)
-        launch(script, flags, is_on_device, kit, stops=TWO_UPDATES in method.other)
+        out = run_copy(script, flags, is_on_device, kit, stop)
         expected = future.result()
 
-    out = tmp_path / "out"
     made = read_metrics(out)
     for row in made:
         for metric in ("first_ratio_error", "sampling_error"):
@@ -306,9 +299,7 @@ def test_a_method_is_what_its_paper_says(name, is_on_device, kit, tmp_path, monk
         for row in expected.metrics:  # the KL is no part of the reward
             del row["objective/non_score_reward"]
             row["objective/score_total"] = row["objective/scores"]
-    odd = compare(made, expected.metrics, "metrics")
-    odd += compare(read_lines(out / "samples.jsonl"), expected.samples, "samples")
-    assert not odd + compare_weights(out, expected)
+    assert not differences(out, made, expected)
 
 
 # --- rewards of labels ----------------------------------------------------------------------------
@@ -333,17 +324,13 @@ def margin_loss(rewards: Tensor, best: int, row: Any, s: Any, means: Numbers) ->
 @pytest.mark.parametrize("is_on_device", [True, False], ids=["device", "two processes"])
 def test_margins_and_centering_are_what_the_papers_say(is_on_device, kit, tmp_path, monkeypatch):
     """Pairs on the device, labels of three responses on two processes."""
-    table = "pairs.jsonl" if is_on_device else "triples.jsonl"
-    flags = [*shlex.split(LABELS), "--label_dataset", table]
+    flags = f"{LABELS} --label_dataset {'pairs' if is_on_device else 'triples'}.jsonl"
     script = copy_of(REWARD, "margin", tmp_path)
-    launch(script, flags, is_on_device, kit, stops=False)
-    _, args = fork_tools.parse(patched.load(script), flags)
+    out = run_copy(script, flags, is_on_device, kit)
+    _, args = fork_tools.parse(patched.load(script), shlex.split(flags))
     monkeypatch.setattr(reference, "label_loss", margin_loss)
     expected = reference.train_reward(REWARD, vars(args), kit, 1)
-    odd = compare(read_metrics(tmp_path / "out"), expected.metrics, "metrics")
-    results = json.loads((tmp_path / "out/results.json").read_text())
-    odd += compare(results, expected.results, "results")
-    assert not odd + compare_weights(tmp_path / "out", expected)
+    assert not differences(out, read_metrics(out), expected)
 
 
 # --- what whole runs do not show ------------------------------------------------------------------

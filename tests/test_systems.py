@@ -140,24 +140,22 @@ def test_a_patch_applies_as_it_is_and_ruff_finds_nothing(name, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_patches_are_written_again_as_they_are(tmp_path, monkeypatch):
-    """With line numbers of another script, too."""
-    edited = patched.script("grpo").read_text()
-    script = (ROOT / RLOO).read_text()
-    old = patched.PATCHES["grpo"].read_text()
+def test_patches_are_written_again_for_a_script_that_has_changed(tmp_path, monkeypatch):
     file = tmp_path / "grpo.patch"
-    file.write_text(old.replace("@@ -", "@@ -1"))
-    (tmp_path / RLOO).write_text(script)
+    old = patched.PATCHES["grpo"].read_text()
+    file.write_text(old)
+    script = (ROOT / RLOO).read_text()
+    (tmp_path / RLOO).write_text(f"# a line\n{script}")
     monkeypatch.setattr(make, "SYSTEMS", tmp_path)
     monkeypatch.setattr(make, "ROOT", tmp_path)
-    make.write_patch("grpo", edited)
-    assert file.read_text() == old
-    (tmp_path / RLOO).write_text(f"# a line\n{script}")
     monkeypatch.setattr(sys, "argv", ["make.py"])
     make.main()
     assert file.read_text() != old
     again = make.patched("grpo", tmp_path / "grpo.py")
-    assert again.read_text() == f"# a line\n{edited}"
+    assert again.read_text() == f"# a line\n{patched.script('grpo').read_text()}"
+    (tmp_path / RLOO).write_text(script)
+    make.main()
+    assert file.read_text() == old
 
 
 def comments(name: str) -> dict[str, str]:
