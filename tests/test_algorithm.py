@@ -200,12 +200,11 @@ def make_reward(gain: float = 1.0, bias: float = 0.0) -> train_reward.RewardMode
     return reward
 
 
-def make_labels(count: int, num_responses: int = 3) -> list[train_reward.Comparison]:
+def make_labels(count: int) -> list[train_reward.Comparison]:
     labels = []
     for i in range(count):
-        lengths = [i % 4 + 1, *range(1, num_responses + 1)]
-        query, *responses = random_rows(lengths, seed=i)
-        labels.append(train_reward.Comparison(query, responses, i % num_responses))
+        query, *responses = random_rows((i % 4 + 1, 1, 2, 3), seed=i)
+        labels.append(train_reward.Comparison(query, responses, i % 3))
     return labels
 
 

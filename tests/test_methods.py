@@ -1,10 +1,8 @@
 """The methods of 2025 in benchmark/systems: runs of the patched copies equal those of the second
-implementation (helpers/reference.py), into which each method is put here as its paper has it, one
-response at a time. Metrics, samples and weights are compared.
+implementation (helpers/reference.py), into which each method is put as its paper has it.
 
 Each copy runs for one update of two minibatches in one process on the simulated device; and for two
-epochs of one minibatch in two processes. A minibatch consists of several micro-batches. No patch
-has a state of its own, but runs of two updates are stopped in between and resumed.
+epochs of one minibatch in two processes. Runs of two updates are stopped in between and resumed.
 """
 
 import math
@@ -86,6 +84,18 @@ def loss_of_grpo(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Number
         kl = log_ratio.exp() * kl
     note(means, "loss/kl", row.kl_coef * kl)
     return (loss + row.kl_coef * kl).mean() / len(every)
+
+
+def minus_mean(rows: Rows, k: int, kl_coef: float, s: Any) -> None:
+    """Liu et al. 2025: rewards minus the mean of all k, which is RLOO's advantage but for this."""
+    set_leave_one_out(rows, k, kl_coef, s)
+    for row in rows:
+        row.advantages *= (k - 1) / k
+
+
+def loss_of_dr_grpo(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Numbers) -> Tensor:
+    """PPO's clipped loss, a sum over the tokens of a response."""
+    return clipped_loss(log_ratio, row.advantages, s, means).sum() / len(every)
 
 
 def over_the_batch(rows: Rows, k: int, kl_coef: float, _: Any) -> None:
@@ -200,6 +210,7 @@ class Method:
 NORMALIZED = partial(in_groups, 1e-4)
 GRPO = {"set_leave_one_out": NORMALIZED, "rloo_loss": loss_of_grpo}
 GSPO = {"set_leave_one_out": NORMALIZED, "rloo_loss": loss_of_gspo}
+DR_GRPO = {"set_leave_one_out": minus_mean, "rloo_loss": loss_of_dr_grpo}
 DAPO = {"set_leave_one_out": in_kept_groups, "rloo_loss": loss_of_dapo}
 REINFORCE_PP = {"set_leave_one_out": over_the_batch, "rloo_loss": loss_of_tokens}
 VAPO = {"set_advantages": decoupled}
@@ -221,6 +232,7 @@ JUDGES = "--more_reward_models judge2 judge3 --ensemble minimum"
 ADAPTED = f"--no-unbiased_kl --adaptive_kl_target 0.01 --kl_horizon 50 --seed 1 {TWO_UPDATES}"
 METHODS = {
     "grpo": Method("grpo", RLOO, GRPO, "--unbiased_kl", ADAPTED),
+    "dr_grpo": Method("dr_grpo", RLOO, DR_GRPO),
     "reinforce_pp": Method("reinforce_pp", RLOO, REINFORCE_PP, "--rloo_k 1", GROUPS),
     "dapo": Method("dapo", RLOO, DAPO, OF_DAPO, TWO_UPDATES),
     "dapo, no ends": Method("dapo", RLOO, DAPO, OF_DAPO, "--truncate_token w2"),

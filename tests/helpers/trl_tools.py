@@ -14,6 +14,7 @@ import patched
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
+from torch.nn.utils import vector_to_parameters
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 
@@ -141,21 +142,11 @@ def wide(x: np.ndarray, width: int) -> np.ndarray:
     return np.pad(x, ((0, 0), (0, width - x.shape[1])))
 
 
-def fill(parameters: Iterable[Tensor], weights: np.ndarray) -> None:
-    """Copies flattened weights into the parameters, in their order."""
-    parameters = list(parameters)
-    parts = torch.from_numpy(weights).split([p.numel() for p in parameters])
-    for p, x in zip(parameters, parts, strict=True):
-        p.data.copy_(x.view_as(p))
-
-
 def build(kind: Any, config: Any, weights: np.ndarray, names: Iterable[str]) -> Module:
     """A model as load_model leaves it, with these weights, which have these names."""
     model = kind.from_config(config, attn_implementation="eager").eval()
-    named = dict(model.named_parameters())
-    if [*named] != [*names]:
-        raise ValueError(f"other weights than {list(named)}")
-    fill(named.values(), weights)
+    assert [name for name, _ in model.named_parameters()] == [*names]
+    vector_to_parameters(torch.tensor(weights), model.parameters())
     return model
 
 
@@ -260,8 +251,8 @@ class PPO09(Recording):
     def with_value_head(self, actor_critic: type, *args: Any) -> Module:
         """TRL draws it; here it would start at zero."""
         policy = actor_critic(*args)
-        num_weights = policy.value_head.in_features + 1
-        fill(policy.value_head.parameters(), self.saved["policy"][-num_weights:])
+        weights = torch.tensor(self.saved["policy"])[-policy.value_head.in_features - 1 :]
+        vector_to_parameters(weights, policy.value_head.parameters())
         return policy
 
     def parts(self, policy: Module) -> dict[str, Named]:
