@@ -140,6 +140,7 @@ def test_a_patch_applies_as_it_is_and_ruff_finds_nothing(name, tmp_path):
 
 
 def test_patches_are_written_again_for_a_script_that_has_changed(tmp_path, monkeypatch):
+    edited = patched.script("grpo").read_text()
     file = tmp_path / "grpo.patch"
     old = patched.PATCHES["grpo"].read_text()
     file.write_text(old)
@@ -151,7 +152,7 @@ def test_patches_are_written_again_for_a_script_that_has_changed(tmp_path, monke
     make.main()
     assert file.read_text() != old
     again = make.patched("grpo", tmp_path / "grpo.py")
-    assert again.read_text() == f"# a line\n{patched.script('grpo').read_text()}"
+    assert again.read_text() == f"# a line\n{edited}"
     (tmp_path / RLOO).write_text(script)
     make.main()
     assert file.read_text() == old
