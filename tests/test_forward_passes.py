@@ -105,8 +105,7 @@ def test_tokens_that_the_tokenizer_lacks_have_no_logit(k):
 
 @pytest.mark.parametrize("contexts", ["1 / 1", "1 2 / 1 2", "1 / 2 3"])
 def test_every_batch_of_rloo_is_read_in_two_passes(contexts):
-    """A process whose queries have one token each makes as many as the others. Where weights are
-    sharded, it would wait for them forever."""
+    """With one token in a query, too: where weights are sharded, others would wait forever."""
     lm = tiny.make_lm("gpt2")
     calls = []
     lm.transformer.register_forward_hook(lambda *_: calls.append(1))
@@ -124,9 +123,8 @@ def plain_rewards(judge: nn.Module, texts: list[list[int]]) -> list[Tensor]:
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(WITH_CLASSIFIER))
 def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(name, attention):
-    """In PPO and RLOO, without what stands around a query for the policy; for a critic that starts
-    from the reward model; and in train_reward.py. There are one and three responses of different
-    lengths per query, one ending with eos, the pad."""
+    """In PPO and RLOO (without a query's prefix and suffix), in a critic that starts from the
+    reward model, and in train_reward.py; one response ends with eos, the pad."""
     folder = folder_of(name) / "judge"
     auto_class = AutoModelForSequenceClassification
     plain = auto_class.from_pretrained(folder, attn_implementation=attention)

@@ -1,13 +1,10 @@
 """The methods of 2025 in benchmark/systems: runs of the patched copies equal those of the second
-implementation (helpers/reference.py), into which each method is put here as its paper has it, one
-response at a time. Metrics, samples and weights are compared.
+implementation (helpers/reference.py), into which each method is put as its paper has it.
 
 Each copy runs for one update of two minibatches in one process on the simulated device; and for two
-epochs of one minibatch in two processes. A minibatch consists of several micro-batches. No patch
-has a state of its own, but runs of two updates are stopped in between and resumed.
+epochs of one minibatch in two processes. Runs of two updates are stopped in between and resumed.
 """
 
-import json
 import math
 import shlex
 import statistics
@@ -23,18 +20,27 @@ import fork_tools
 import patched
 import pytest
 import reference
-import reference_ppo
-import reference_reward
-import reference_rl
-import reference_tools
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO
-from reference import CLIP_EDGE, Numbers, note, read
-from reference_rloo import NAMES
+from reference import (
+    Numbers,
+    Rows,
+    Tokens,
+    clipped_loss,
+    gae,
+    make_judge,
+    make_row,
+    note,
+    note_rollout,
+    read,
+    sample,
+    set_advantages,
+    set_leave_one_out,
+)
 from run_tools import read_lines, read_metrics, to_lines
-from test_reference import RL, compare, compare_weights
+from test_reference import RL, Run, differences, launch
 from tiny_models import save_classifier
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -56,43 +62,7 @@ SAMPLED = "= sample(policy, contexts, u, args.temperature)"
 
 
 # --- the methods, one response at a time ----------------------------------------------------------
-def clipped_loss(
-    high: float, log_ratio: Tensor, advantages: Any, low: float, means: Numbers, names: Any
-) -> Tensor:
-    """As that of reference.py, but ratios are clipped to 1 - low and 1 + high."""
-    ratio = log_ratio.exp()
-    gain = advantages * ratio
-    for edge in (1 - low, 1 + high):
-        assert (ratio - edge).abs().min() > CLIP_EDGE, "clipped or not: take another seed"
-    near_gain = advantages * ratio.clamp(1 - low, 1 + high)
-    loss = -torch.minimum(gain, near_gain)
-    note(means, names["loss"], loss)
-    note(means, names["ratio"], ratio)
-    note(means, names["approxkl"], log_ratio**2 / 2)
-    note(means, names["clipfrac"], near_gain < gain)
-    return loss
-
-
-def step(loss_of: Callable, policy: Any, parts: list, s: Any, means: Numbers) -> None:
-    """The gradient of a minibatch, to which each row adds its loss."""
-    every = [row for rows in parts for row in rows]
-    for row in every:
-        now = read(policy, row, s.temperature)
-        note(means, "policy/entropy", now.entropies)
-        loss = loss_of(row, now.logprobs - row.logprobs, every, s, means)
-        if loss is not None:
-            loss.backward()
-
-
-def as_rloo(set_advantages: Callable, loss_of: Callable, s: Any) -> dict:
-    """What takes the place of RLOO in the second implementation."""
-    return {
-        (reference_rl, "set_leave_one_out"): set_advantages,
-        (reference_rl, "rloo_step"): partial(step, loss_of),
-    }
-
-
-def in_groups(eps: float, rows: list[Any], k: int, kl_coef: float) -> None:
+def in_groups(eps: float, rows: Rows, k: int, kl_coef: float, _: Any) -> None:
     """Shao et al. 2024, section 4.1.2: rewards of mean 0 and deviation 1 in each group."""
     for i, row in enumerate(rows):
         first = i // k * k
@@ -105,9 +75,9 @@ def in_groups(eps: float, rows: list[Any], k: int, kl_coef: float) -> None:
             row.advantages = (row.score - statistics.mean(scores)) / deviation
 
 
-def loss_of_grpo(row: Any, log_ratio: Tensor, every: list, s: Any, means: Numbers) -> Tensor:
+def loss_of_grpo(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Numbers) -> Tensor:
     """Shao et al. 2024, equations 3 and 4; and the ratio of DeepSeek-V3.2 before the KL."""
-    loss = reference.clipped_loss(log_ratio, row.advantages, s.cliprange, means, NAMES)
+    loss = clipped_loss(log_ratio, row.advantages, s, means)
     to_ref = -row.log_ratio - log_ratio
     kl = to_ref.exp() - to_ref - 1
     if s.unbiased_kl:
@@ -116,25 +86,37 @@ def loss_of_grpo(row: Any, log_ratio: Tensor, every: list, s: Any, means: Number
     return (loss + row.kl_coef * kl).mean() / len(every)
 
 
-def over_the_batch(rows: list[Any], k: int, kl_coef: float) -> None:
+def minus_mean(rows: Rows, k: int, kl_coef: float, s: Any) -> None:
+    """Liu et al. 2025: rewards minus the mean of all k, which is RLOO's advantage but for this."""
+    set_leave_one_out(rows, k, kl_coef, s)
+    for row in rows:
+        row.advantages *= (k - 1) / k
+
+
+def loss_of_dr_grpo(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Numbers) -> Tensor:
+    """PPO's clipped loss, a sum over the tokens of a response."""
+    return clipped_loss(log_ratio, row.advantages, s, means).sum() / len(every)
+
+
+def over_the_batch(rows: Rows, k: int, kl_coef: float, _: Any) -> None:
     """Hu et al. 2025: score minus later KL, of mean 0 and variance 1 over all tokens."""
     for row in rows:
         kl_left = [row.log_ratio[t:].sum() for t in range(row.count)]
         row.advantages = row.score - kl_coef * torch.stack(kl_left)
-    whitened = reference_ppo.whiten([row.advantages for row in rows], True)
+    whitened = reference.whiten([row.advantages for row in rows], True)
     for row, x in zip(rows, whitened, strict=True):
         row.advantages = x
 
 
-def loss_of_tokens(row: Any, log_ratio: Tensor, every: list, s: Any, means: Numbers) -> Tensor:
+def loss_of_tokens(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Numbers) -> Tensor:
     """PPO's clipped loss, a mean over tokens."""
-    loss = reference.clipped_loss(log_ratio, row.advantages, s.cliprange, means, NAMES)
+    loss = clipped_loss(log_ratio, row.advantages, s, means)
     return loss.sum() / sum(other.count for other in every)
 
 
-def in_kept_groups(rows: list[Any], k: int, kl_coef: float) -> None:
+def in_kept_groups(rows: Rows, k: int, kl_coef: float, s: Any) -> None:
     """Yu et al. 2025, section 3.2, without new samples, and overlong filtering of section 3.4."""
-    in_groups(0.0, rows, k, kl_coef)
+    in_groups(0.0, rows, k, kl_coef, s)
     for row in rows:
         row.kept = row.found_end and row.differs
         row.counts = row.kept
@@ -144,114 +126,103 @@ def in_kept_groups(rows: list[Any], k: int, kl_coef: float) -> None:
             row.advantages = 0.0
 
 
-def loss_of_dapo(row: Any, log_ratio: Tensor, every: list, s: Any, means: Any) -> Tensor | None:
+def loss_of_dapo(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Numbers) -> Tensor:
     """Yu et al. 2025, equation 8."""
     note(means, "objective/kept", row.kept)
     if not row.counts:
-        return None
-    high = s.cliprange_high
-    loss = clipped_loss(high, log_ratio, row.advantages, s.cliprange, means, NAMES)
-    return loss.sum() / sum(other.count for other in every if other.counts)
+        return 0 * log_ratio.sum()
+    counted = [other for other in every if other.counts]
+    return loss_of_tokens(row, log_ratio, counted, s, means)
 
 
-def loss_of_gspo(row: Any, log_ratio: Tensor, every: list, s: Any, means: Numbers) -> Tensor:
+def loss_of_gspo(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Numbers) -> Tensor:
     """Zheng et al. 2025, equations 5 and 7."""
-    ratio = log_ratio.sum() / row.count
-    high = s.cliprange_high
-    loss = clipped_loss(high, ratio, row.advantages, s.cliprange, means, NAMES)
-    return loss / len(every)
+    return clipped_loss(log_ratio.sum() / row.count, row.advantages, s, means) / len(every)
 
 
-def decoupled(rows: list[Any], kl_coef: float, s: Any) -> None:
+def decoupled(rows: Rows, kl_coef: float, s: Any) -> None:
     """Yue et al. 2025: a lambda for values, and another for the policy, or for each length."""
     for row in rows:
-        rewards = reference_ppo.token_rewards(row, kl_coef)
+        rewards = reference.token_rewards(row, kl_coef)
         lam = s.lam
         if s.lam_alpha is not None:
             lam = max(0.0, 1 - 1 / (s.lam_alpha * row.count))
-        row.advantages = reference_ppo.gae(row.values, rewards, s.gamma, lam)
-        row.returns = row.values + reference_ppo.gae(row.values, rewards, s.gamma, s.lam_critic)
+        row.advantages = gae(row.values, rewards, s.gamma, lam)
+        row.returns = row.values + gae(row.values, rewards, s.gamma, s.lam_critic)
 
 
-def as_vapo(s: Any) -> dict:
-    return {
-        (reference_ppo, "set_advantages"): decoupled,
-        (reference_ppo, "clipped_loss"): partial(clipped_loss, s.cliprange_high),
-    }
+# Yao et al. 2025: another sampler, and weights of tokens or, for RLOO, of responses.
+def flatter(s: Any) -> Any:
+    """The sampler's settings."""
+    return SimpleNamespace(**vars(s) | {"temperature": FLATTER * s.temperature})
 
 
-def as_tis(s: Any) -> dict:
-    """PPO or RLOO with another sampler, and with Yao et al.'s weights of tokens or responses."""
-    flatter = SimpleNamespace(**vars(s) | {"temperature": FLATTER * s.temperature})
-    make_row = reference_rl.make_row
-    note_rollout = reference_rl.note_rollout
-    of_ppo = reference_ppo.set_advantages
-    of_rloo = reference_rl.set_leave_one_out
-
-    def sample(lm: Any, context: list[int], u: list[float], _: Any) -> list[int]:
-        return reference.sample(lm, context, u, flatter)
-
-    def make_weighted_row(policy: Any, *given: Any) -> Any:
-        row = make_row(policy, *given)
-        with torch.no_grad():
-            row.log_weights = row.logprobs - read(policy, row, flatter.temperature).logprobs
-        return row
-
-    def note_mismatch(rows: list[Any], kl_coef: float, means: Numbers) -> None:
-        note_rollout(rows, kl_coef, means)
-        for row in rows:
-            note(means, "objective/mismatch", row.log_weights.abs().mean())
-
-    def of_tokens(rows: list[Any], kl_coef: float, s: Any) -> None:
-        of_ppo(rows, kl_coef, s)
-        for row in rows:
-            row.advantages = row.advantages * row.log_weights.exp().clamp(max=s.tis_cap)
-
-    def of_responses(rows: list[Any], k: int, kl_coef: float) -> None:
-        of_rloo(rows, k, kl_coef)
-        for row in rows:
-            row.advantages *= min(row.log_weights.sum().exp().item(), s.tis_cap)
-
-    return {
-        (reference_rl, "sample"): sample,
-        (reference_rl, "make_row"): make_weighted_row,
-        (reference_rl, "note_rollout"): note_mismatch,
-        (reference_ppo, "set_advantages"): of_tokens,
-        (reference_rl, "set_leave_one_out"): of_responses,
-    }
+def sample_flatter(lm: Any, context: Tokens, u: list[float], s: Any) -> Tokens:
+    return sample(lm, context, u, flatter(s))
 
 
-def as_ensemble(s: Any) -> dict:
-    """PPO or RLOO with the mean or the minimum of several judges' scores."""
-    one_judge = reference_rl.Judge
+def make_weighted_row(policy: Any, *others: Any) -> Any:
+    row = make_row(policy, *others)
+    *_, s = others
+    with torch.no_grad():
+        row.log_weights = row.logprobs - read(policy, row, flatter(s).temperature).logprobs
+    return row
 
-    def make_judge(s: Any, folder: Path, tokenizer: Any) -> Callable:
-        judges = []
-        for name in (s.reward_model, *s.more_reward_models):
-            one = SimpleNamespace(**vars(s) | {"reward_model": name})
-            judges.append(one_judge(one, folder, tokenizer))
-        join = min if s.ensemble == "minimum" else statistics.mean
-        return lambda query, response: join([judge(query, response) for judge in judges])
 
-    return {(reference_rl, "Judge"): make_judge}
+def note_mismatch(rows: Rows, kl_coef: float, means: Numbers) -> None:
+    note_rollout(rows, kl_coef, means)
+    for row in rows:
+        note(means, "objective/mismatch", row.log_weights.abs().mean())
+
+
+def weigh_tokens(rows: Rows, kl_coef: float, s: Any) -> None:
+    set_advantages(rows, kl_coef, s)
+    for row in rows:
+        row.advantages = row.advantages * row.log_weights.exp().clamp(max=s.tis_cap)
+
+
+def weigh_responses(rows: Rows, k: int, kl_coef: float, s: Any) -> None:
+    set_leave_one_out(rows, k, kl_coef, s)
+    for row in rows:
+        row.advantages *= min(row.log_weights.sum().exp().item(), s.tis_cap)
+
+
+def make_judges(s: Any) -> Callable:
+    """The mean or the minimum of several judges' scores."""
+    judges = []
+    for name in (s.reward_model, *s.more_reward_models):
+        judges.append(make_judge(SimpleNamespace(**vars(s) | {"reward_model": name})))
+    join = min if s.ensemble == "minimum" else statistics.mean
+    return lambda query, response: join([judge(query, response) for judge in judges])
 
 
 @dataclass
 class Method:
-    """A patch of a script, and what takes the place of functions of the reference. Flags, and those
-    that are added on two processes."""
+    """`replaced`: functions of the second implementation. `other`: flags on two processes."""
 
     patch: str
     script: str
-    replaced: Callable[[Any], dict]
+    replaced: dict[str, Callable]
     flags: str = ""
     other: str = ""
 
 
-GRPO = partial(as_rloo, partial(in_groups, 1e-4), loss_of_grpo)
-GSPO = partial(as_rloo, partial(in_groups, 1e-4), loss_of_gspo)
-DAPO = partial(as_rloo, in_kept_groups, loss_of_dapo)
-REINFORCE_PP = partial(as_rloo, over_the_batch, loss_of_tokens)
+NORMALIZED = partial(in_groups, 1e-4)
+GRPO = {"set_leave_one_out": NORMALIZED, "rloo_loss": loss_of_grpo}
+GSPO = {"set_leave_one_out": NORMALIZED, "rloo_loss": loss_of_gspo}
+DR_GRPO = {"set_leave_one_out": minus_mean, "rloo_loss": loss_of_dr_grpo}
+DAPO = {"set_leave_one_out": in_kept_groups, "rloo_loss": loss_of_dapo}
+REINFORCE_PP = {"set_leave_one_out": over_the_batch, "rloo_loss": loss_of_tokens}
+VAPO = {"set_advantages": decoupled}
+TIS = {
+    "sample": sample_flatter,
+    "make_row": make_weighted_row,
+    "note_rollout": note_mismatch,
+    "set_advantages": weigh_tokens,
+    "set_leave_one_out": weigh_responses,
+}
+ENSEMBLE = {"make_judge": make_judges}
+GROUPS = f"--rloo_k 3 {TWO_UPDATES}"
 OF_DAPO = """--kl_coef 0 --reward_model none --reward_fn reference_tools:coarse
     --penalty_reward_value 0 --cliprange_high 0.08"""
 OF_GSPO = "--kl_coef 0 --cliprange 3e-3 --cliprange_high 4e-3"
@@ -261,19 +232,17 @@ JUDGES = "--more_reward_models judge2 judge3 --ensemble minimum"
 ADAPTED = f"--no-unbiased_kl --adaptive_kl_target 0.01 --kl_horizon 50 --seed 1 {TWO_UPDATES}"
 METHODS = {
     "grpo": Method("grpo", RLOO, GRPO, "--unbiased_kl", ADAPTED),
-    "reinforce_pp": Method(
-        "reinforce_pp", RLOO, REINFORCE_PP, "--rloo_k 1", f"--rloo_k 3 {TWO_UPDATES}"
-    ),
+    "dr_grpo": Method("dr_grpo", RLOO, DR_GRPO),
+    "reinforce_pp": Method("reinforce_pp", RLOO, REINFORCE_PP, "--rloo_k 1", GROUPS),
     "dapo": Method("dapo", RLOO, DAPO, OF_DAPO, TWO_UPDATES),
     "dapo, no ends": Method("dapo", RLOO, DAPO, OF_DAPO, "--truncate_token w2"),
     "gspo": Method("gspo", RLOO, GSPO, OF_GSPO, "--lr 1e-4"),
-    "vapo": Method("vapo", PPO, as_vapo, OF_VAPO, LATER),
-    "tis of PPO": Method("tis", PPO, as_tis, "--tis_cap 1.1"),
-    "tis of RLOO": Method("tis", RLOO, as_tis, "--tis_cap 1.2"),
-    "rm_ensemble of PPO": Method("rm_ensemble", PPO, as_ensemble, JUDGES, "--ensemble mean"),
-    "rm_ensemble of RLOO": Method("rm_ensemble", RLOO, as_ensemble, JUDGES),
+    "vapo": Method("vapo", PPO, VAPO, OF_VAPO, LATER),
+    "tis of PPO": Method("tis", PPO, TIS, "--tis_cap 1.1"),
+    "tis of RLOO": Method("tis", RLOO, TIS, "--tis_cap 1.2"),
+    "rm_ensemble of PPO": Method("rm_ensemble", PPO, ENSEMBLE, JUDGES, "--ensemble mean"),
+    "rm_ensemble of RLOO": Method("rm_ensemble", RLOO, ENSEMBLE, JUDGES),
 }
-MARGIN = Method("margin", REWARD, dict)
 NOT_ON_DEVICE = {"dapo, no ends", "tis of RLOO", "rm_ensemble of RLOO"}  # in other runs it was
 RUNS = [(name, False) for name in METHODS]
 RUNS += [(name, True) for name in METHODS if name not in NOT_ON_DEVICE]
@@ -295,51 +264,45 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def copy_of(method: Method, folder: Path) -> Path:
+def copy_of(base: str, patch: str, folder: Path) -> Path:
     """The script with the method's patch. That of `tis` samples at another temperature."""
-    script = patched.copy_of(method.script, method.patch, folder)
-    if method.patch == "tis":
+    script = patched.copy_of(base, patch, folder)
+    if patch == "tis":
         text = script.read_text()
         assert text.count(SAMPLED) == 1
         script.write_text(text.replace(SAMPLED, SAMPLED.replace("args", f"{FLATTER} * args")))
     return script
 
 
-def launch(script: Path, flags: list[str], is_on_device: bool, kit: Path, stops: bool) -> None:
-    """Runs a copy on the device, or on two processes, which may be stopped in the first update."""
-    flags = [*flags, "--output_dir", str(script.with_name("out"))]
+def run_copy(script: Path, flags: str, is_on_device: bool, kit: Path, stop: int = 0) -> Path:
+    """The folder of a copy's run on the device, or on two processes, which may be stopped."""
+    out = script.with_name("out")
     if is_on_device:
         report = str(script.with_name("report.json"))
-        fork_tools.succeed(RUNNER, ["--report", report, str(script), *flags], kit)
-        return
-    if stops:
-        stop = (reference_tools.stop_in_update, 1)
-        status, _, errors = fork_tools.run_on(2, script, flags, kit, stop)
-        assert status == 130, errors
-        flags = [*flags, "--resume"]
-    status, _, errors = fork_tools.run_on(2, script, flags, kit)
-    assert status == 0, errors
+        words = [*shlex.split(flags), "--output_dir", str(out)]
+        fork_tools.succeed(RUNNER, ["--report", report, str(script), *words], kit)
+    else:
+        launch(Run(str(script), 2, flags, stop, later=3), kit, out)
+    return out
 
 
 @pytest.mark.parametrize(("name", "is_on_device"), RUNS)
 def test_a_method_is_what_its_paper_says(name, is_on_device, kit, tmp_path, monkeypatch):
     method = METHODS[name]
-    text = f"{FLAGS} {OF_SCRIPT[method.script]} {method.flags}"
+    flags = f"{FLAGS} {OF_SCRIPT[method.script]} {method.flags}"
     if not is_on_device:
-        text = f"{text} {TWO_PROCESSES} {method.other}"
-    flags = shlex.split(text)
-    script = copy_of(method, tmp_path)
-    _, args = fork_tools.parse(patched.load(script), flags)
-    for place, replacement in method.replaced(args).items():
-        monkeypatch.setattr(*place, replacement)
+        flags += f" {TWO_PROCESSES} {method.other}"
+    stop = 1 if TWO_UPDATES in flags else 0
+    script = copy_of(method.script, method.patch, tmp_path)
+    _, args = fork_tools.parse(patched.load(script), shlex.split(flags))
+    for name_of_function, replacement in method.replaced.items():
+        monkeypatch.setattr(reference, name_of_function, replacement)
     world = 1 if is_on_device else 2
     with ThreadPoolExecutor() as pool:
-        reinforce = reference_rl.reinforce
-        future = pool.submit(reinforce, method.script, vars(args), kit, world)
-        launch(script, flags, is_on_device, kit, stops=TWO_UPDATES in method.other)
+        future = pool.submit(reference.reinforce, method.script, vars(args), kit, world)
+        out = run_copy(script, flags, is_on_device, kit, stop)
         expected = future.result()
 
-    out = tmp_path / "out"
     made = read_metrics(out)
     for row in made:
         for metric in ("first_ratio_error", "sampling_error"):
@@ -348,9 +311,7 @@ def test_a_method_is_what_its_paper_says(name, is_on_device, kit, tmp_path, monk
         for row in expected.metrics:  # the KL is no part of the reward
             del row["objective/non_score_reward"]
             row["objective/score_total"] = row["objective/scores"]
-    odd = compare(made, expected.metrics, "metrics")
-    odd += compare(read_lines(out / "samples.jsonl"), expected.samples, "samples")
-    assert not odd + compare_weights(out, expected)
+    assert not differences(out, made, expected)
 
 
 # --- rewards of labels ----------------------------------------------------------------------------
@@ -375,17 +336,13 @@ def margin_loss(rewards: Tensor, best: int, row: Any, s: Any, means: Numbers) ->
 @pytest.mark.parametrize("is_on_device", [True, False], ids=["device", "two processes"])
 def test_margins_and_centering_are_what_the_papers_say(is_on_device, kit, tmp_path, monkeypatch):
     """Pairs on the device, labels of three responses on two processes."""
-    table = "pairs.jsonl" if is_on_device else "triples.jsonl"
-    flags = [*shlex.split(LABELS), "--label_dataset", table]
-    script = copy_of(MARGIN, tmp_path)
-    launch(script, flags, is_on_device, kit, stops=False)
-    _, args = fork_tools.parse(patched.load(script), flags)
-    monkeypatch.setattr(reference_reward, "label_loss", margin_loss)
-    expected = reference_reward.train_reward(REWARD, vars(args), kit, 1)
-    odd = compare(read_metrics(tmp_path / "out"), expected.metrics, "metrics")
-    results = json.loads((tmp_path / "out/results.json").read_text())
-    odd += compare(results, expected.results, "results")
-    assert not odd + compare_weights(tmp_path / "out", expected)
+    flags = f"{LABELS} --label_dataset {'pairs' if is_on_device else 'triples'}.jsonl"
+    script = copy_of(REWARD, "margin", tmp_path)
+    out = run_copy(script, flags, is_on_device, kit)
+    _, args = fork_tools.parse(patched.load(script), shlex.split(flags))
+    monkeypatch.setattr(reference, "label_loss", margin_loss)
+    expected = reference.train_reward(REWARD, vars(args), kit, 1)
+    assert not differences(out, read_metrics(out), expected)
 
 
 # --- what whole runs do not show ------------------------------------------------------------------

@@ -1,18 +1,11 @@
-"""Rollouts: sampling through a cache against full forward passes, and what is made of the
-responses."""
+"""Rollouts: sampling through a cache against full forward passes, and batches of responses."""
 
-import itertools
 import weakref
 from typing import Any
-from unittest import mock
 
-import fork_tools
 import pytest
 import tiny_models as tiny
 import torch
-from accelerate import Accelerator
-from fork_tools import PPO, RLOO, WORDS, kit
-from run_tools import call, read_lines
 from tiny_models import CONFIGS, full_logits, make_policy, make_queries, random_rows, rows_of
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -94,8 +87,7 @@ def test_extreme_uniforms_draw_no_token_of_probability_zero(value):
 
 
 def test_the_distribution_of_a_large_vocabulary_is_drawn_as_it_is():
-    """The part of [0, 1) that draws a token is the token's probability in exact numbers, however
-    rare it is and whatever comes before it."""
+    """The part of [0, 1) that draws a token is its exact probability, however rare it is."""
     size = 150_000
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(1, size, generator=generator)
@@ -129,28 +121,6 @@ def test_the_distribution_of_a_large_vocabulary_is_drawn_as_it_is():
     assert torch.equal(found.squeeze(0), rare)
 
 
-def test_uniforms_and_shuffles_follow_from_seed_update_and_process_alone():
-    Accelerator(cpu=True)
-    seen = []
-    for seed, draw in rows_of("1 0 / 1 1 / 2 0 / 3999999999 1000000"):
-        u = ppo_rlhf.uniforms(seed, draw, 3, 4)
-        assert torch.equal(u, ppo_rlhf.uniforms(seed, draw, 5, 4)[:3])
-        assert u.dtype == torch.float32
-        seen += u.flatten().tolist()
-    assert len(set(seen)) == 48
-    args = ppo_rlhf.Args(num_epochs=3, num_minibatches=2)
-    orders = []
-    for seed, rank, update in rows_of("1 0 0 / 1 1 0 / 1 0 1 / 2 0 0"):
-        args.seed = seed
-        order = ppo_rlhf.shuffle(args, rank, update, 40)
-        assert torch.equal(order, ppo_rlhf.shuffle(args, rank, update, 40))
-        assert order.shape == (3, 2, 20)
-        for epoch in order.flatten(1).tolist():
-            assert sorted(epoch) == list(range(40))
-            orders.append(tuple(epoch))
-    assert len(set(orders)) == 12
-
-
 class Casts(TorchDispatchMode):
     """Counts the copies of weights in bf16."""
 
@@ -181,41 +151,6 @@ def test_trained_weights_are_rounded_to_bf16_once_and_not_at_every_token(module,
 
 # --- rollouts -------------------------------------------------------------------------------------
 @BOTH
-def test_masked_responses_are_sampled_to_the_end(module):
-    """What is sampled is the same with a mask and without, what counts ends with the token, and
-    nothing has a graph. Old log-probabilities are those of full passes, after the end, too."""
-    k = 1 if module is ppo_rlhf else 2
-    lm = tiny.make_lm("gpt2", vocab_size=7)
-    policy = make_policy(lm, k)
-    contexts = random_rows((3, 1, 5, 2, 4), seed=4, vocabulary=7)
-    batches = []
-    for end in (None, 2, 2):
-        args = module.Args(truncate_after=1, response_length=LENGTH, micro_batch_size=2 * k)
-        args.mask_truncated = len(batches) != 1
-        if k > 1:
-            args.rloo_k = k
-        batches.append(tiny.roll_out(module, policy, args, contexts, end))
-    whole, unmasked, masked = batches
-    assert whole.loss_mask.all()
-    assert whole.found_end.all()
-    assert unmasked.loss_mask.all()
-    assert set(whole.lengths.tolist()) == {LENGTH}
-    assert module.truncated(whole) == whole.responses.tolist()
-    expected = probabilities(lm, whole.contexts, whole.responses).log()
-    expected = expected.gather(2, whole.responses.unsqueeze(2)).squeeze(2)
-    for batch in batches:
-        assert torch.equal(batch.responses, whole.responses)
-        for logprobs in (batch.sampled_logprobs, batch.logprobs, batch.ref_logprobs):
-            assert_close(logprobs, expected, atol=1e-4, rtol=0)
-        tensors = [x for x in vars(batch).values() if isinstance(x, Tensor)]
-        assert len(tensors) >= 7
-        assert not any(x.requires_grad for x in tensors)
-    for row, mask in zip(whole.responses.tolist(), masked.loss_mask.tolist(), strict=True):
-        length = row.index(2, 1) + 1 if 2 in row[1:] else LENGTH
-        assert mask == [i < length for i in range(LENGTH)]
-
-
-@BOTH
 def test_the_policys_log_probabilities_of_all_tokens_go_before_the_references_come(
     module, monkeypatch
 ):
@@ -235,54 +170,3 @@ def test_the_policys_log_probabilities_of_all_tokens_go_before_the_references_co
     policy = make_policy(tiny.make_lm("gpt2"), 1)
     tiny.roll_out(module, policy, args, [[1, 2]] * 2)
     assert alive == [0, 0]
-
-
-@BOTH
-def test_empty_responses_count_as_their_end(module, tmp_path, monkeypatch):
-    """Responses that are only the end, or have it in the fourth place, or nowhere."""
-    script = f"{module.__name__}.py"
-    draw = module.inverse_cdf
-    ends = torch.tensor([0, 5, 0, 3])
-    is_end = torch.arange(5) == ends.unsqueeze(1)
-    steps = itertools.cycle(range(5))
-
-    def changed(probs: Tensor, u: Tensor) -> Tensor:
-        step = next(steps)
-        drawn = draw(probs, u).clamp(min=1)
-        return drawn * ~is_end[: len(probs), step : step + 1]
-
-    name = "ppo_update" if script == PPO else "rloo_update"
-    update = mock.Mock(wraps=getattr(module, name))
-    monkeypatch.setattr(module, "inverse_cdf", changed)
-    monkeypatch.setattr(module, name, update)
-    folder = fork_tools.copy(kit(), tmp_path)
-    flags = "--adaptive_kl_target none --kl_coef 0 --total_episodes 8 --truncate_token eos"
-    flags += " --truncate_after 0 --mask_truncated"
-    shared = ["--critic", "shared"] if script == PPO else []
-    words = [*WORDS[script], *shared, *flags.split()]
-    call(script, words, folder, monkeypatch)
-    metrics = read_lines(folder / "out/metrics.jsonl")
-    batches = [called.args[3] for called in update.call_args_list]
-    for batch, row in zip(batches, metrics, strict=True):
-        assert batch.loss_mask.sum(1).tolist() == [1, 5, 1, 4]
-        assert list(map(len, module.truncated(batch))) == [1, 5, 1, 4]
-        assert row["objective/length"] == 11 / 4
-        assert row["objective/found_end"] == 3 / 4
-        log_ratio = batch.logprobs - batch.ref_logprobs
-        log_ratio = log_ratio[batch.loss_mask]
-        total = pytest.approx(log_ratio.sum().item(), abs=1e-5)  # five steps of fp32 at 17
-        assert row["objective/kl"] * 4 == total
-        assert row["first_ratio_error"] == 0
-
-
-def test_rloo_runs_with_responses_of_one_token(tmp_path, monkeypatch):
-    folder = fork_tools.copy(kit(), tmp_path)
-    flags = "--response_length 1 --truncate_token none --total_episodes 8"
-    call(RLOO, WORDS[RLOO] + flags.split(), folder, monkeypatch)
-    metrics = read_lines(folder / "out/metrics.jsonl")
-    assert len(metrics) == 2
-    for row in metrics:
-        assert row["objective/length"] == 1
-        assert row["first_ratio_error"] == 0
-    assert abs(metrics[0]["objective/kl"]) < 1e-6
-    assert abs(metrics[1]["objective/kl"]) > 1e-4  # the first update has moved the weights

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import fork_tools
-import numpy as np
 import patched
 import pytest
 import torch
@@ -26,9 +25,8 @@ from safetensors.torch import load_file
 from tiny_models import VOCABULARY, full_logits, make_lm, random_rows
 from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-from trl_tools import COMMON, PPO09, PPO112
+from trl_tools import OWN, PPO09, PPO112
 
-import rloo_rlhf
 from benchmark import ours
 
 BASES = {name: make.base_of(path.read_text()) for name, path in patched.PATCHES.items()}
@@ -40,7 +38,9 @@ GAE = "--gamma 1 --lam 0.95"
 # A response ends with the EOS, and costs nothing where it does not.
 UNTIL_EOS = "--truncate_token eos --truncate_after 0 --mask_truncated --penalty_mode add"
 FREE = f"{UNTIL_EOS} --penalty_reward_value 0"
-# What the sources say, typed from them again: of each recipe its sources, and of each its flags.
+# Recipes that test_trl.py replays, and one of its recordings.
+TRL = [("trl_0.9", PPO09, "plain"), ("trl_1.12", PPO112, "base")]
+# What the sources of the others say, typed from them again, and of each source its flags.
 SOURCES = {
     "deepspeed_chat": {
         "run_1.3b.sh": "--query_length 256 --response_length 256 --lr 9.65e-6 --critic_lr 5e-6"
@@ -72,23 +72,6 @@ SOURCES = {
         " --score_norm whiten",
         NOT_SAID: f"--critic reward --lr_schedule constant {TORCH} --num_epochs 1"
         f" --no-whiten_rewards {FREE}",
-    },
-    "trl_0.9": {
-        "trl/trainer/ppo_config.py, 0.9.4": "--total_episodes 20_000 --batch_size 128"
-        " --micro_batch_size 128 --num_minibatches 1 --num_epochs 4 --lr 1.41e-5 --kl_coef 0.2"
-        f" --adaptive_kl_target 6 --kl_horizon 10_000 --kl_estimator kl {CLIPS} --vf_coef 0.1"
-        f" {GAE} --no-whiten_rewards",
-        "PPOTrainer": f"--lr_schedule constant {TORCH} --adam_betas 0.9 0.999 --whiten batch"
-        f" --temperature 1 {FREE}",
-    },
-    "trl_1.12": {
-        "trl/experimental/ppo/ppo_config.py, 1.12": "--response_length 53 --batch_size 8"
-        " --micro_batch_size 8 --num_minibatches 1 --num_epochs 4 --lr 3e-6 --kl_coef 0.05"
-        f" {FIXED} --kl_estimator k1 {CLIPS} --vf_coef 0.1 {GAE} --no-whiten_rewards"
-        f" --temperature 0.7 {FREE}",
-        "TrainingArguments": f"--lr_schedule linear {TORCH} --adam_betas 0.9 0.999"
-        " --weight_decay 0",
-        "PPOTrainer": "--whiten batch --value_after_end --critic reward",
     },
     "trl_rloo": {
         "examples/scripts/rloo/rloo_tldr.py": ""
@@ -156,24 +139,23 @@ def test_a_patch_applies_as_it_is_and_ruff_finds_nothing(name, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_patches_are_written_again_as_they_are(tmp_path, monkeypatch):
-    """With line numbers of another script, too."""
+def test_patches_are_written_again_for_a_script_that_has_changed(tmp_path, monkeypatch):
     edited = patched.script("grpo").read_text()
-    script = (ROOT / RLOO).read_text()
-    old = patched.PATCHES["grpo"].read_text()
     file = tmp_path / "grpo.patch"
-    file.write_text(old.replace("@@ -", "@@ -1"))
-    (tmp_path / RLOO).write_text(script)
+    old = patched.PATCHES["grpo"].read_text()
+    file.write_text(old)
+    script = (ROOT / RLOO).read_text()
+    (tmp_path / RLOO).write_text(f"# a line\n{script}")
     monkeypatch.setattr(make, "SYSTEMS", tmp_path)
     monkeypatch.setattr(make, "ROOT", tmp_path)
-    make.write_patch("grpo", edited)
-    assert file.read_text() == old
-    (tmp_path / RLOO).write_text(f"# a line\n{script}")
     monkeypatch.setattr(sys, "argv", ["make.py"])
     make.main()
     assert file.read_text() != old
     again = make.patched("grpo", tmp_path / "grpo.py")
     assert again.read_text() == f"# a line\n{edited}"
+    (tmp_path / RLOO).write_text(script)
+    make.main()
+    assert file.read_text() == old
 
 
 def comments(name: str) -> dict[str, str]:
@@ -192,7 +174,7 @@ def part(settings: Settings, names: Iterable[str]) -> Settings:
     return {name: settings[name] for name in names}
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", sorted(patched.ARGS.keys() - {name for name, *_ in TRL}))
 def test_every_value_is_its_source_s(name):
     """And what a source does not give is said there."""
     args = settings_of(name, patched.flags(name))
@@ -208,17 +190,15 @@ def test_every_value_is_its_source_s(name):
     assert found == set(FLAG.findall(sources.get(NOT_SAID, "")))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("trl_0.9", PPO09), ("trl_1.12", PPO112)])
-def test_the_settings_of_trl_are_what_is_replayed(name, kind):
+@pytest.mark.parametrize(("name", "kind", "recording"), TRL)
+def test_the_settings_of_trl_are_what_is_replayed(name, kind, recording):
     """The defaults of PPOConfig, as test_trl.py puts them into this project's settings."""
-    rollout = {"responses": np.zeros((1, 1))}
-    about = {"groups": [{"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}]}
-    recording = SimpleNamespace(config=kind.settings, rollouts=[rollout], about=about, end_token=0)
-    replayed = COMMON | kind.args(recording)
-    args = settings_of(name, patched.flags(name))
-    shared = replayed.keys() & comments(name).keys() - {"total_episodes"}
-    assert len(shared) > 20
-    assert part(args, shared) == part(replayed, shared)
+    defaults = kind(OWN, recording)
+    defaults.config = defaults.settings
+    args = defaults.args() | {"total_episodes": 20_000}  # PPO09's `steps`
+    replayed = vars(defaults.script.Args(**args))
+    flags = comments(name)
+    assert part(settings_of(name, patched.flags(name)), flags) == part(replayed, flags)
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -226,8 +206,8 @@ def test_the_command_of_the_head_runs(name):
     """With sizes of a tiny run behind its flags."""
     flags = commands(name)[-1].removeprefix(f"python {name}.py ")
     from_file = f"$(sed 's/#.*//' benchmark/systems/{name}.args)"
-    assert (from_file in flags) == (name in SOURCES) == (name in patched.ARGS)
-    words = patched.flags(name) if name in SOURCES else []
+    assert (from_file in flags) == (name in patched.ARGS)
+    words = patched.flags(name) if name in patched.ARGS else []
     words += shlex.split(flags.replace(from_file, ""))
     folder = kit().with_name(f"system-{name}")
     tiny = TINY_LABELS if BASES[name] == REWARD else TINY
@@ -263,23 +243,6 @@ def test_a_copy_without_its_flags_is_the_script(name, tmp_path):
     found = metrics_of(patched.script(name), PPO, "", tmp_path)
     for mine, row in zip(found, plain_metrics(PPO), strict=True):
         assert part(mine, row) == pytest.approx(row, rel=1e-6)
-
-
-def test_dr_grpo_clips_ratios_of_tokens_and_sums_their_losses():
-    """Its advantages are those of RLOO but for a constant."""
-    dr_grpo = patched.module("dr_grpo")
-    rewards = torch.randn(5, 4)
-    advantages = 3 / 4 * rloo_rlhf.rloo_advantages(rewards)
-    torch.testing.assert_close(dr_grpo.rloo_advantages(rewards), advantages)
-    logprobs = torch.tensor([[2.0, 0.5, 9.0], [1.1, 3.0, 0.1]]).log()
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    old = {"logprobs": torch.zeros(2, 3), "advantages": torch.tensor([1.0, -2.0])}
-    batch = patched.batch("dr_grpo", loss_mask=mask, **old)
-    args = dr_grpo.Args(cliprange=0.2)
-    loss, metrics = dr_grpo.rloo_loss(logprobs, batch, args)
-    assert loss.tolist() == pytest.approx([-1.2 - 0.5, 2 * (1.1 + 3.0 + 0.8)])
-    clipped = metrics["policy/clipfrac"][mask]
-    assert clipped.tolist() == [True, False, False, False, True]
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
@@ -388,8 +351,7 @@ def test_flags_that_do_not_fit_are_refused(name, flags, says, tmp_path, monkeypa
 # --- InstructGPT's pretraining loss, averages of weights ------------------------------------------
 @pytest.mark.parametrize("micro_batch_size", [4, 1])
 def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size):
-    """However the batch is cut. Advantages are 0, and the value loss has no weight. The mean is
-    that of transformers; a text of one token has no loss."""
+    """That of transformers, however the batch is cut; a text of one token has none."""
     script = patched.module("instructgpt")
     accelerator = Accelerator(cpu=True)
     lm = make_lm("gpt2")
@@ -425,8 +387,7 @@ def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size):
 
 
 def watch(name: str, function: str, pick: Callable, flags: str, folder: Path) -> list[Any]:
-    """Runs the copy in this process; what `pick` makes of the arguments of each call of its
-    function, after the call."""
+    """Runs the copy in this process: what `pick` makes of each call's arguments, after it."""
     script = patched.module(name)
     original = getattr(script, function)
     picked = []

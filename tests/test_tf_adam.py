@@ -15,21 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface
 
 import tf_adam
-from tf_adam import (
-    AdamTF,
-    UserError,
-    averaging,
-    check_launch,
-    explained,
-    full_sdpa_mask,
-    make_optimizer,
-    patch_layers,
-    reduce_means,
-    run_in_bf16,
-    set_learning_rates,
-    set_up_torch,
-    sums_over,
-)
+from tf_adam import AdamTF, UserError, explained, make_optimizer, reduce_means, sums_over
 
 SETTINGS = """lr=1e-2 critic_lr=None critic_warmup=0 lr_warmup=0 lr_schedule='linear' adam='tf'
 adam_eps=1e-5 adam_betas=(0.9,0.999) weight_decay=0.0"""
@@ -154,7 +140,7 @@ def test_learning_rates_follow_the_schedule(case):
     update, progress, lr, critic_lr = map(float, numbers.split())
     args = with_settings(**values(changes))
     optimizer = make_optimizer(make_parts("lm", "critic"), args)
-    set_learning_rates(optimizer, int(update), progress, args)
+    tf_adam.set_learning_rates(optimizer, int(update), progress, args)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == pytest.approx([lr, lr, critic_lr, critic_lr])
 
@@ -171,7 +157,7 @@ def test_processes_alone_or_in_ddp_or_fsdp2_are_launched(kind, is_fsdp2):
         says = f"^launch: {kind.value} is not supported: use DDP or FSDP2"
         expected = pytest.raises(UserError, match=says)
     with expected:
-        check_launch(SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2))
+        tf_adam.check_launch(SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2))
 
 
 def test_gradients_are_averaged_at_the_last_micro_batch_or_where_weights_are_in_shards():
@@ -182,7 +168,7 @@ def test_gradients_are_averaged_at_the_last_micro_batch_or_where_weights_are_in_
     accelerator: Any = SimpleNamespace(no_sync=lambda model: torch.no_grad())
     for model in (whole, sharded):
         for is_last in (False, True):
-            with averaging(accelerator, model, is_last):
+            with tf_adam.averaging(accelerator, model, is_last):
                 skipped.append(not torch.is_grad_enabled())
     assert skipped == [True, False, False, False]
 
@@ -191,11 +177,11 @@ def test_gradients_are_averaged_at_the_last_micro_batch_or_where_weights_are_in_
 def test_settings_of_torch_for_each_dtype(dtype):
     """TF32 for the heads of bf16 runs, too. cuDNN's attention is off."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-    set_up_torch(dtype)
+    tf_adam.set_up_torch(dtype)
     precision = "highest" if dtype == "fp32" else "high"
     assert torch.get_float32_matmul_precision() == precision
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert AttentionMaskInterface()["sdpa"] is full_sdpa_mask
+    assert AttentionMaskInterface()["sdpa"] is tf_adam.full_sdpa_mask
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -204,7 +190,7 @@ def test_only_cpus_keep_freed_memory(has_gpu, monkeypatch):
     libc = mock.Mock()
     monkeypatch.setattr(tf_adam.ctypes, "CDLL", lambda name: libc)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
-    set_up_torch("fp32")
+    tf_adam.set_up_torch("fp32")
     assert libc.mallopt.called == (not has_gpu)
 
 
@@ -213,7 +199,7 @@ def test_a_users_settings_of_the_allocator_stay(name, monkeypatch):
     """Whichever name they have. torch prefers the second one."""
     chosen = {name: "max_split_size_mb:128"}
     monkeypatch.setattr(tf_adam.os, "environ", dict(chosen))
-    set_up_torch("fp32")
+    tf_adam.set_up_torch("fp32")
     assert chosen.items() <= tf_adam.os.environ.items()
     assert tf_adam.os.environ.keys() & {"PYTORCH_ALLOC_CONF"} <= chosen.keys()
 
@@ -222,13 +208,13 @@ def test_layers_are_patched():
     """Padding is an embedding like any other, GELU is one kernel, and some models are refused."""
     lm = make_lm("gpt2")
     lm.transformer.wte.padding_idx = 3
-    patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=False))
+    tf_adam.patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=False))
     assert [type(block.mlp.act) for block in lm.transformer.h] == [nn.GELU] * 2
     assert {block.mlp.act.approximate for block in lm.transformer.h} == {"tanh"}
     assert lm.transformer.wte.padding_idx is None
     lm.transformer.h = nn.ModuleList()
     with pytest.raises(UserError, match="^--gradient_checkpointing: the model does not support"):
-        patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=True))
+        tf_adam.patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=True))
 
 
 def test_sums_of_metrics_are_in_fp64():
@@ -271,7 +257,7 @@ def test_states_of_a_trunk_in_bf16_come_in_fp32():
         return SimpleNamespace(last_hidden_state=layer(ids))
 
     ids = torch.randn(4, 3)
-    states = run_in_bf16(forward, ids).last_hidden_state
+    states = tf_adam.run_in_bf16(forward, ids).last_hidden_state
     assert states.dtype == torch.float32
     assert torch.equal(states, states.bfloat16().float())
     assert not torch.equal(states, layer(ids))

@@ -42,8 +42,7 @@ def folder_of(file: Path, name: str) -> Path:
 
 def load_golden(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The arrays of a file and the record (json) that belongs to it, or to all ranks' files."""
-    with np.load(file) as arrays:
-        data = {key: arrays[key] for key in arrays.files}
+    data = dict(np.load(file))
     for name in (file.stem, re.sub(r"_?(rank|r)\d+$", "", file.stem)):
         record = file.with_name(f"{name}.json")
         if record.exists():
@@ -61,8 +60,7 @@ def files_of_ranks(file: Path, count: int) -> list[Path]:
 
 
 def script_args(hparams: dict[str, Any]) -> ppo_rlhf.Args:
-    """The Args of ppo_rlhf.py that hyper-parameters of the original amount to; the truncate token
-    is an id."""
+    """The original's hyper-parameters as Args of ppo_rlhf.py; the truncate token is an id."""
     ppo = hparams["ppo"]
     rewards = hparams["rewards"]
     task = hparams["task"]
@@ -120,24 +118,21 @@ def load_reward(folder: Path) -> train_reward.RewardModel:
     return reward
 
 
-def torch_name(name: str) -> str | None:
-    """A TensorFlow variable's name in ActorCritic or RewardModel, if it is one of theirs."""
-    if re.match(r"h\d", name):
-        layer, *modules, leaf = name.split("/")
-        kind = "weight" if leaf in "gw" else "bias"
-        return ".".join(["transformer.h", layer[1:], *modules, kind])
-    return NAMES.get(name)
-
-
 def weights_from_tf(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, Tensor]:
-    """TensorFlow's arrays below `prefix`, by the names of ActorCritic or RewardModel (without their
-    heads' biases)."""
+    """TensorFlow's arrays by the names of ActorCritic or RewardModel, without heads' biases."""
     found = {}
-    for key, array in arrays.items():
-        name = torch_name(key.removeprefix(prefix).removeprefix("model/"))
-        if key.startswith(prefix) and name is not None:
-            value = torch.from_numpy(np.asarray(array))
-            found[name] = value.squeeze(0) if value.dim() == 3 else value
+    for key in [key for key in arrays if key.startswith(prefix)]:
+        name = key.removeprefix(prefix).removeprefix("model/")
+        if re.match(r"h\d", name):
+            layer, *modules, leaf = name.split("/")
+            kind = "weight" if leaf in "gw" else "bias"
+            name = ".".join(["transformer.h", layer[1:], *modules, kind])
+        elif name in NAMES:
+            name = NAMES[name]
+        else:
+            continue
+        value = torch.from_numpy(np.asarray(arrays[key]))
+        found[name] = value.squeeze(0) if value.dim() == 3 else value
     return found
 
 

@@ -9,23 +9,26 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+Texts = list[str]
 KINDS = (float, np.float32, torch.tensor)
 
 
+def numbers_of(text: str) -> list[int]:
+    return [int(word.removeprefix("w")) for word in text.split()]
+
+
 def reward_of(query: str, response: str, weight: float) -> float:
-    """A reward that depends on all that a reward function is given, with special tokens left out
-    of the texts."""
-    words = len(query.split()) - 2 * len(response.split())
-    numbers = [int(word.removeprefix("w")) for word in response.split()]
+    """It depends on all that a reward function is given, without special tokens."""
+    numbers = numbers_of(response)
+    words = len(query.split()) - 2 * len(numbers)
     return weight * sum(numbers) / 50 + words / 20
 
 
-def of_column(
-    prompts: list[str], completions: list[str], weight: list[float], **_: Any
-) -> list[Any]:
+def of_column(prompts: Texts, completions: Texts, weight: list[float], **_: Any) -> list[Any]:
     """A reward for every response, of several types; it asks for one column."""
     rewards = []
-    for i, row in enumerate(zip(prompts, completions, weight, strict=True)):
+    rows = zip(prompts, completions, weight, strict=True)
+    for i, row in enumerate(rows):
         kind = KINDS[i % len(KINDS)]
         rewards.append(kind(reward_of(*row)))
     return rewards
@@ -34,8 +37,9 @@ def of_column(
 def of_all(**columns: list[Any]) -> np.ndarray:
     """The same, in an array; it gets all columns, which it may change."""
     assert set(columns) == {"prompts", "completions", "query", "content", "weight"}
-    names = ("prompts", "completions", "weight")
-    rows = zip(*(columns.pop(name) for name in names), strict=True)
+    prompts = columns.pop("prompts")
+    completions = columns.pop("completions")
+    rows = zip(prompts, completions, columns.pop("weight"), strict=True)
     return np.array([reward_of(*row) for row in rows])
 
 
@@ -52,11 +56,6 @@ def stop_in_update(number: int) -> None:
     Accelerator.log = changed
 
 
-def coarse(completions: list[str], **_: Any) -> list[float]:
+def coarse(completions: Texts, **_: Any) -> list[float]:
     """0 or 1, so that the responses to a query often have equal rewards."""
-    rewards = []
-    for text in completions:
-        words = text.split()
-        numbers = [int(word.removeprefix("w")) for word in words]
-        rewards.append(float(sum(numbers) % 2))
-    return rewards
+    return [float(sum(numbers_of(text)) % 2) for text in completions]

@@ -1,13 +1,9 @@
-"""Recordings of TRL's trainers: what they were given, what they made of it, and the settings of
-this project that they amount to. Arrays come in this project's shapes, (B, R).
-
-Why it is this long: a third are TRL's settings with their defaults, one a line, for three trainers;
-the rest is where each of the three keeps its arrays, which has nothing in common.
-"""
+"""Recordings of TRL's trainers, in this project's settings, names and shapes, (B, R)."""
 
 import ast
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -18,17 +14,14 @@ import patched
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
-from transformers import (
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from torch.nn.utils import vector_to_parameters
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForSequenceClassification as AutoClassifier
 
 OWN = Path(__file__).resolve().parent.parent / "golden_trl"
 Arrays = dict[str, np.ndarray]
 Metrics = dict[str, float]
+Settings = dict[str, Any]
 Weights = tuple[np.ndarray, np.ndarray, np.ndarray]
 Named = list[tuple[str, Tensor]]
 COMMON = {  # TRL ends a response with the EOS, masks what follows, and has PyTorch's Adam
@@ -40,22 +33,12 @@ COMMON = {  # TRL ends a response with the EOS, masks what follows, and has PyTo
     "checkpoint_every": 0,
 }
 SCHEDULES = ("linear", "cosine", "constant")
-# transformers' TrainingArguments, in the form of Recording.table, and those that do not act.
+# Of transformers' TrainingArguments, in the form of Recording.table.
 TRAINING = """
 lr_scheduler_type  'linear'  lr_schedule
 warmup_steps       0         -            warm-up
 warmup_ratio       None      -            warm-up
-weight_decay       0.0       -
-adam_beta1         0.9       -
-adam_beta2         0.999     -
-adam_epsilon       1e-8      -
-max_grad_norm      1.0       -
 """
-NO_TRAINING = """output_dir report_to use_cpu bf16 save_strategy gradient_checkpointing disable_tqdm
-logging_steps num_train_epochs optim per_device_eval_batch_size eval_strategy logging_strategy
-logging_first_step log_level save_steps save_only_model run_name push_to_hub data_seed do_train
-dataloader_drop_last dataloader_num_workers dataloader_pin_memory do_eval eval_steps
-average_tokens_across_devices remove_unused_columns"""
 
 
 class Recording:
@@ -65,10 +48,9 @@ class Recording:
     patch: str  # of benchmark/systems: recordings are replayed on a copy of a script that has it
     prefix: str  # of the arrays of a rollout
     of_responses = "responses"  # the name of the array
-    # All settings that act on what is replayed: TRL's name, its default, the flag here that takes
-    # the same value, and why a recording with another value than the default is not reproduced.
+    # Settings that act on what is replayed: TRL's name, its default, the flag here that takes the
+    # same value, and why a recording with another value than the default is not reproduced.
     table: str
-    no_effect = ""  # a setting that is neither here nor in the table is refused
 
     def __init_subclass__(cls) -> None:
         lines = filter(str.strip, cls.table.splitlines())
@@ -86,12 +68,8 @@ class Recording:
         self.saved = dict(np.load(folder / self.system / "models.npz"))
         self.end_token = self.record["eos"]
 
-        config = self.about["config"]
-        unknown = set(config) - set(self.settings) - {"seed", *self.no_effect.split()}
-        if unknown:
-            raise ValueError(f"{self.system}: settings that are not known: {sorted(unknown)}")
         resolved = {name: self.about[name] for name in self.settings if name in self.about}
-        self.config = self.settings | config | resolved
+        self.config = self.settings | self.about["config"] | resolved
 
         self.rollouts: list[Arrays] = []
         while found := self.below(f"{self.prefix}{len(self.rollouts)}/"):
@@ -105,6 +83,16 @@ class Recording:
         """The arrays whose names begin so, by the rest of their names."""
         names = [key for key in self.arrays if key.startswith(prefix)]
         return {key.removeprefix(prefix): self.arrays[key] for key in names}
+
+    def args(self) -> Settings:
+        """This project's settings."""
+        args = COMMON | {flag: self.config[name] for flag, name in self.flags.items()}
+        if "groups" in self.about:  # TRL resolves settings of the optimizer in its groups
+            groups = self.about["groups"]
+            args["adam_betas"] = tuple(groups[0]["betas"])
+            args["adam_eps"] = groups[0]["eps"]
+            args["weight_decay"] = max(group["weight_decay"] for group in groups)
+        return args | self.other_args()
 
     def not_reproduced(self) -> dict[str, bool]:
         """What this project does not reproduce, by name, and whether the variant asks for it."""
@@ -154,22 +142,11 @@ def wide(x: np.ndarray, width: int) -> np.ndarray:
     return np.pad(x, ((0, 0), (0, width - x.shape[1])))
 
 
-def fill(parameters: Iterable[Tensor], weights: np.ndarray) -> None:
-    """Copies flattened weights into the parameters, in their order."""
-    parameters = list(parameters)
-    parts = torch.from_numpy(weights).split([p.numel() for p in parameters])
-    for p, x in zip(parameters, parts, strict=True):
-        p.data.copy_(x.view_as(p))
-
-
-def build(kind: type, config: Any, weights: np.ndarray, names: Iterable[str]) -> Module:
-    """A model as load_model leaves it, in eval mode, in fp32, with these weights, which have these
-    names."""
-    model = kind._from_config(config, attn_implementation="eager").eval()
-    named = dict(model.named_parameters())
-    if [*named] != [*names]:
-        raise ValueError(f"other weights than {list(named)}")
-    fill(named.values(), weights)
+def build(kind: Any, config: Any, weights: np.ndarray, names: Iterable[str]) -> Module:
+    """A model as load_model leaves it, with these weights, which have these names."""
+    model = kind.from_config(config, attn_implementation="eager").eval()
+    assert [name for name, _ in model.named_parameters()] == [*names]
+    vector_to_parameters(torch.tensor(weights), model.parameters())
     return model
 
 
@@ -180,20 +157,8 @@ def without_bias(reward_head: Callable, model: Module) -> nn.Linear:
     return head
 
 
-def of_optimizer(about: dict) -> dict[str, Any]:
-    """Settings of the optimizer, which TRL resolves in its parameter groups."""
-    group = about["groups"][0]
-    return {
-        "adam_betas": tuple(group["betas"]),
-        "adam_eps": group["eps"],
-        "weight_decay": max(group["weight_decay"] for group in about["groups"]),
-        "adaptive_kl_target": None,
-    }
-
-
 class PPO09(Recording):
-    """PPOTrainer of TRL 0.9.4. Its arrays are (B, T - 1), where the response of a row begins at
-    len(query) - 1."""
+    """PPOTrainer of TRL 0.9.4. Its arrays are (B, T - 1): see at_responses."""
 
     system = "trl09"
     patch = "trl_0.9"
@@ -206,7 +171,7 @@ class PPO09(Recording):
         learning_rate                1.41e-5   lr
         adap_kl_ctrl                 True      -
         init_kl_coef                 0.2       kl_coef
-        target                       6.0       -
+        target                       6.0       adaptive_kl_target
         horizon                      10_000.0  kl_horizon
         kl_penalty                   'kl'      kl_estimator
         gamma                        1.0       gamma
@@ -216,27 +181,20 @@ class PPO09(Recording):
         vf_coef                      0.1       vf_coef
         max_grad_norm                None      -                 max_grad_norm before 0.12
         early_stopping               False     -                 early_stopping
-        target_kl                    1.0       -
         ratio_threshold              10.0      -                 ratio_threshold
         use_score_scaling            False     -                 use_score_scaling
-        use_score_norm               False     -
         score_clip                   None      score_clip
         whiten_rewards               False     -                 whiten_rewards before 0.12
     """
-    no_effect = """steps compare_steps optimize_cuda_cache optimize_device_cache log_with task_name
-        model_name query_dataset reward_model remove_unused_columns exp_name gradient_checkpointing
-        forward_batch_size is_peft_model tracker_project_name"""
 
-    def args(self) -> dict[str, Any]:
-        """This project's settings, besides COMMON."""
+    def other_args(self) -> Settings:
         config = self.config
         rows_per_step = config["mini_batch_size"] * config["gradient_accumulation_steps"]
-        return {flag: config[name] for flag, name in PPO09.flags.items()} | {
+        args = {
             "num_minibatches": config["batch_size"] // rows_per_step,
             "total_episodes": len(self.rollouts) * config["batch_size"],
             "lr_schedule": "constant",
             "adam_eps": 1e-8,
-            "adaptive_kl_target": config["target"] if config["adap_kl_ctrl"] else None,
             "temperature": 1.0,
             "truncate_token": "eos",
             "penalty_reward_value": 0.0,
@@ -244,25 +202,23 @@ class PPO09(Recording):
             "whiten": "batch",
             "whiten_rewards": False,
         }
+        return args if config["adap_kl_ctrl"] else args | {"adaptive_kl_target": None}
 
     def others_not_reproduced(self) -> dict[str, bool]:
         return {
             "response_masks": "response_masks" in self.rollouts[0],
             "positions that count padding": self.made.get("side") == "left",
-            "micro-batches of unequal lengths": not self.has_equal_micro_batches(),
+            "micro-batches of unequal lengths": any(map(self.has_unequal_lengths, self.rollouts)),
             "controller of another kl_penalty": self.controller_needs_penalty(),
         }
 
-    def has_equal_micro_batches(self) -> bool:
-        """Whether the mean of the micro-batches' means is the mean over all tokens."""
-        accumulated = self.config["gradient_accumulation_steps"]
-        for arrays in self.rollouts:
-            lengths = (arrays["responses"] >= 0).sum(1)
-            order = arrays["permutations"].reshape(-1, self.config["mini_batch_size"])
-            num_tokens = lengths[order].sum(1).reshape(-1, accumulated)
-            if (num_tokens != num_tokens[:, :1]).any():
-                return False
-        return True
+    def has_unequal_lengths(self, arrays: Arrays) -> bool:
+        """Whether the mean of the micro-batches' means is another one than that over all tokens."""
+        lengths = (arrays["responses"] >= 0).sum(1)
+        order = arrays["permutations"].reshape(-1, self.config["mini_batch_size"])
+        num_tokens = lengths[order].sum(1)
+        accumulated = num_tokens.reshape(-1, self.config["gradient_accumulation_steps"])
+        return bool(np.ptp(accumulated, 1).any())
 
     def controller_needs_penalty(self) -> bool:
         """Whether the coefficient is adapted to another KL than k1, and that changes it."""
@@ -272,7 +228,7 @@ class PPO09(Recording):
             log_ratios = (arrays["logprobs"] - arrays["ref_logprobs"]) * arrays["masks"]
             kls = np.array([log_ratios.sum(1).mean(), self.scalar(step, "stats/objective/kl")])
             errors = (kls / self.config["target"] - 1).clip(-0.2, 0.2)
-            if abs(errors[0] - errors[1]) > 1e-5:
+            if np.ptp(errors) > 1e-5:
                 return True
         return False
 
@@ -285,9 +241,9 @@ class PPO09(Recording):
 
     def model(self, name: str) -> Module:
         names = [name for name in self.record["weights"] if "value_head" not in name]
-        config = GPT2Config(**self.record["model"])
+        config = AutoConfig.for_model("gpt2", **self.record["model"])
         weights = self.saved[name][: -config.n_embd - 1]  # without the value head's
-        return build(GPT2LMHeadModel, config, weights, names)
+        return build(AutoModelForCausalLM, config, weights, names)
 
     def replaced(self) -> dict[str, Callable]:
         return {"ActorCritic": functools.partial(self.with_value_head, self.script.ActorCritic)}
@@ -295,8 +251,8 @@ class PPO09(Recording):
     def with_value_head(self, actor_critic: type, *args: Any) -> Module:
         """TRL draws it; here it would start at zero."""
         policy = actor_critic(*args)
-        num_weights = policy.value_head.in_features + 1
-        fill(policy.value_head.parameters(), self.saved["policy"][-num_weights:])
+        weights = torch.tensor(self.saved["policy"])[-policy.value_head.in_features - 1 :]
+        vector_to_parameters(weights, policy.value_head.parameters())
         return policy
 
     def parts(self, policy: Module) -> dict[str, Named]:
@@ -349,8 +305,7 @@ class PPO09(Recording):
         return found
 
     def expected_weights(self, step: int) -> dict[str, Weights]:
-        """Of each model the flattened weights before the first step; places among these; at these
-        places, or all, the weights after this rollout."""
+        """Of each model: flattened weights at the start, places, and weights there (or all) now."""
         after = self.rollouts[step]["weights"]
         return {"policy": (self.saved["policy"], self.saved["places"], after)}
 
@@ -366,7 +321,6 @@ class PPO112(Recording):
         per_device_train_batch_size  8     micro_batch_size
         num_mini_batches             1     num_minibatches
         num_ppo_epochs               4     num_epochs
-        total_episodes               None  -
         learning_rate                3e-6  lr
         response_length              53    response_length
         stop_token                   None  -
@@ -382,32 +336,26 @@ class PPO112(Recording):
         gamma                        1.0   gamma
         lam                          0.95  lam
     """
-    no_effect = f"""{NO_TRAINING} local_rollout_forward_batch_size num_sample_generations
-        dataset_num_proc sft_model_path reward_model_path"""
 
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__(folder, name)
         if self.config["stop_token"] != "eos":
             self.end_token = self.config["stop_token_id"]
 
-    def args(self) -> dict[str, Any]:
+    def other_args(self) -> Settings:
         config = self.config
         num_rows = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]
-        args = {flag: config[name] for flag, name in PPO112.flags.items()}
-        return (
-            args
-            | of_optimizer(self.about)
-            | {
-                "batch_size": num_rows,
-                "total_episodes": len(self.rollouts) * num_rows,
-                "truncate_token": None if self.end_token is None else "eos",
-                "penalty_reward_value": -(config["missing_eos_penalty"] or 0.0),
-                "whiten": "batch",
-                "value_after_end": True,
-                "critic": "reward",
-                "reward_model": "recorded",
-            }
-        )
+        return {
+            "batch_size": num_rows,
+            "total_episodes": len(self.rollouts) * num_rows,
+            "adaptive_kl_target": None,
+            "truncate_token": None if self.end_token is None else "eos",
+            "penalty_reward_value": -(config["missing_eos_penalty"] or 0.0),
+            "whiten": "batch",
+            "value_after_end": True,
+            "critic": "reward",
+            "reward_model": "recorded",
+        }
 
     def others_not_reproduced(self) -> dict[str, bool]:
         eos = self.record["eos"]
@@ -426,18 +374,19 @@ class PPO112(Recording):
         padding = [self.record["pad"], self.record["eos"]]
         return [row[~np.isin(row, padding)].tolist() for row in arrays["queries"]]
 
-    def model(self, name: str, kind: type = GPT2LMHeadModel) -> Module:
-        config = GPT2Config(**self.record["model"], num_labels=1, pad_token_id=self.record["pad"])
+    def model(self, name: str, kind: Any = AutoModelForCausalLM) -> Module:
+        sizes = self.record["model"] | {"num_labels": 1, "pad_token_id": self.record["pad"]}
+        config = AutoConfig.for_model("gpt2", **sizes)
         return build(kind, config, self.saved[name], self.record["weights"][name])
 
     def score(self, args: Any) -> Callable:
-        model = self.model("reward", GPT2ForSequenceClassification)
+        model = self.model("reward", AutoClassifier)
         head = self.script.reward_head(model)
         return functools.partial(self.script.score_by_model, model, head, args)
 
     def replaced(self) -> dict[str, Callable]:
         return {
-            "load_model": lambda *_: self.model("value", GPT2ForSequenceClassification),
+            "load_model": lambda *_: self.model("value", AutoClassifier),
             "reward_head": functools.partial(without_bias, self.script.reward_head),
         }
 
@@ -506,27 +455,22 @@ class RLOO116(Recording):
         num_generations              2      rloo_k
         max_completion_length        512    response_length
         learning_rate                1e-6   lr
-        max_steps                    None   -
+        max_grad_norm                1.0    -
         temperature                  1.0    temperature
         beta                         0.05   kl_coef
         epsilon                      0.2    cliprange
         epsilon_high                 None   -
         num_iterations               1      num_epochs
         steps_per_generation         None   -
-        generation_batch_size        None   -
         normalize_advantages         False  normalize_advantages
         reward_clip_range            None   -
         reward_weights               None   -
         mask_truncated_completions   False  -       mask_truncated_completions
         sync_ref_model               False  -       sync_ref_model
-        top_p                        1.0    -
         top_k                        0      -       other sampling
         min_p                        None   -       other sampling
         repetition_penalty           1.0    -       other sampling
     """
-    no_effect = f"""{NO_TRAINING} shuffle_dataset disable_dropout num_generations_eval
-        log_completions num_completions_to_print log_unique_prompts pad_to_multiple_of
-        ref_model_mixup_alpha ref_model_sync_steps"""
 
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__(folder, name)
@@ -535,26 +479,22 @@ class RLOO116(Recording):
         self.num_minibatches = self.config["steps_per_generation"] // accumulated
         self.num_steps = self.num_minibatches * self.config["num_iterations"]  # on a rollout
 
-    def args(self) -> dict[str, Any]:
+    def other_args(self) -> Settings:
         config = self.config
         num_rows = len(self.rollouts[0]["completion_ids"])
         _, score_clip = config["reward_clip_range"] or (None, None)
         k = config["num_generations"]
-        args = {flag: config[name] for flag, name in RLOO116.flags.items()}
-        return (
-            args
-            | of_optimizer(self.about)
-            | {
-                "batch_size": num_rows,
-                "micro_batch_size": max(config["per_device_train_batch_size"] // k, 1) * k,
-                "num_minibatches": self.num_minibatches,
-                "total_episodes": len(self.rollouts) * num_rows,
-                "max_grad_norm": config["max_grad_norm"] or None,
-                "score_clip": score_clip,
-                "truncate_token": "eos",
-                "penalty_reward_value": 0.0,
-            }
-        )
+        return {
+            "batch_size": num_rows,
+            "micro_batch_size": max(config["per_device_train_batch_size"] // k, 1) * k,
+            "num_minibatches": self.num_minibatches,
+            "total_episodes": len(self.rollouts) * num_rows,
+            "adaptive_kl_target": None,
+            "max_grad_norm": config["max_grad_norm"] or None,
+            "score_clip": score_clip,
+            "truncate_token": "eos",
+            "penalty_reward_value": 0.0,
+        }
 
     def others_not_reproduced(self) -> dict[str, bool]:
         config = self.config
@@ -587,10 +527,18 @@ class RLOO116(Recording):
         return order.view(1, self.num_minibatches, -1).repeat(self.config["num_iterations"], 1, 1)
 
     def model(self, name: str) -> Module:
+        """Its sizes are those of its weights, with two heads."""
         where = self.record["weights"][self.kind]
         shapes = {name: shape for name, (_, shape) in where.items()}
-        kind, config = {"gpt2": gpt2, "llama": llama}[self.kind](shapes)
-        return build(kind, config, self.saved[f"{self.kind}/{name}"], where)
+        vocabulary, size = next(iter(shapes.values()))  # of the embeddings
+        layers = set(re.findall(r"\.(\d+)\.", " ".join(shapes)))
+        sizes = {"hidden_size": size, "num_hidden_layers": len(layers), "num_attention_heads": 2}
+        if self.kind == "gpt2":
+            sizes["n_positions"] = shapes["transformer.wpe.weight"][0]
+        else:
+            sizes["intermediate_size"] = shapes["model.layers.0.mlp.up_proj.weight"][0]
+        config = AutoConfig.for_model(self.kind, vocab_size=vocabulary, **sizes)
+        return build(AutoModelForCausalLM, config, self.saved[f"{self.kind}/{name}"], where)
 
     def scores(self, arrays: Arrays) -> Tensor:
         rewards = arrays["rewards_per_func"]
@@ -637,30 +585,6 @@ class RLOO116(Recording):
         after = self.arrays[f"step{self.steps_on(step)[-1]}/weights"]
         start, places = (self.saved[f"{self.kind}/{name}"] for name in ("policy", "places"))
         return {"policy": (start, places, after)}
-
-
-def gpt2(shapes: dict) -> tuple[type, GPT2Config]:
-    """The class and the config of a model with weights of these shapes, and two heads."""
-    vocabulary, size = shapes["transformer.wte.weight"]
-    return GPT2LMHeadModel, GPT2Config(
-        vocab_size=vocabulary,
-        n_positions=shapes["transformer.wpe.weight"][0],
-        n_embd=size,
-        n_layer=sum("ln_1.weight" in name for name in shapes),
-        n_head=2,
-    )
-
-
-def llama(shapes: dict) -> tuple[type, LlamaConfig]:
-    """The same of Llama."""
-    vocabulary, size = shapes["model.embed_tokens.weight"]
-    return LlamaForCausalLM, LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=size,
-        intermediate_size=shapes["model.layers.0.mlp.up_proj.weight"][0],
-        num_hidden_layers=sum("input_layernorm" in name for name in shapes),
-        num_attention_heads=2,
-    )
 
 
 SYSTEMS = {kind.system: kind for kind in (PPO09, PPO112, RLOO116)}
