@@ -235,14 +235,24 @@ def test_rewards_without_a_deviation_are_refused_and_leave_gain_and_bias():
 
 
 def test_rewards_for_normalization_come_in_micro_batches_without_a_graph():
+    """And are those of samples up to their end, if one is given."""
     Accelerator(cpu=True)
     reward = make_reward()
     ref = train_reward.Reference(tiny.make_lm("gpt2"), tiny.VOCABULARY)
     queries = make_queries(random_rows((1, 4, 2, 3, 5) * 3, seed=9))
     args = train_reward.Args(normalization_samples=10, response_length=3, micro_batch_size=2)
-    sizes = []
-    reward.register_forward_hook(lambda _, given, made: sizes.append(len(made)))
+    args.truncate_after = 1
+    calls = []
+    reward.register_forward_hook(lambda _, given, made: calls.append(given))
     accelerator: Any = SimpleNamespace(num_processes=1, process_index=0, gather=lambda x: x)
-    made = train_reward.reference_rewards(accelerator, reward, ref, queries, 0, args)
-    assert sizes == [2] * 5
-    assert not made.requires_grad
+    values = (accelerator, reward, ref, queries, 0)
+    whole = train_reward.reference_rewards(*values, None, args)
+    assert [len(ids) for ids, _, _, _ in calls] == [2] * 5
+    assert not whole.requires_grad
+    assert all(is_read.all() for _, _, _, is_read in calls)
+    end = calls[1][2][0, 1].item()  # ends the third sample at its second token
+    cut = train_reward.reference_rewards(*values, end, args)
+    assert calls[6][3][0].tolist() == [True, True, False]
+    is_equal = cut == whole
+    assert not is_equal[2]
+    assert is_equal.any()

@@ -592,7 +592,7 @@ def read_preference(row: Settings, coin: int, s: Any) -> Any:
         length = length_of(response, s)
         if length is not None:
             response = response[:length]
-        elif s.truncate_token == "eos":
+        elif s.truncate_token == "eos" and response[-1:] != [s.end]:
             response = [*response, s.end]
         responses.append(response[: s.response_length])
     if not query or responses[0] == responses[1]:
@@ -677,6 +677,8 @@ def train_reward(_: str, settings: Settings, folder: Path, world: int) -> Simple
         for i, u in enumerate(numbers):
             query = queries[(step * count + i) % len(queries)]
             response = sample(ref, query.context, u, s)
+            if s.truncate_token == "eos":
+                response = response[: length_of(response, s)]
             logits.append(logit(model, query.ids + response).item())
         mean = float(np.mean(logits))
         std = float(np.std(logits))
