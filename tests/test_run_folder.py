@@ -26,25 +26,7 @@ import torch
 from accelerate import Accelerator
 from conftest import ROOT
 from filelock import FileLock
-from fork_tools import (
-    MODEL,
-    PPO,
-    REWARD,
-    RLOO,
-    SCRIPTS,
-    UPDATES,
-    WORDS,
-    Evil,
-    begin,
-    copy,
-    end,
-    is_copy,
-    kit,
-    plain,
-    run,
-    run_on,
-    run_two,
-)
+from fork_tools import PPO, REWARD, RLOO, SCRIPTS, UPDATES, WORDS, copy, is_copy, kit, plain, run
 from run_tools import assert_same_metrics, call, read_lines
 from safetensors.torch import load_file
 
@@ -104,9 +86,8 @@ NOT_EMPTY = "^--output_dir .*out is not empty: choose another, or --resume if it
 @pytest.fixture(autouse=True)
 def has_a_folder(request: pytest.FixtureRequest) -> None:
     """A copy whose main makes no Run leaves what it likes."""
-    script = ""
-    if hasattr(request.node, "callspec"):
-        script = request.node.callspec.params.get("script", "")
+    callspec = getattr(request.node, "callspec", None)
+    script = callspec.params.get("script", "") if callspec else ""
     if is_copy(script) and "Run(" not in (ROOT / script).read_text():
         pytest.skip(f"{script} makes no Run: it has no checkpoints, and cannot be resumed")
 
@@ -115,11 +96,6 @@ def has_a_folder(request: pytest.FixtureRequest) -> None:
 def folder(tmp_path: Path) -> Path:
     """A folder to run in, with models and data."""
     return copy(kit(), tmp_path)
-
-
-def finish(script: str, words: list[str], folder: Path, *changes: Any, **env: str) -> None:
-    code, _, errors = run(script, words, folder, *changes, **env)
-    assert code == 0, errors
 
 
 def refuse(folder: Path, script: str, words: list[str], says: str) -> None:
@@ -171,7 +147,7 @@ def test_kills_and_interruptions_change_no_bit(script, world, folder):
         is_signal = STATUS[kind] == 130
         every = ["--checkpoint_every", "0"] if is_signal else []
         change = (fork_tools.strike, pattern, int(count), NUMBERS[kind])
-        code, printed, errors = run_on(world, script, [*words, *every], folder, change)
+        code, printed, errors = fork_tools.run_on(world, script, [*words, *every], folder, change)
         assert code == STATUS[kind], (line, errors)
         assert not (folder / "out/samples.jsonl").exists()
         if kind == "full":
@@ -189,8 +165,7 @@ def test_kills_and_interruptions_change_no_bit(script, world, folder):
                 file.write('{"half of a li')
     unpickled = folder.with_name("unpickled")
     change = (fork_tools.log_unpickling, str(unpickled))
-    code, _, errors = run_on(world, script, words, folder, change)
-    assert code == 0, errors
+    fork_tools.succeed(script, words, folder, change, world=world)
     assert_same_results(folder, plain(script, world))
     assert checkpoints(folder)[-2:] == checkpoints(plain(script, world)) == ["0000003", "0000004"]
     assert not unpickled.exists(), unpickled.read_text()
@@ -217,7 +192,7 @@ BY_FUNCTION = {
 def test_a_ctrl_c_ends_a_run_that_hangs_if_it_is_pressed_again(folder):
     """Launchers and job managers may send each signal twice, at once; SIGTERM always waits."""
     (folder / "hanging.py").write_text(HANGS)
-    process = begin(PPO, [*WORDS[PPO], *BY_FUNCTION[PPO], "hanging:f"], folder)
+    process = fork_tools.begin(PPO, [*WORDS[PPO], *BY_FUNCTION[PPO], "hanging:f"], folder)
     while process.is_alive() and not (folder / "hangs").exists():
         time.sleep(0.02)
     process.join(0.2)
@@ -226,7 +201,7 @@ def test_a_ctrl_c_ends_a_run_that_hangs_if_it_is_pressed_again(folder):
         assert process.is_alive(), "the first ones wait for the update's end"
         os.kill(process.pid, number)
         process.join(wait)
-    code, _, errors = end(process, folder)
+    code, _, errors = fork_tools.end(process, folder)
     assert (code, errors.splitlines()[-1]) == (1, "KeyboardInterrupt")
 
 
@@ -241,21 +216,16 @@ def test_a_run_of_a_billion_episodes_starts_at_once(script, folder):
 
 
 # --- numbers gone wrong ---------------------------------------------------------------------------
-# Processes; the micro-batch whose loss is no number, on the first process; the updates before it
-NANS = [
-    (PPO, 1, 11, 2),
-    (PPO, 2, 4, 1),
-    (RLOO, 1, 2, 0),
-    (REWARD, 1, 6, 2),
-]
-
-
-@pytest.mark.parametrize(("script", "world", "micro_batch", "updates"), NANS)
+@pytest.mark.parametrize(
+    ("script", "world", "micro_batch", "updates"),
+    [(PPO, 1, 11, 2), (PPO, 2, 4, 1), (RLOO, 1, 2, 0), (REWARD, 1, 6, 2)],
+)
 def test_a_gradient_that_is_no_number_stops_before_it_reaches_a_file(
     script, world, micro_batch, updates, folder
 ):
+    """That of this micro-batch, on the first process, after so many updates."""
     nan = (fork_tools.give_nan, micro_batch)
-    code, _, errors = run_on(world, script, WORDS[script], folder, nan)
+    code, _, errors = fork_tools.run_on(world, script, WORDS[script], folder, nan)
     says = "gradient_norm is nan, its limit 1e+308: the loss is not finite, or --lr is too high;"
     if script == REWARD:
         says = "the gradient is not finite: a smaller --lr may help"
@@ -265,7 +235,7 @@ def test_a_gradient_that_is_no_number_stops_before_it_reaches_a_file(
     norms = [x for row in rows for name, x in row.items() if name.endswith("gradient_norm")]
     assert [math.isfinite(x) for x in norms] == [True] * updates + [False]
     assert len(checkpoints(folder)) == updates
-    assert not (folder / "out" / MODEL[script]).exists()
+    assert not (folder / "out" / fork_tools.MODEL[script]).exists()
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
@@ -285,16 +255,14 @@ def test_a_first_kl_that_is_not_rounding_stops_a_run(script, folder, monkeypatch
     assert checkpoints(folder) == []
 
 
-# A function whose call of that number is as it says; the first is the evaluation's, before the run
-# has a folder, then come the updates and the last evaluation.
+# A function returns this value when it is called with this number. Call 0 is the evaluation's,
+# before the run has a folder; then come the updates and the last evaluation.
 FUNCTIONS = """
 import os
-calls = []
+from itertools import count
 def late(value, number):
-    def f(completions, **_):
-        calls.append(1)
-        return [value if len(calls) == number + 1 else 0.5] * len(completions)
-    return f
+    calls = count()
+    return lambda completions, **_: [value if next(calls) == number else 0.5] * len(completions)
 nan_0 = late(float("nan"), 0)
 nan_2 = late(float("nan"), 2)
 inf_2 = late(-float("inf"), 2)
@@ -303,30 +271,34 @@ def moves(prompts, completions, text):
     os.chdir("/")
     return [0.5] * len(completions)
 """
-# Function, what it must not return, checkpoints left
-CALLS = [
-    (PPO, "nan_0", r"2 finite floats, not \[nan, nan\]", 0),
-    (RLOO, "nan_2", r"4 finite floats, not \[nan, nan, nan, nan\]", 1),
-    (PPO, "inf_2", r"4 finite floats, not \[-inf, -inf, -inf, -inf\]", 1),
-    (PPO, "nan_5", r"2 finite floats, not \[nan, nan\]", UPDATES),
-    (RLOO, "nan_5", r"4 finite floats, not \[nan, nan, nan, nan\]", UPDATES),
-    (RLOO, "moves", "", UPDATES),
-]
 
 
-@pytest.mark.parametrize(("script", "name", "says", "updates"), CALLS)
-def test_reward_functions_that_fail_late_or_move(script, name, says, updates, folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("script", "name", "returned", "updates"),
+    [
+        (PPO, "nan_0", ["nan"] * 2, 0),
+        (RLOO, "nan_2", ["nan"] * 4, 1),
+        (PPO, "inf_2", ["-inf"] * 4, 1),
+        (PPO, "nan_5", ["nan"] * 2, UPDATES),
+        (RLOO, "nan_5", ["nan"] * 4, UPDATES),
+        (RLOO, "moves", [], UPDATES),
+    ],
+)
+def test_reward_functions_that_fail_late_or_move(
+    script, name, returned, updates, folder, monkeypatch
+):
     """What is no number stops the run, and nothing is lost. No file moves to another folder."""
     (folder / "rewards.py").write_text(FUNCTIONS)
     words = [*WORDS[script], *BY_FUNCTION[script], f"rewards:{name}"]
     monkeypatch.delitem(fork_tools.sys.modules, "rewards", raising=False)
     expected = contextlib.nullcontext()
-    if says:
+    says = re.escape(f"{len(returned)} finite floats, not [{', '.join(returned)}]")
+    if returned:
         expected = pytest.raises(tf_adam.UserError, match=f"^--reward_fn must return {says}$")
     with expected:
         call(script, words, folder)
-    assert (folder / "out/samples.jsonl").exists() == (not says)
-    is_saved = not says or updates == UPDATES  # what fails in the last evaluation is too late
+    assert (folder / "out/samples.jsonl").exists() == (not returned)
+    is_saved = not returned or updates == UPDATES  # what fails in the last evaluation is too late
     assert (folder / "out/policy").exists() == is_saved
     assert (folder / "out").exists() == (updates > 0), "the first evaluation is before the run"
     assert checkpoints(folder) == [f"{i:07d}" for i in range(1, updates + 1)][-2:]
@@ -345,17 +317,15 @@ def test_the_model_is_on_the_disk_before_results_are_printed(script, folder):
 
 
 # --- who may use a folder -------------------------------------------------------------------------
-RESUMED = [(script, world, "") for script in SCRIPTS for world in (1, 2)]
-RESUMED += [(script, 1, "--total_episodes 8") for script in SCRIPTS if script != REWARD]
-
-
-@pytest.mark.parametrize(("script", "world", "fewer"), RESUMED)
-def test_a_finished_run_that_is_resumed_writes_the_same_files(script, world, fewer, tmp_path):
-    """It makes no update, but evaluates again."""
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_finished_run_that_is_resumed_writes_the_same_files(script, world, tmp_path):
+    """It makes no update, but evaluates again; also if it is to have fewer episodes than it had."""
+    fewer = "--total_episodes 8" if script != REWARD and world == 1 else ""
     folder = copy(plain(script, world), tmp_path)
     before = contents(folder / "out/checkpoints")
-    code, _, errors = run_on(world, script, [*WORDS[script], "--resume", *fewer.split()], folder)
-    assert code == 0, errors
+    words = [*WORDS[script], "--resume", *fewer.split()]
+    fork_tools.succeed(script, words, folder, world=world)
     assert_same_results(folder, plain(script, world))
     assert contents(folder / "out/checkpoints") == before
 
@@ -372,10 +342,9 @@ def test_a_finished_run_is_not_overwritten(script, tmp_path):
     refuse(folder, script, [*WORDS[script], "--resume"], NOT_EMPTY)
 
 
-NOT_OURS = "notes.txt policy/model.safetensors metrics.jsonl samples.jsonl".split()
-
-
-@pytest.mark.parametrize("name", NOT_OURS)
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "policy/model.safetensors", "metrics.jsonl", "samples.jsonl"]
+)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_folder_with_other_files_is_refused(script, name, folder):
     """Also where --base_model is a folder below it: its policy/ would take that one's place."""
@@ -390,11 +359,11 @@ def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(folder):
     """The other one is not disturbed."""
     (folder / "hanging.py").write_text(HANGS)
     words = [*WORDS[RLOO], *BY_FUNCTION[RLOO], "hanging:f", "--resume"]
-    processes = {name: begin(RLOO, words, folder, name=name) for name in ("one", "two")}
+    processes = {name: fork_tools.begin(RLOO, words, folder, name=name) for name in ("one", "two")}
     while all(process.is_alive() for process in processes.values()):
         time.sleep(0.02)
     (folder / "go").touch()
-    ends = [end(process, folder, name) for name, process in processes.items()]
+    ends = [fork_tools.end(process, folder, name) for name, process in processes.items()]
     codes = [code for code, _, _ in ends]
     assert sorted(codes) == [0, 1], ends
     refused = ends[codes.index(1)][2].splitlines()[-1]
@@ -458,9 +427,7 @@ TAKES_EFFECT = """
 
 def values_of(kind: Any) -> list[Any]:
     """Values that a field of this type could have."""
-    found = [3, 0.25, False, True, (0.5, 0.5), "another"]
-    if typing.get_origin(kind) is typing.Literal:
-        found += typing.get_args(kind)
+    found = [3, 0.25, False, True, (0.5, 0.5), "another", *typing.get_args(kind)]
     for inner in typing.get_args(kind):
         found += values_of(inner)
     return found
@@ -518,14 +485,14 @@ def test_a_finished_run_goes_on_with_more_episodes_as_if_it_had_had_them(script,
     words = [*WORDS[script], "--lr_schedule", "constant", "--resume"]
     more = [*words, "--total_episodes", "24"]
     longer = copy(kit(), tmp_path / "longer")
-    finish(script, more, longer)
+    fork_tools.succeed(script, more, longer)
     folder = copy(kit(), tmp_path)
-    finish(script, words, folder)
+    fork_tools.succeed(script, words, folder)
     kill = (fork_tools.strike, "open out/metrics.jsonl", 1)
     assert run(script, more, folder, kill)[0] == -signal.SIGKILL
     assert not (folder / "out/samples.jsonl").exists()
     assert len(read_lines(folder / "out/metrics.jsonl")) == UPDATES
-    finish(script, more, folder)
+    fork_tools.succeed(script, more, folder)
     assert_same_results(folder, longer)
 
 
@@ -591,7 +558,7 @@ def test_a_newest_checkpoint_that_does_not_load_stops_and_stays(
     folder = copy(tmp_path / "out", tmp_path)
     file = folder / "checkpoints/0000003" / name
     others = {"model.safetensors": safetensors.torch.save({"weight": torch.ones(3, 2)})}
-    evil = pickle.dumps(Evil(), 2)
+    evil = pickle.dumps(fork_tools.Evil(), 2)
     damaged = {"cut": file.read_bytes()[:-9], "evil": evil}
     file.write_bytes((damaged | {"other": others.get(name, b"{}")}).get(kind, b""))
     if kind == "missing":
@@ -700,7 +667,7 @@ def test_state_that_differs_between_processes_stops_after_the_update(folder):
     changed = text.replace(place, f'        run.state["mine"] = rank\n{place}')
     (folder / "mine.py").write_text(changed)
     shutil.copy(ROOT / "tf_adam.py", folder)
-    for code, _, errors in run_two(str(folder / "mine.py"), WORDS[REWARD], folder):
+    for code, _, errors in fork_tools.run_two(str(folder / "mine.py"), WORDS[REWARD], folder):
         says = "mine.py: run.state differs between processes, gather it first: {"
         assert (code, errors.splitlines()[-1].startswith(says)) == (1, True), errors
     assert checkpoints(folder) == []
@@ -718,16 +685,6 @@ def test_seconds_are_of_one_update_and_memory_is_in_gigabytes(small, tmp_path, m
 
 
 # --- Weights & Biases -----------------------------------------------------------------------------
-def test_weights_and_biases_gets_every_metric(folder):
-    """Offline; the record is in the run's folder or beside it."""
-    silent = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    finish(REWARD, [*WORDS[REWARD], "--track"], folder, **silent)
-    (record,) = folder.rglob("*.wandb")
-    data = record.read_bytes()
-    for row in read_lines(folder / "out/metrics.jsonl"):
-        assert all(name.encode() in data for name in row)
-
-
 def test_weights_and_biases_without_a_key_leaves_nothing_that_is_in_the_way(folder):
     online = {"WANDB_MODE": "online", "WANDB_API_KEY": ""}
     code, _, errors = run(RLOO, [*WORDS[RLOO], "--track"], folder, **online)
@@ -743,7 +700,7 @@ def test_weights_and_biases_goes_on_with_the_run(script, folder):
     track = (fork_tools.log_tracking, str(log))
     code, _, errors = run(script, words, folder, track, (fork_tools.strike, *TERMINATE))
     assert code == 130, errors
-    finish(script, words, folder, track)
+    fork_tools.succeed(script, words, folder, track)
     rows = read_lines(log)
     settings = {"project": "rlhf", "id": rows[0][1]["id"], "name": "out", "resume": "allow"}
     assert len(settings["id"]) == 8

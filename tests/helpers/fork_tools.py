@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,7 @@ def fill(folder: Path) -> Path:
     """A random model of 50 words, a reward model, queries and labels, under the names that WORDS
     has."""
     import torch
+    from run_tools import to_lines
     from tiny_models import VOCABULARY, save_classifier, save_model
 
     torch.manual_seed(0)
@@ -105,13 +107,11 @@ def fill(folder: Path) -> Path:
     for _ in range(16):
         words = [f"w{token}" for token in tokens(rng.randrange(3, 7))]
         queries.append({"text": " ".join(words)})
-    labels = []
-    samples = [{"sample0": tokens(5), "sample1": tokens(5)} for _ in range(20)]
-    for pair in samples:
-        labels.append(pair | {"query": tokens(4), "best": rng.randrange(2)})
-    for name, rows in (("queries", queries), ("labels", labels)):
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+    labels = [{"sample0": tokens(5), "sample1": tokens(5)} for _ in range(20)]
+    for label in labels:
+        label |= {"query": tokens(4), "best": rng.randrange(2)}
+    (folder / "queries.jsonl").write_text(to_lines(*queries))
+    (folder / "labels.jsonl").write_text(to_lines(*labels))
     return folder
 
 
@@ -166,11 +166,8 @@ def end(process: Any, folder: Path, name: str = "run") -> tuple[int, str, str]:
         process.kill()
         process.join()
         status = 124
-    printed = []
-    for ending in ("out", "err"):
-        file = Path(f"{folder}-{name}.{ending}")
-        printed.append(file.read_text() if file.exists() else "")
-    return status, *printed
+    printed, errors = (Path(f"{folder}-{name}.{ending}").read_text() for ending in ("out", "err"))
+    return status, printed, errors
 
 
 def run(
@@ -178,13 +175,6 @@ def run(
 ) -> tuple[int, str, str]:
     """`python script words` in `folder`, with changes, to its end."""
     return end(begin(script, words, folder, *changes, **env), folder)
-
-
-def succeed(*values: Any, **env: str) -> str:
-    """The same, with an exit status of 0: stdout."""
-    status, printed, errors = run(*values, **env)
-    assert status == 0, errors
-    return printed
 
 
 def run_two(
@@ -221,6 +211,13 @@ def run_on(world: int, *values: Any, **env: str) -> tuple[int, str, str]:
     return first
 
 
+def succeed(*values: Any, world: int = 1, **env: str) -> str:
+    """The same, with an exit status of 0: stdout."""
+    status, printed, errors = run_on(world, *values, **env)
+    assert status == 0, errors
+    return printed
+
+
 def copy(folder: Path, to: Path) -> Path:
     return Path(shutil.copytree(folder, to / "folder"))
 
@@ -237,9 +234,7 @@ def kit() -> Path:
 def plain(script: str, world: int) -> Path:
     """A folder in which the script has run and nothing stopped it, on one process or two."""
     folder = copy(kit(), Path(tempfile.mkdtemp(dir=kit().parent)))
-    code, _, errors = run_on(world, script, WORDS[script], folder)
-    command = f"{script} {shlex.join(WORDS[script])}"
-    assert code == 0, f"a run that many tests compare with fails: {command}\n{errors}"
+    succeed(script, WORDS[script], folder, world=world)
     return folder
 
 
@@ -365,25 +360,6 @@ def log_unpickling(log: str) -> None:
     sys.addaudithook(watch)
 
 
-def log_shares(log: str) -> None:
-    """The part of the trained model's weights that this process holds is written to that file."""
-    import accelerate
-
-    prepare = accelerate.Accelerator.prepare
-
-    def noted(self: Any, *args: Any) -> Any:
-        made = prepare(self, *args)
-        here = 0
-        total = 0
-        for x in made[0].parameters():
-            total += x.numel()
-            here += x.to_local().numel() if hasattr(x, "to_local") else x.numel()
-        Path(log).write_text(str(here / total))
-        return made
-
-    accelerate.Accelerator.prepare = noted
-
-
 def log_whole_tensors(log: str) -> None:
     """Written to that file: after each backward pass the elements of gradients that are not in
     shards; at each sampled token those of trained weights, and whether autocast keeps copies."""
@@ -418,22 +394,16 @@ def log_tracking(log: str) -> None:
     """What would go to Weights & Biases is written to that file: start, metrics, tables, end."""
     import wandb
 
-    class Config:
-        def update(self, *settings: Any, **_: Any) -> None:
-            append(log, ["config", *settings])
-
-    class Run:
-        def __init__(self, **settings: Any) -> None:
-            append(log, ["init", settings])
-
-        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-            append(log, ["log", step, values])
-
-        def finish(self) -> None:
-            append(log, ["finish"])
-
-    wandb.init = Run
-    wandb.config = Config()
+    wandb.init = lambda **settings: (
+        append(log, ["init", settings])
+        or SimpleNamespace(
+            log=lambda values, step=None, **_: append(log, ["log", step, values]),
+            finish=lambda: append(log, ["finish"]),
+        )
+    )
+    wandb.config = SimpleNamespace(
+        update=lambda *settings, **_: append(log, ["config", *settings]),
+    )
     wandb.Table = lambda columns=None, data=None, dataframe=None: dataframe.to_dict("records")
 
 
