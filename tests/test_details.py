@@ -8,7 +8,6 @@ the option it is done for two rows.
 import ast
 import shutil
 from pathlib import Path
-from typing import Any
 
 import fork_tools
 import pytest
@@ -35,7 +34,7 @@ def test_every_fault_can_be_made(detail):
     assert ast.dump(details.parse(detail.code)) != ast.dump(details.Fault(detail).fault)
 
 
-def begin(nodes: list[str], folder: Path, detail: Detail | None = None) -> Any:
+def begin(nodes: list[str], folder: Path, detail: Detail | None = None):
     """Starts pytest on these tests in a copy of the project, with a fault in a detail's code."""
     ignored = (".*", "__pycache__", "runs", "wandb", "*.egg-info", "*.png")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored))
@@ -45,7 +44,7 @@ def begin(nodes: list[str], folder: Path, detail: Detail | None = None) -> Any:
     return fork_tools.begin(fork_tools.PYTEST, words, folder, (fork_tools.forget_project,))
 
 
-def end(process: Any, folder: Path) -> tuple[int, str]:
+def end(process, folder: Path) -> tuple[int, str]:
     """pytest's status and output."""
     process.join(900)
     status, printed, _ = fork_tools.end(process, folder)

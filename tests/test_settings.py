@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import fork_tools
@@ -167,7 +166,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The cache folder, as HF_HOME sets it. Its files say what the hub would say of names."""
     folder = tmp_path_factory.mktemp("cache")
 
-    def glob(_: Any, name: str, **options: Any) -> dict[str, dict[str, str]]:
+    def glob(_, name: str, **options) -> dict[str, dict[str, str]]:
         found = folder.glob(f"{LABELS}/snapshots/*/{name.partition('preferences/')[2]}")
         return {name: {"type": "file"}} if any(found) else {}
 

@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import fork_tools
 import numpy as np
@@ -31,12 +30,12 @@ def new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [])
 
 
-def call(tool: Any, words: str) -> None:
+def call(tool, words: str) -> None:
     sys.argv = ["program.py", *words.split()]
     tool.main()
 
 
-def fail(tool: Any, words: str, message: str) -> None:
+def fail(tool, words: str, message: str) -> None:
     """The same, which ends with one line that begins with this message."""
     with pytest.raises(SystemExit) as error:
         call(tool, words)
@@ -120,7 +119,7 @@ Texts = list[str]
 Scores = list[float]
 
 
-def count_a(completions: Texts, **_: Any) -> Scores:
+def count_a(completions: Texts, **_) -> Scores:
     return [float(text.count("a")) for text in completions]
 
 
@@ -132,11 +131,11 @@ def prefer_first(prompts: Texts, completions: Texts, other_completions: Texts) -
     return preferred
 
 
-def too_few(**_: Any) -> Scores:
+def too_few(**_) -> Scores:
     return [1.0]
 
 
-def nan(completions: Texts, **_: Any) -> Scores:
+def nan(completions: Texts, **_) -> Scores:
     return [math.nan] * len(completions)
 
 
@@ -150,7 +149,7 @@ def write(name: str, *texts: str) -> Path:
     return Path(name)
 
 
-def make_pairs(wins: Any, lengths: Any, others: Any) -> Pairs:
+def make_pairs(wins, lengths, others) -> Pairs:
     """One pair for each query."""
     query = np.arange(len(wins))
     return Pairs(query, *map(np.array, (wins, lengths, others)))
@@ -282,7 +281,7 @@ NUMBER = re.compile(r"-?\d+\.\d+")
 
 
 @pytest.fixture(scope="module")
-def examples() -> tuple[Any, Any]:
+def examples():
     """Both examples. No token of theirs may depend on rounding, which is far below 5e-6."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "searchsorted", torch.searchsorted)
