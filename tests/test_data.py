@@ -295,8 +295,9 @@ def test_queries_are_the_first_column_that_there_is_of(first):
     assert read_query(row, contents, base_model="gpt2") == [first + 1]
 
 
-# Start, end, length, what happens to longer ones, and the query, of 1 2 3 4 3 5
-CUTS = """
+@pytest.mark.parametrize(
+    "cut",
+    """\
 - - 6 drop        1 2 3 4 3 5
 - - 5 drop
 - - 4 keep_end    3 4 3 5
@@ -308,12 +309,11 @@ CUTS = """
 - 3 2 keep_start
 3 3 6 drop        4 3
 3 1 6 drop
-"""
-
-
-@pytest.mark.parametrize("cut", CUTS.strip().splitlines())
+""".splitlines(),
+)
 def test_a_query_is_cut_at_the_first_start_and_the_last_end(cut):
-    """All, where nothing is behind the start; nothing, where there is no start or end."""
+    """Start, end, length, what happens to longer ones, and the query, of 1 2 3 4 3 5. It is all of
+    it where nothing is behind the start, and nothing where there is no start or end."""
     start, end, length, long, *query = cut.split()
     known = {"-": None, "1": 1, "3": 3, "5": 5, "6": 6}
     found = ppo_rlhf.cut_query([1, 2, 3, 4, 3, 5], int(length), known[start], known[end], long)
@@ -440,19 +440,12 @@ PHI4 = BEGIN + "<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>" + E
 PHI4 += "<|im_start|>assistant<|im_sep|>{% endif %}"
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "phi4": PHI4}
 THINKING = CHATML.replace("assistant\\n", "assistant\\n<think>\\n")  # no chat continues this
-BYTES = {
-    "base_model": "bytes",
-    "query_length": 300,
-    "response_length": 300,
-}
+BYTES = {"base_model": "bytes", "query_length": 300, "response_length": 300}
 HOW = "How tall is tower 0?"
 FAR = turn(HOW, "user")
 TALL = turn("0 metres.")
 YARDS = turn("0 yards.")  # what both answers begin with is not of the prompt
-TEXTS = {
-    "chosen": "0 metres.",
-    "rejected": "0 yards.",
-}
+TEXTS = {"chosen": "0 metres.", "rejected": "0 yards."}
 CHATS = {"chosen": FAR + TALL, "rejected": FAR + YARDS}
 ANSWERS = {"chosen": TALL, "rejected": YARDS}
 ASKED = ANSWERS | {"prompt": FAR}
@@ -622,8 +615,9 @@ def test_questions_and_instructions_are_prompts(asked, text):
         assert read_query(asked | answers, **BYTES) == label[0]
 
 
-# A word that the message must show, and a row
-REFUSED = """
+@pytest.mark.parametrize(
+    "line",
+    """\
 'height' {"prompt": [{"role": "user", "content": "", "tool_calls": [{"function": "height"}]}]}
 'height' {"prompt": [{"role": "user", "content": "How?"}], "tools": [{"name": "height"}]}
 brief {"prompt": [{"role": "user", "content": "How?"}], "system": "Be brief."}
@@ -631,11 +625,10 @@ brief {"prompt": [{"role": "user", "content": "How?"}], "system_prompt": "Be bri
 brief {"prompt": [{"role": "user", "content": "How?"}], "history": ["Be brief."]}
 'image' {"prompt": [{"role": "user", "content": [{"text": "How?"}, {"type": "image"}]}]}
 How? {"conversations": [{"from": "human", "value": "How?"}]}
-"""
-
-
-@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+""".splitlines(),
+)
 def test_what_would_change_a_chat_in_silence_is_refused_with_its_row(line):
+    """A word that the message must show, and a row."""
     word, text = line.split(" ", 1)
     row = json.loads(text)
     says = ("a message must be a role and a text, and no more: {", word)
@@ -722,16 +715,6 @@ def test_labels_of_no_use_are_left_out_and_counted_and_a_tenth_may_be(row, reaso
 
 
 # --- reward functions -----------------------------------------------------------------------------
-def score(script, function, **columns):
-    """Scores by a function of two responses, of one token and of two."""
-    tokenizer, args = start(script, reward_fn="colorsys:mine")
-    row = {"query": "w5"} | columns
-    queries = [script.Query([token], [token], row) for token in (5, 6)]
-    with mock.patch.object(colorsys, "mine", function, create=True):
-        reward = script.load_reward("reward_model", args, "tiny", tokenizer, 14)
-    return reward(queries, make_responses([[7], [8, 9]]))
-
-
 NO_FLOATS = [
     {},
     {"w7": 0.0, "w8": 0.0},
@@ -756,6 +739,16 @@ FLOATS = [
     np.array([1.0, 2.0]),
     [np.float32(1), np.int64(2)],
 ]
+
+
+def score(script, function, **columns):
+    """Scores by a function of two responses, of one token and of two."""
+    tokenizer, args = start(script, reward_fn="colorsys:mine")
+    row = {"query": "w5"} | columns
+    queries = [script.Query([token], [token], row) for token in (5, 6)]
+    with mock.patch.object(colorsys, "mine", function, create=True):
+        reward = script.load_reward("reward_model", args, "tiny", tokenizer, 14)
+    return reward(queries, make_responses([[7], [8, 9]]))
 
 
 @BOTH

@@ -61,38 +61,28 @@ def test_fsdp2_gives_what_ddp_gives_and_goes_on(script, tmp_path):
         assert_close(load_file(other / name), load_file(one / name), atol=1e-4, rtol=0)
 
 
-# Two micro-batches on each of two processes, of which the second is smaller; on one process all are
-# equal. Whitening is over a process's share.
-UNEQUAL = "--batch_size 12 --micro_batch_size 4 --num_epochs 1 --total_episodes 24"
-SHARES = {
-    PPO: f"{UNEQUAL} --no-whiten_rewards --no-whiten_advantages",
-    RLOO: UNEQUAL,
-    REWARD: "--batch_size 8 --micro_batch_size 3",
-}
-SAME = (
-    "Two processes give other metrics than one. A mean or sum over the batch must be over all "
-    "processes (reduce_means, sum_over_ranks, gather)"
-)
-PER_PROCESS = {"returns/var", "val/var", "val/var_explained"}
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_two_processes_with_unequal_micro_batches_give_what_one_gives(script, tmp_path):
-    words = [*WORDS[script], *SHARES[script].split()]
+    """Of two micro-batches on each of two processes the second is smaller; on one process all are
+    equal. Whitening is over a process's share."""
+    unequal = "--batch_size 12 --micro_batch_size 4 --num_epochs 1 --total_episodes 24"
+    flags = {
+        PPO: f"{unequal} --no-whiten_rewards --no-whiten_advantages",
+        RLOO: unequal,
+        REWARD: "--batch_size 8 --micro_batch_size 3",
+    }
+    words = [*WORDS[script], *flags[script].split()]
     for world in (1, 2):
         succeed(script, words, copy(kit(), tmp_path / str(world)), world=world)
     one, two = (tmp_path / f"{world}/folder/out" for world in (1, 2))
-    assert_same_metrics(two, one, SAME, PER_PROCESS, rel=1e-4, abs=1e-5)
+    says = (
+        "Two processes give other metrics than one. A mean or sum over the batch must be over all"
+    )
+    says += " processes (reduce_means, sum_over_ranks, gather)"
+    of_each = {"returns/var", "val/var", "val/var_explained"}
+    assert_same_metrics(two, one, says, of_each, rel=1e-4, abs=1e-5)
     mine, theirs = (load_file(out / MODEL[script] / "model.safetensors") for out in (one, two))
     assert_close(theirs, mine, atol=1e-4, rtol=0)
-
-
-# Without samples and held-out labels nothing gathers gain and bias after the last update.
-SHARDED = {
-    PPO: ("--dtype", "bf16"),
-    RLOO: ("--dtype", "bf16"),
-    REWARD: ("--normalization_samples", "0", "--num_labels", "None"),
-}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -102,7 +92,9 @@ def test_weights_in_shards_have_no_whole_gradients_and_no_copies(script, tmp_pat
     samples, which is whole anyway: there gain and bias are read all the same."""
     weights = {}
     results = {}
-    more = ("--batch_size", "8", "--checkpoint_every", "0", *SHARDED[script])
+    # Without samples and held-out labels nothing gathers gain and bias after the last update.
+    few = "--normalization_samples 0 --num_labels none" if script == REWARD else "--dtype bf16"
+    more = ["--batch_size", "8", "--checkpoint_every", "0", *few.split()]
     for engine in ("fsdp2", "ddp"):
         log = tmp_path / engine
         change = (fork_tools.log_whole_tensors, str(log))
@@ -124,16 +116,11 @@ def test_weights_in_shards_have_no_whole_gradients_and_no_copies(script, tmp_pat
         assert results["ddp"]["gain"] != 1
 
 
-LENGTH = """
-def length(completions, **_):
-    return [len(x) for x in completions]
-"""
-
-
 def test_a_launch_of_the_default_that_is_stopped_leaves_a_checkpoint(tmp_path):
     """From any folder. Job managers send SIGTERM to all processes, and the launcher sends it to its
     own once more."""
-    (tmp_path / "taste.py").write_text(LENGTH)
+    code = "def length(completions, **_):\n    return [len(x) for x in completions]\n"
+    (tmp_path / "taste.py").write_text(code)
     words = "--reward_fn taste:length --total_episodes 64000 --batch_size 16 --eval_queries 4"
     words += " --num_epochs 1 --checkpoint_every 0 --truncate_token none"
     process = start([*LAUNCH, str(ROOT / PPO), *fork_tools.complete(PPO, words.split())], tmp_path)

@@ -83,25 +83,22 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Values out of their range, by flag
-RANGES = """
-    seed -1 4000000000; eval_queries 0 -1; checkpoint_every -1; lora_rank -1; lora_alpha 0 inf;
-    query_length 0; response_length 0; temperature 0 inf nan -1; truncate_after -1;
-    penalty_reward_value nan -inf; total_episodes 0; batch_size 0; micro_batch_size 0;
-    num_minibatches 0; num_epochs 0; lr nan -1 inf; lr_warmup -1; adam_eps 0 -1e-5;
-    weight_decay -0.1; max_grad_norm 0 -1; kl_coef -0.1; adaptive_kl_target 0; kl_horizon 0;
-    max_kl 0; cliprange -0.1; cliprange_value -0.1; vf_coef -0.1; gamma -0.1; lam -0.1;
-    critic_lr -1; critic_warmup -1; rloo_k 0 1; num_labels 0; eval_labels 0;
-    normalization_samples -1
-"""
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_values_out_of_range_name_the_flag(script, tmp_path):
     module = importlib.import_module(script[:-3])
     args = module.Args()
     tried = {"adam_betas": ["0.9 nan", "inf 0.9"]}
-    for text in RANGES.split(";"):
+    ranges = """
+        seed -1 4000000000; eval_queries 0 -1; checkpoint_every -1; lora_rank -1; lora_alpha 0 inf;
+        query_length 0; response_length 0; temperature 0 inf nan -1; truncate_after -1;
+        penalty_reward_value nan -inf; total_episodes 0; batch_size 0; micro_batch_size 0;
+        num_minibatches 0; num_epochs 0; lr nan -1 inf; lr_warmup -1; adam_eps 0 -1e-5;
+        weight_decay -0.1; max_grad_norm 0 -1; kl_coef -0.1; adaptive_kl_target 0; kl_horizon 0;
+        max_kl 0; cliprange -0.1; cliprange_value -0.1; vf_coef -0.1; gamma -0.1; lam -0.1;
+        critic_lr -1; critic_warmup -1; rloo_k 0 1; num_labels 0; eval_labels 0;
+        normalization_samples -1
+    """
+    for text in ranges.split(";"):
         name, *values = text.split()
         if hasattr(args, name):
             tried[name] = values

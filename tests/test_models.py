@@ -30,6 +30,7 @@ import rloo_rlhf
 from tf_adam import UserError, make_optimizer
 
 BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
+MAKERS = pytest.mark.parametrize("make", [tiny.make_lm, tiny.make_classifier])
 LENGTH = 6
 WINDOW = 64
 CONTEXTS = random_rows((1, 9, 4, 12, 5), seed=1)
@@ -265,9 +266,6 @@ def test_a_new_head_is_no_fault_but_layers_too_many_and_two_labels_are(tmp_path)
 def with_top_token(token):
     """As much of a tokenizer as check_model reads."""
     return SimpleNamespace(get_vocab=lambda: {"a": 0, "b": token})
-
-
-MAKERS = pytest.mark.parametrize("make", [tiny.make_lm, tiny.make_classifier])
 
 
 @MAKERS

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 import time
 import typing
 from pathlib import Path
@@ -75,6 +76,32 @@ kill 1 half of out/checkpoints/0000003/optimizer
     (RLOO, 2): "kill 1 os.rename out/checkpoints/0000002/state.tmp",
     (REWARD, 2): "kill 1 half of out/checkpoints/0000003/model",
 }
+HANGS = """
+import os
+import time
+calls = []
+def f(completions, **_):
+    calls.append(1)
+    if len(calls) == 2:  # the first is that of the evaluation
+        open("hangs", "w").close()
+        while not os.path.exists("go"):
+            time.sleep(0.1)
+    return [0.0] * len(completions)
+"""
+BY_FUNCTION = {
+    PPO: "--reward_model none --critic shared --reward_fn".split(),
+    RLOO: "--reward_model none --reward_fn".split(),
+}
+# It returns a value in one of its calls, and goes to another folder. Call 0 is the evaluation's,
+# before the run has a folder; then come the updates and the last evaluation.
+FUNCTION = """
+import itertools
+import os
+calls = itertools.count()
+def f(completions, **_):
+    os.chdir("/")
+    return [float("{value}") if next(calls) == {call} else 0.5] * len(completions)
+"""
 # For whoever changes a script
 LOST = (
     "The resumed run differs from one left alone. What the loop carries from update to update must "
@@ -119,14 +146,12 @@ def assert_same_results(folder: Path, expected: Path) -> None:
     """All that finished runs leave is the same, but args.json, checkpoints, seconds and memory."""
     assert_same_metrics(folder / "out", expected / "out", LOST)
 
-    def files(place: Path) -> dict[str, bytes]:
-        found = {file.relative_to(place).as_posix(): file for file in place.rglob("*")}
-        others = ("args.json", "checkpoints", "metrics")
-        names = [name for name in found if not name.startswith(others)]
-        return {name: found[name].read_bytes() for name in names if found[name].is_file()}
-
-    found = files(folder / "out")
-    wanted = files(expected / "out")
+    found, wanted = ({}, {})
+    for place, files in ((folder / "out", found), (expected / "out", wanted)):
+        for file in place.rglob("*"):
+            name = str(file.relative_to(place))
+            if file.is_file() and not name.startswith(("args.json", "checkpoints", "metrics")):
+                files[name] = file.read_bytes()
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if found[name] != wanted[name]] == [], LOST
 
@@ -169,24 +194,6 @@ def test_kills_and_interruptions_change_no_bit(script, world, folder):
     assert_same_results(folder, plain(script, world))
     assert checkpoints(folder)[-2:] == checkpoints(plain(script, world)) == ["0000003", "0000004"]
     assert not unpickled.exists(), unpickled.read_text()
-
-
-HANGS = """
-import os
-import time
-calls = []
-def f(completions, **_):
-    calls.append(1)
-    if len(calls) == 2:  # the first is that of the evaluation
-        open("hangs", "w").close()
-        while not os.path.exists("go"):
-            time.sleep(0.1)
-    return [0.0] * len(completions)
-"""
-BY_FUNCTION = {
-    PPO: "--reward_model none --critic shared --reward_fn".split(),
-    RLOO: "--reward_model none --reward_fn".split(),
-}
 
 
 def test_a_ctrl_c_ends_a_run_that_hangs_if_it_is_pressed_again(folder):
@@ -255,51 +262,33 @@ def test_a_first_kl_that_is_not_rounding_stops_a_run(script, folder, monkeypatch
     assert checkpoints(folder) == []
 
 
-# A function returns this value when it is called with this number. Call 0 is the evaluation's,
-# before the run has a folder; then come the updates and the last evaluation.
-FUNCTIONS = """
-import os
-from itertools import count
-def late(value, number):
-    calls = count()
-    return lambda completions, **_: [value if next(calls) == number else 0.5] * len(completions)
-nan_0 = late(float("nan"), 0)
-nan_2 = late(float("nan"), 2)
-inf_2 = late(-float("inf"), 2)
-nan_5 = late(float("nan"), 5)
-def moves(prompts, completions, text):
-    os.chdir("/")
-    return [0.5] * len(completions)
-"""
-
-
 @pytest.mark.parametrize(
-    ("script", "name", "returned", "updates"),
+    ("script", "value", "number", "count", "updates"),
     [
-        (PPO, "nan_0", ["nan"] * 2, 0),
-        (RLOO, "nan_2", ["nan"] * 4, 1),
-        (PPO, "inf_2", ["-inf"] * 4, 1),
-        (PPO, "nan_5", ["nan"] * 2, UPDATES),
-        (RLOO, "nan_5", ["nan"] * 4, UPDATES),
-        (RLOO, "moves", [], UPDATES),
+        (PPO, "nan", 0, 2, 0),
+        (RLOO, "nan", 2, 4, 1),
+        (PPO, "-inf", 2, 4, 1),
+        (PPO, "nan", 5, 2, UPDATES),
+        (RLOO, "nan", 5, 4, UPDATES),
+        (RLOO, "0.5", 0, 4, UPDATES),
     ],
 )
-def test_reward_functions_that_fail_late_or_move(
-    script, name, returned, updates, folder, monkeypatch
+def test_a_reward_function_that_fails_late_or_moves(
+    script, value, number, count, updates, folder, monkeypatch
 ):
     """What is no number stops the run, and nothing is lost. No file moves to another folder."""
-    (folder / "rewards.py").write_text(FUNCTIONS)
-    words = [*WORDS[script], *BY_FUNCTION[script], f"rewards:{name}"]
-    monkeypatch.delitem(fork_tools.sys.modules, "rewards", raising=False)
+    (folder / "rewards.py").write_text(FUNCTION.format(value=value, call=number))
+    words = [*WORDS[script], *BY_FUNCTION[script], "rewards:f"]
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)
     expected = contextlib.nullcontext()
-    says = re.escape(f"{len(returned)} finite floats, not [{', '.join(returned)}]")
-    if returned:
+    fails = value != "0.5"
+    if fails:
+        says = re.escape(f"{count} finite floats, not [{', '.join([value] * count)}]")
         expected = pytest.raises(tf_adam.UserError, match=f"^--reward_fn must return {says}$")
     with expected:
         call(script, words, folder)
-    assert (folder / "out/samples.jsonl").exists() == (not returned)
-    is_saved = not returned or updates == UPDATES  # what fails in the last evaluation is too late
-    assert (folder / "out/policy").exists() == is_saved
+    assert (folder / "out/samples.jsonl").exists() == (not fails)
+    assert (folder / "out/policy").exists() == (updates == UPDATES)
     assert (folder / "out").exists() == (updates > 0), "the first evaluation is before the run"
     assert checkpoints(folder) == [f"{i:07d}" for i in range(1, updates + 1)][-2:]
     if updates:
@@ -417,14 +406,6 @@ def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(name, path, tmp_pa
 
 
 # --- settings -------------------------------------------------------------------------------------
-# A resumed run goes on with these as they are given; any other flag that differs is refused, also
-# one that a copy of a script adds.
-TAKES_EFFECT = """
-    resume output_dir track checkpoint_every lr critic_lr micro_batch_size gradient_checkpointing
-    max_kl total_episodes
-""".split()
-
-
 def values_of(kind: Any) -> list[Any]:
     """Values that a field of this type could have."""
     found = [3, 0.25, False, True, (0.5, 0.5), "another", *typing.get_args(kind)]
@@ -446,6 +427,9 @@ def another(args: Any, name: str) -> Any:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_setting_is_refused_on_resume_or_takes_effect(script, tmp_path):
+    """Also one that a copy of a script adds."""
+    take_effect = """track checkpoint_every lr critic_lr micro_batch_size gradient_checkpointing
+        max_kl total_episodes""".split()
     module = importlib.import_module(script[:-3])
     old = vars(module.Args())
     (tmp_path / "lock").touch()
@@ -455,7 +439,7 @@ def test_every_setting_is_refused_on_resume_or_takes_effect(script, tmp_path):
         value = another(module.Args, name)
         assert value is not None or is_copy(script), f"no value of {name} is known"
         args = module.Args(**{"output_dir": str(tmp_path), "resume": True, name: value})
-        if name in TAKES_EFFECT or value is None:
+        if name in take_effect or value is None:
             module.choose_folder(module.FILE, "tiny", args)
             assert getattr(args, name) == value
         else:
@@ -644,18 +628,15 @@ def test_a_users_copies_of_checkpoints_are_no_checkpoints(small, tmp_path):
 
 
 # --- state of a copy ------------------------------------------------------------------------------
-CHANGED = {"counts": {"a": {1: 0.5}}, "pair": (1, 2), "mean": torch.ones(1)}
-
-
-@pytest.mark.parametrize("name", CHANGED)
-def test_state_that_json_would_change_is_an_error_at_once(name, small, tmp_path):
+@pytest.mark.parametrize("value", [{"a": {1: 0.5}}, (1, 2), torch.ones(1)], ids=repr)
+def test_state_that_json_would_change_is_an_error_at_once(value, small, tmp_path):
     """At the start, or after the update that made it. A tensor, a copy's mistake: a TypeError."""
     says = "^run.state must survive JSON: texts as keys, |is not JSON serializable$"
     with pytest.raises((tf_adam.UserError, TypeError), match=says):
-        small(tmp_path / "other", updates=1, **{name: CHANGED[name]})
+        small(tmp_path / "other", updates=1, mine=value)
     opened = small(tmp_path / "other")
     opened.args.checkpoint_every = 9
-    opened.state[name] = CHANGED[name]
+    opened.state["mine"] = value
     with pytest.raises((tf_adam.UserError, TypeError), match=says):
         opened.end_update()
 

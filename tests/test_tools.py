@@ -20,6 +20,9 @@ from benchmark.tools import plot, win_rate, worked_example
 from benchmark.tools.win_rate import Pairs
 
 LINE = '{"train/loss": 1}\n'
+WRONG = "--judge did not return 2 numbers, as it should"
+JUDGE = "--judge test_tools:"
+NUMBER = re.compile(r"-?\d+\.\d+")
 
 
 @pytest.fixture(autouse=True)
@@ -115,15 +118,11 @@ def test_what_cannot_be_drawn_is_one_line(line, words, message):
 
 
 # --- win rates ------------------------------------------------------------------------------------
-Texts = list[str]
-Scores = list[float]
-
-
-def count_a(completions: Texts, **_) -> Scores:
+def count_a(completions, **_):
     return [float(text.count("a")) for text in completions]
 
 
-def prefer_first(prompts: Texts, completions: Texts, other_completions: Texts) -> Scores:
+def prefer_first(prompts, completions, other_completions):
     """A judge that compares, and likes what it reads first, unless the other has more of a."""
     preferred = []
     for one, other in zip(completions, other_completions, strict=True):
@@ -131,11 +130,11 @@ def prefer_first(prompts: Texts, completions: Texts, other_completions: Texts) -
     return preferred
 
 
-def too_few(**_) -> Scores:
+def too_few(**_):
     return [1.0]
 
 
-def nan(completions: Texts, **_) -> Scores:
+def nan(completions, **_):
     return [math.nan] * len(completions)
 
 
@@ -237,10 +236,6 @@ def write_two() -> None:
     write("other", "q a", "r b", "s a")
 
 
-WRONG = "--judge did not return 2 numbers, as it should"
-JUDGE = "--judge test_tools:"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -277,9 +272,6 @@ def test_wins_ties_and_losses_stand_apart_in_the_tables():
 
 
 # --- the worked example ---------------------------------------------------------------------------
-NUMBER = re.compile(r"-?\d+\.\d+")
-
-
 @pytest.fixture(scope="module")
 def examples():
     """Both examples. No token of theirs may depend on rounding, which is far below 5e-6."""

@@ -18,6 +18,8 @@ import pytest
 LAUNCH = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1".split()
 LAUNCH += "--mixed_precision no --dynamo_backend no --main_process_port 0".split()
 RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+# What metrics.jsonl says of a machine: it differs from run to run.
+OF_MACHINE = ("seconds", "_memory_gb")
 
 
 def call(
@@ -55,10 +57,6 @@ def start(words: Sequence[str], folder: Path, **env: str) -> subprocess.Popen:
         text=True,
         encoding="utf-8",
     )
-
-
-# What metrics.jsonl says of a machine: it differs from run to run.
-OF_MACHINE = ("seconds", "_memory_gb")
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

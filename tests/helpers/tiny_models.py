@@ -27,6 +27,8 @@ import rloo_rlhf
 
 VOCABULARY = 50
 EOS = 0
+GAIN = 1.75  # of reward models
+BIAS = -0.5
 LONGEST = 24  # tokens of a row in these tests
 # Suits every model here
 ANY_TOKENIZER: Any = SimpleNamespace(get_vocab=lambda: {"w0": 0, "w49": VOCABULARY - 1})
@@ -130,10 +132,6 @@ def save_classifier(folder: Path, name: str, **changes) -> Path:
     return save_model(folder, name, AutoModelForSequenceClassification, **changes)
 
 
-GAIN = 1.75
-BIAS = -0.5
-
-
 @functools.cache
 def folder_of(name: str) -> Path:
     """The folder, made once, of a causal LM of an architecture whose eos is also the pad; in
@@ -148,13 +146,7 @@ def folder_of(name: str) -> Path:
     return folder
 
 
-def load(
-    folder: Path,
-    flag: str = "base_model",
-    attention: str = "eager",
-    classifier: bool = False,
-    **settings,
-):
+def load(folder, flag="base_model", attention="eager", classifier=False, **settings):
     """A model as the scripts load it, for rows of up to LONGEST tokens of any of its embeddings;
     with the attention that they take on a CPU (eager), or what transformers chooses on a GPU; and
     with more settings."""
@@ -171,21 +163,18 @@ def load(
         return ppo_rlhf.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST)
 
 
-def make_lm(name: str, attention: str = "eager", **changes):
+def make_lm(name, attention="eager", auto_class=AutoModelForCausalLM, **changes):
     """A language model straight from a config, for tests that are not about loading."""
     torch.manual_seed(0)
     config = make_config(name, **changes)
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    randomize(lm)
-    return lm.eval()
-
-
-def make_classifier(name: str = "gpt2", **changes):
-    torch.manual_seed(0)
-    config = make_config(name, num_labels=1, **changes)
-    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    model = auto_class.from_config(config, attn_implementation=attention)
     randomize(model)
     return model.eval()
+
+
+def make_classifier(name="gpt2", **changes):
+    auto_class = AutoModelForSequenceClassification
+    return make_lm(name, auto_class=auto_class, num_labels=1, **changes)
 
 
 def make_policy(lm, k: int) -> nn.Module:
