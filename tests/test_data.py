@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from hub_tools import byte_words
 from run_tools import to_lines, turn
 from tiny_models import make_queries, make_responses, rows_of, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -62,7 +61,8 @@ def folders(tmp_path_factory):
     llama = save_tokenizer(folder / "llama")
     llama.pad_token = "w49"
     begin_with(llama, "w1")
-    vocabulary = {word: i for i, word in enumerate([*MARKS, *byte_words()])}
+    texts = [*MARKS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {text: i for i, text in enumerate(texts)}
     backend = Tokenizer(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -85,7 +85,6 @@ def here(folders, tmp_path, monkeypatch):
 
 
 def words(*tokens: int) -> str:
-    """The text of these tokens."""
     return " ".join(f"w{token}" for token in tokens)
 
 
@@ -753,7 +752,6 @@ def score(script, function, **columns):
 
 @BOTH
 def test_a_function_returns_a_finite_float_for_each_response(script):
-    """In a list, array or tensor; no gradient comes with them."""
     for returned in FLOATS:
         scores = score(script, lambda x=returned, **_: x)
         assert scores.tolist() == [1.0, 2.0]

@@ -75,10 +75,8 @@ def test_two_processes_with_unequal_micro_batches_give_what_one_gives(script, tm
     for world in (1, 2):
         succeed(script, words, copy(kit(), tmp_path / str(world)), world=world)
     one, two = (tmp_path / f"{world}/folder/out" for world in (1, 2))
-    says = (
-        "Two processes give other metrics than one. A mean or sum over the batch must be over all"
-    )
-    says += " processes (reduce_means, sum_over_ranks, gather)"
+    says = "Two processes give other metrics than one. A mean or sum over the batch must be over"
+    says += " all processes (reduce_means, sum_over_ranks, gather)"
     of_each = {"returns/var", "val/var", "val/var_explained"}
     assert_same_metrics(two, one, says, of_each, rel=1e-4, abs=1e-5)
     mine, theirs = (load_file(out / MODEL[script] / "model.safetensors") for out in (one, two))

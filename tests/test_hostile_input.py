@@ -241,7 +241,6 @@ def test_these_files_load(name, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_names_of_files_are_no_patterns(name, other, tmp_path, monkeypatch):
-    """Which would find another one beside them."""
     for path, text in ((tmp_path / name, "w5"), (tmp_path / other, "w6")):
         path.parent.mkdir(exist_ok=True)
         path.write_text(to_lines({"text": text}))

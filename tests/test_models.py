@@ -251,7 +251,6 @@ def test_a_missing_head_is_refused(tmp_path):
 
 
 def test_a_new_head_is_no_fault_but_layers_too_many_and_two_labels_are(tmp_path):
-    """The new head is train_reward.py's."""
     folder = tiny.save_model(tmp_path, "gpt2")
     load(folder, classifier=True)
     tiny.make_config("gpt2", num_hidden_layers=1).save_pretrained(folder)

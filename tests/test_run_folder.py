@@ -121,7 +121,6 @@ def has_a_folder(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder to run in, with models and data."""
     return copy(kit(), tmp_path)
 
 
@@ -247,7 +246,6 @@ def test_a_gradient_that_is_no_number_stops_before_it_reaches_a_file(
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
 def test_a_first_kl_that_is_not_rounding_stops_a_run(script, folder, monkeypatch):
-    """The update is logged, but gets no checkpoint."""
     module = importlib.import_module(script[:-3])
     set_logprobs = module.set_logprobs
 
@@ -345,7 +343,6 @@ def test_a_folder_with_other_files_is_refused(script, name, folder):
 
 
 def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(folder):
-    """The other one is not disturbed."""
     (folder / "hanging.py").write_text(HANGS)
     words = [*WORDS[RLOO], *BY_FUNCTION[RLOO], "hanging:f", "--resume"]
     processes = {name: fork_tools.begin(RLOO, words, folder, name=name) for name in ("one", "two")}
@@ -617,7 +614,6 @@ def test_checkpoints_are_left_after_these_updates(every, expected, small, tmp_pa
 
 
 def test_a_users_copies_of_checkpoints_are_no_checkpoints(small, tmp_path):
-    """Neither taken for the newest, nor deleted."""
     own = tmp_path / "out/checkpoints"
     copies = ["0000001_good", "best", "00000099", "9", "0000002.bak", "my_best"]
     for name in copies:

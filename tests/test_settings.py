@@ -223,7 +223,6 @@ def test_every_command_line_runs_offline(task, cache, tmp_path):
 
 # --- whole runs -----------------------------------------------------------------------------------
 def test_defaults_give_the_recorded_metrics(tmp_path):
-    """Three updates of each script, from tiny/."""
     recorded = json.loads((GOLDEN / "defaults.json").read_text())
     few = f"--reward_model {REWARD}/reward_model --eval_queries 2"
     few += " --batch_size 32 --total_episodes 96"

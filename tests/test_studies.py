@@ -101,7 +101,6 @@ def test_every_run_is_a_copy_that_vader_reads(tmp_path):
 
 # --- overoptimisation -----------------------------------------------------------------------------
 def labels_of(source: str, folder: Path) -> datasets.DatasetDict:
-    """The splits that a reward model is trained on."""
     made = over.labels_folder(source, 1, folder)
     return datasets.load_dataset(str(made), cache_dir=str(folder / "cache"))
 

@@ -202,13 +202,6 @@ def count_syncs(func: OpOverload, args: tuple, kwargs: dict, to_device: bool) ->
             LEDGER.sync("copy from the host")
 
 
-def is_kernel(func: OpOverload) -> bool:
-    """Whether the operation launches a kernel: views and allocations do not."""
-    name = name_of(func)
-    is_allocation = name in NO_KERNEL or name.startswith(("empty", "new_empty"))
-    return not func.is_view and not is_allocation
-
-
 def to_host(x: Any) -> Any:
     """The values of a tensor of the device, the CPU in place of the device, or x itself."""
     if isinstance(x, SimTensor):
@@ -233,7 +226,8 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     if on_device and len(on_device) < len(tensors) and name not in TRANSFERS:
         check_devices(func, args, tensors)
     count_syncs(func, args, kwargs, to_device)
-    if to_device and is_kernel(func):
+    is_allocation = name in NO_KERNEL or name.startswith(("empty", "new_empty"))
+    if to_device and not func.is_view and not is_allocation:
         LEDGER.launches += 1
 
     raw_args, raw_kwargs = pytree.tree_unflatten([to_host(x) for x in leaves], spec)
