@@ -5,6 +5,8 @@ import ast
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from conftest import ROOT
 from fork_tools import MODEL, PPO, REWARD, RLOO, SCRIPTS, WORDS, copy, kit, plain, succeed
-from run_tools import LAUNCH, assert_same_metrics, read_lines, read_metrics, start
+from run_tools import assert_same_metrics, read_lines, read_metrics
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -121,7 +123,15 @@ def test_a_launch_of_the_default_that_is_stopped_leaves_a_checkpoint(tmp_path):
     (tmp_path / "taste.py").write_text(code)
     words = "--reward_fn taste:length --total_episodes 64000 --batch_size 16 --eval_queries 4"
     words += " --num_epochs 1 --checkpoint_every 0 --truncate_token none"
-    process = start([*LAUNCH, str(ROOT / PPO), *fork_tools.complete(PPO, words.split())], tmp_path)
+    # `accelerate launch --cpu` starts one process only, whatever --num_processes says: two on a CPU
+    # are launched as on GPUs.
+    launch = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1"
+    launch += " --mixed_precision no --dynamo_backend no --main_process_port 0"
+    command = [sys.executable, *launch.split(), ROOT / PPO]
+    command += fork_tools.complete(PPO, words.split())
+    env = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, text=True, **pipes)
     pattern = f"runs/ppo_rlhf-tiny-{ppo_rlhf.Args().seed}-*/metrics.jsonl"
     deadline = time.monotonic() + 60
     logs = []

@@ -8,7 +8,6 @@ library.
 import atexit
 import contextlib
 import functools
-import io
 import itertools
 import json
 import multiprocessing
@@ -122,11 +121,11 @@ def run_here(
     folder."""
     # The server says nothing if it cannot import this; every run would take ten times as long.
     assert "fork_warm" in sys.modules
-    for stream, ending in ((1, "out"), (2, "err")):
-        handle = os.open(f"{folder}-{name}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(handle, stream)
-    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb"), line_buffering=True)
-    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb"), line_buffering=True)
+    endings = ("out", "err")
+    streams = [open(f"{folder}-{name}.{ending}", "w", buffering=1) for ending in endings]
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream.fileno(), number)
+    sys.stdout, sys.stderr = streams
     for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         os.environ.pop(key, None)
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | env
@@ -170,31 +169,24 @@ def end(process: Any, folder: Path, name: str = "run") -> tuple[int, str, str]:
     return status, printed, errors
 
 
-def run(
-    script: str, words: Sequence[str], folder: Path, *changes: Change, **env: str
-) -> tuple[int, str, str]:
+def run(*values: Any, **env: str) -> tuple[int, str, str]:
     """`python script words` in `folder`, with changes, to its end."""
-    return end(begin(script, words, folder, *changes, **env), folder)
+    _, _, folder, *_ = values
+    return end(begin(*values, **env), folder)
 
 
 def run_two(
-    script: str,
-    words: Sequence[str],
-    folder: Path,
-    *changes: Change,
-    changed_rank: int = 0,
-    **env: str,
+    script: str, words: Sequence[str], folder: Path, *changes: Change, **env: str
 ) -> list[tuple[int, str, str]]:
     """The same by two processes of one group, as a launcher starts them; the changes are made in
-    one of them."""
+    the first."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = {}
-    for rank in range(2):
+    for rank, mine in enumerate((changes, ())):
         name = f"rank{rank}"
-        mine = changes if rank == changed_rank else ()
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         processes[name] = begin(script, words, folder, *mine, name=name, **env)
     return [end(process, folder, name) for name, process in processes.items()]
@@ -284,14 +276,14 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL) -> None:
             os.kill(os.getpid(), number)
 
     def watch(event: str, values: tuple[Any, ...]) -> None:
-        if event not in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+        if event not in ("open", "os.rename", "os.remove"):
             return
         if not isinstance(values[0], str | os.PathLike):
             return
         path = os.fspath(values[0])
         if event == "open" and not values[2] & (os.O_WRONLY | os.O_RDWR):  # to read
             return
-        if event in ("os.remove", "os.rmdir") and values[1] >= 0:  # shutil.rmtree's open folder
+        if event == "os.remove" and values[1] >= 0:  # shutil.rmtree's open folder
             path = os.path.join(os.readlink(f"/proc/self/fd/{values[1]}"), path)
         if os.path.abspath(path).startswith(folder):
             note(event, path)
@@ -394,16 +386,17 @@ def log_tracking(log: str) -> None:
     """What would go to Weights & Biases is written to that file: start, metrics, tables, end."""
     import wandb
 
-    wandb.init = lambda **settings: (
+    run = SimpleNamespace(
+        log=lambda values, step=None, **_: append(log, ["log", step, values]),
+        finish=lambda: append(log, ["finish"]),
+    )
+
+    def init(**settings: Any) -> SimpleNamespace:
         append(log, ["init", settings])
-        or SimpleNamespace(
-            log=lambda values, step=None, **_: append(log, ["log", step, values]),
-            finish=lambda: append(log, ["finish"]),
-        )
-    )
-    wandb.config = SimpleNamespace(
-        update=lambda *settings, **_: append(log, ["config", *settings]),
-    )
+        return run
+
+    wandb.init = init
+    wandb.config = SimpleNamespace(update=lambda *args, **_: append(log, ["config", *args]))
     wandb.Table = lambda columns=None, data=None, dataframe=None: dataframe.to_dict("records")
 
 
