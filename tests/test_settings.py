@@ -151,7 +151,7 @@ def test_the_window_holds_every_label_and_every_sample(sizes, held_out, query, l
     args = train_reward.Args(response_length=5, batch_size=1, output_dir=str(tmp_path / "out"))
     with (
         mock.patch.object(train_reward, "load_queries", lambda *_: queries),
-        mock.patch.object(train_reward, "load_labels", lambda *_: map(labels, (sizes, held_out))),
+        mock.patch.object(train_reward, "load_labels", lambda *_: (labels(sizes), labels(held_out))),
         mock.patch.object(train_reward, "load_model") as load,
         pytest.raises(Stop),
     ):

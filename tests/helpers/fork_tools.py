@@ -30,7 +30,6 @@ import pytest
 from conftest import ROOT
 
 PPO, RLOO, REWARD = SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
-PYTEST = str(Path(pytest.__file__).with_name("__main__.py"))  # in the place of a script
 MODEL = {PPO: "policy", RLOO: "policy", REWARD: "reward_model"}
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["fork_warm"])
@@ -240,14 +239,6 @@ class Evil:
 # Changes to a run
 
 
-def forget_project() -> None:
-    """What was imported from this project comes from the copy of it that the run is in."""
-    for name in ("conftest", "fork_tools", "fork_warm"):
-        del sys.modules[name]
-    own = {str(ROOT / folder) for folder in ("", "tests", "tests/helpers")}
-    sys.path[:] = [path for path in sys.path if path not in own]
-
-
 def strike(pattern: str, count: int, number: int = signal.SIGKILL) -> None:
     """A signal at the `count`-th operation on the run's files that has `pattern` in its line: "open
     out/args.tmp", then with an empty file. With 0 in place of a signal the disk is full.
@@ -383,7 +374,7 @@ def log_whole_tensors(log: str) -> None:
 
 
 def log_tracking(log: str) -> None:
-    """What would go to Weights & Biases is written to that file: start, metrics, tables, end."""
+    """What would go to Weights & Biases is written to that file: start, metrics, end."""
     import wandb
 
     run = SimpleNamespace(
@@ -397,7 +388,6 @@ def log_tracking(log: str) -> None:
 
     wandb.init = init
     wandb.config = SimpleNamespace(update=lambda *args, **_: append(log, ["config", *args]))
-    wandb.Table = lambda columns=None, data=None, dataframe=None: dataframe.to_dict("records")
 
 
 def refuse_to_print(text: str) -> None:
