@@ -147,11 +147,12 @@ def test_the_window_holds_every_label_and_every_sample(sizes, held_out, query, l
     def labels(sizes):
         return [train_reward.Comparison([1, 2], [[3], (size - 2) * [4]], 0) for size in sizes]
 
+    both = (labels(sizes), labels(held_out))
     queries = [train_reward.Query([1], [1] * size, {}) for size in (1, query, 1)]
     args = train_reward.Args(response_length=5, batch_size=1, output_dir=str(tmp_path / "out"))
     with (
         mock.patch.object(train_reward, "load_queries", lambda *_: queries),
-        mock.patch.object(train_reward, "load_labels", lambda *_: (labels(sizes), labels(held_out))),
+        mock.patch.object(train_reward, "load_labels", lambda *_: both),
         mock.patch.object(train_reward, "load_model") as load,
         pytest.raises(Stop),
     ):
