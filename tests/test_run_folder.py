@@ -224,7 +224,12 @@ def test_a_run_of_a_billion_episodes_starts_at_once(script, folder):
 # --- numbers gone wrong ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("script", "world", "micro_batch", "updates"),
-    [(PPO, 1, 11, 2), (PPO, 2, 4, 1), (RLOO, 1, 2, 0), (REWARD, 1, 6, 2)],
+    [
+        (PPO, 1, 11, 2),
+        (PPO, 2, 4, 1),
+        (RLOO, 1, 2, 0),
+        (REWARD, 1, 6, 2),
+    ],
 )
 def test_a_gradient_that_is_no_number_stops_before_it_reaches_a_file(
     script, world, micro_batch, updates, folder

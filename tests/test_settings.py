@@ -139,7 +139,12 @@ def test_the_window_holds_every_response(module, longest, tmp_path):
 
 @pytest.mark.parametrize(
     ("sizes", "held_out", "query", "longest"),
-    [([3, 9], [3], 1, 9), ([9, 3], [3], 1, 9), ([3], [3, 9], 1, 9), ([3], [], 8, 13)],
+    [
+        ([3, 9], [3], 1, 9),
+        ([9, 3], [3], 1, 9),
+        ([3], [3, 9], 1, 9),
+        ([3], [], 8, 13),
+    ],
 )
 def test_the_window_holds_every_label_and_every_sample(sizes, held_out, query, longest, tmp_path):
     """Of the reference and of the reward model."""

@@ -15,7 +15,13 @@ import pytest
 OF_MACHINE = ("seconds", "_memory_gb")
 
 
-def call(script: str, words: Sequence[str], folder: Path, patch: Any = None, name="main") -> Any:
+def call(
+    script: str,
+    words: Sequence[str],
+    folder: Path,
+    patch: Any = None,
+    name: str = "main",
+) -> Any:
     """The script's main, or its parse_args alone, with these words in `folder`, in this process, on
     the CPU. With a patch the process stays in the folder."""
     with pytest.MonkeyPatch.context() as own:
