@@ -40,7 +40,8 @@ def start(nodes, folder, detail=None):
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored))
     if detail is not None:
         (folder / detail.script).write_text(detail.broken())
-    command = [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider", *nodes]
+    flags = "-m pytest -x -n0 -p no:cacheprovider".split()
+    command = [sys.executable, *flags, *nodes]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
 
 

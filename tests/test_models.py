@@ -127,7 +127,8 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(n
     assert not any(p.requires_grad for p in ref_lm.parameters())
 
     full = ppo_rlhf.ActorCritic(load(folder), VOCABULARY)
-    ids, mask = ppo_rlhf.pad_rows(random_rows((9, 9), seed=3))
+    rows = random_rows((9, 9), seed=3)
+    ids, mask = ppo_rlhf.pad_rows(rows)
     heads = []
     for head in (lm.get_output_embeddings(), actor.value_head):
         head.register_forward_hook(lambda head, given, made: heads.append((head, given[0], made)))

@@ -117,7 +117,7 @@ def save_tokenizer(folder: Path):
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def save_model(folder: Path, name: str, auto_class=AutoModelForCausalLM, **changes) -> Path:
+def save_model(folder: Path, name: str, auto_class=AutoModelForCausalLM, **changes):
     """A random model of the architecture, and the tokenizer, in a Hugging Face folder."""
     model = auto_class.from_config(make_config(name, **changes))
     randomize(model)
