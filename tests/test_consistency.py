@@ -127,11 +127,10 @@ def test_size_and_density_of_the_scripts(script):
     assert density.long_statements <= 0.05
 
 
-@pytest.mark.parametrize(
-    "path",
-    [ROOT / "tf_adam.py", *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmark/**/*.py")],
-    ids=lambda path: path.name,
-)
+OTHERS = [ROOT / "tf_adam.py", *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmark/**/*.py")]
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.name)
 def test_density_of_all_other_files(path):
     assert measure(path.read_text()).mean <= 11
 
