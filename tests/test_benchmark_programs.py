@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import fork_tools
 import pytest
@@ -39,7 +38,7 @@ def few_judged() -> None:
 
     init = judge.Judge.__init__
 
-    def changed(self: Any, seed: int, reward_model: Any, num_queries: int = 512) -> None:
+    def changed(self, seed: int, reward_model, num_queries: int = 512) -> None:
         init(self, seed, reward_model, min(num_queries, 8))
 
     judge.Judge.__init__ = changed
@@ -59,7 +58,7 @@ def ready_reward_models(folder: str) -> None:
         (out / "results.json").write_text(json.dumps({"test/accuracy": 0.5}))
 
 
-def start(program: str, words: Sequence[str], folder: Path, *changes: Any) -> list[str]:
+def start(program: str, words: Sequence[str], folder: Path, *changes) -> list[str]:
     """The lines that the program prints in a new folder."""
     folder.mkdir()
     return fork_tools.succeed(f"benchmark/{program}.py", words, folder, *changes).splitlines()

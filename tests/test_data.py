@@ -6,7 +6,6 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import datasets
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from hub_tools import byte_words
 from run_tools import to_lines, turn
 from tiny_models import make_queries, make_responses, rows_of, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -27,7 +25,6 @@ import train_reward
 
 SCRIPTS = (ppo_rlhf, rloo_rlhf, train_reward)
 BOTH = pytest.mark.parametrize("script", SCRIPTS[:2])
-Row = dict[str, Any]
 EOS = 0
 BOS = 1
 PAD = 50_259
@@ -48,7 +45,7 @@ LABEL = {
 READ = ([5], [6], [7])  # PAIR, by read_labels
 
 
-def begin_with(tokenizer: Any, first: str) -> None:
+def begin_with(tokenizer, first):
     """From now on every text begins with this token, which is its BOS."""
     processor = TemplateProcessing(f"{first} $A", special_tokens=[(first, BOS)])
     tokenizer.backend_tokenizer.post_processor = processor
@@ -56,7 +53,7 @@ def begin_with(tokenizer: Any, first: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory):
     """Tokenizers: GPT-2's, without BOS; Llama's, with BOS and a pad; one of bytes and MARKS."""
     folder = tmp_path_factory.mktemp("models")
     gpt2 = save_tokenizer(folder / "gpt2")
@@ -64,7 +61,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     llama = save_tokenizer(folder / "llama")
     llama.pad_token = "w49"
     begin_with(llama, "w1")
-    vocabulary = {word: i for i, word in enumerate([*MARKS, *byte_words()])}
+    texts = [*MARKS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {text: i for i, text in enumerate(texts)}
     backend = Tokenizer(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -77,7 +75,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def here(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(folders, tmp_path, monkeypatch):
     """A folder to be in, with the tokenizers."""
     for folder in folders.iterdir():
         (tmp_path / folder.name).symlink_to(folder)
@@ -87,14 +85,15 @@ def here(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def words(*tokens: int) -> str:
-    """The text of these tokens."""
     return " ".join(f"w{token}" for token in tokens)
 
 
-def start(script: Any, chat: str | None = None, **changes: Any) -> tuple[Any, Any]:
-    """Tokenizer and Args; a list of rows in their place becomes a file."""
+def start(script, chat=None, **changes):
+    """Tokenizer and Args: BYTES, if there is a template of chats. A list of rows becomes a file."""
     given = dict.fromkeys(("start_text", "end_text", "truncate_token"))
     given |= {"base_model": "gpt2", "query_length": 8, "response_length": 6, "batch_size": 2}
+    if chat:
+        given |= BYTES
     for name, x in changes.items():
         given[name] = x
         if isinstance(x, list):
@@ -106,9 +105,7 @@ def start(script: Any, chat: str | None = None, **changes: Any) -> tuple[Any, An
     return tokenizer, args
 
 
-def read_queries(
-    rows: list[Row], chat: str | None = None, part: str = "input_ids", **changes: Any
-) -> list[list[int]]:
+def read_queries(rows, chat=None, part="input_ids", **changes):
     """What all three scripts make of these rows, in the order of its tokens."""
     found = []
     for script in SCRIPTS:
@@ -119,19 +116,19 @@ def read_queries(
     return sorted(query[part] for query in found[0])
 
 
-def read_query(row: Row, *chat: str, **changes: Any) -> list[int]:
+def read_query(row, *chat, **changes):
     """The same of one row."""
     (query,) = read_queries([row], *chat, **changes)
     return query
 
 
-def load_labels(rows: Any, *chat: str | None, **changes: Any) -> Any:
+def load_labels(rows, *chat, **changes):
     """Labels to train on, and held-out ones, of a list of rows or a folder."""
     tokenizer, args = start(train_reward, *chat, label_dataset=rows, **changes)
     return train_reward.load_labels("label_dataset", args, tokenizer)
 
 
-def read_labels(rows: list[Row], *chat: str | None, **changes: Any) -> Any:
+def read_labels(rows, *chat, **changes):
     """Query, best response and the others of every label. A last row is held out, and read too."""
     table = [*rows, rows[0]]
     labels, _ = load_labels(table, *chat, num_labels=len(rows), **changes)
@@ -142,14 +139,14 @@ def read_labels(rows: list[Row], *chat: str | None, **changes: Any) -> Any:
     return found
 
 
-def read_label(row: Row, *chat: str, **changes: Any) -> Any:
+def read_label(row, *chat, **changes):
     """The same of one row, in a batch of two."""
     label, same = read_labels([row, row], *chat, **changes)
     assert label == same
     return label
 
 
-def refuse(read: Any, rows: Row | list[Row], *says: str, chat: Any = None, **changes: Any) -> None:
+def refuse(read, rows, *says, chat=None, **changes):
     """The rows, or labels like this one, are refused, with the flag, in a line of these words."""
     flag = "--query_dataset" if read is read_queries else "--label_dataset"
     if isinstance(rows, dict):
@@ -162,17 +159,6 @@ def refuse(read: Any, rows: Row | list[Row], *says: str, chat: Any = None, **cha
 
 
 # --- tokens ---------------------------------------------------------------------------------------
-WORDS = {
-    "?": 0,
-    "<s>": 1,
-    "</s>": 2,
-    "a": 3,
-    "b": 4,
-    ".": 5,
-    "eos": 6,
-}
-
-
 @pytest.mark.parametrize("around", ["$A", "<s> $A", "$A </s>", "<s> $A </s>", "<s> . $A"])
 @pytest.mark.parametrize("bos_token", ["<s>", "?", None])
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -180,24 +166,25 @@ def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(
     script, bos_token, around
 ):
     """Whatever the tokenizer calls BOS: an unknown word may have that name, as GPT-2's end."""
-    backend = Tokenizer(models.WordLevel(WORDS, unk_token="?"))
+    numbers = {word: i for i, word in enumerate("? <s> </s> a b . eos".split())}
+    backend = Tokenizer(models.WordLevel(numbers, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    pairs = [(word, WORDS[word]) for word in around.split() if word != "$A"]
+    pairs = [(word, numbers[word]) for word in around.split() if word != "$A"]
     backend.post_processor = TemplateProcessing(single=around, special_tokens=pairs)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     tokenizer.bos_token = bos_token
-    begin = [WORDS[word] for word in around.partition("$A")[0].split()]
+    begin = [numbers[word] for word in around.partition("$A")[0].split()]
     assert script.bos(tokenizer) == begin
     assert script.encode("a b", tokenizer) == [3, 4]
     assert script.encode("new b", tokenizer) == [0, 4]
     assert script.encode([*begin, 3, 1], tokenizer) == [3, 1]
     assert script.encode([*begin, *begin, 3], tokenizer) == [*begin, 3]
 
-    def token_of(text: str) -> int:
+    def token_of(text):
         return script.token_id("truncate_token", tokenizer, script.Args(truncate_token=text))
 
     for text in (".", "</s>", "a"):
-        assert token_of(text) == WORDS[text]
+        assert token_of(text) == numbers[text]
     assert token_of("eos") == 2
     assert token_of(" a") == 3, "it is no word of the vocabulary"
     with pytest.raises(script.UserError, match="^--truncate_token 'a b' must be one .*3, 4"):
@@ -220,8 +207,7 @@ def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(
     assert tokenizer("a.").input_ids == [4, 3]
     assert tokenizer("\n").input_ids == [1, 6]
     assert tokenizer(".").input_ids == [5]
-    expected = {".": 3, "\n": 6, "eos": 0, "</s>": 0, "a": 2}
-    for text, token in expected.items():
+    for text, token in {".": 3, "\n": 6, "eos": 0, "</s>": 0, "a": 2}.items():
         args = script.Args(truncate_token=text)
         assert script.token_id("truncate_token", tokenizer, args) == token
 
@@ -236,7 +222,6 @@ def test_the_padding_of_gpt2s_ids_is_a_token_of_larger_models(size):
 
 
 def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay():
-    """All else about it is in the twins' runs."""
     llama = {"base_model": "llama"}
     rows = [{"query": "w5 w6"}, {"query": "w1 w7"}]
     assert read_queries(rows, **llama) == rows_of("1 5 6 / 1 7")
@@ -252,19 +237,14 @@ def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay():
     assert read_label(said, **BYTES)[1][0] == mark
 
 
-NO_IDS = '["w5", "w6"]; 3; 0.5; [[5]]; [5, 50]; [5, -1]; [5, null]'.split("; ")
-
-
-@pytest.mark.parametrize("text", NO_IDS)
+@pytest.mark.parametrize(
+    "text", '["w5", "w6"]; 3; 0.5; [[5]]; [5, 50]; [5, -1]; [5, null]'.split("; ")
+)
 def test_what_is_neither_text_nor_ids_is_refused_in_a_line(text):
     bad = json.loads(text)
     says = f"_dataset.jsonl, row 0: neither text, nor chat, nor ids of this tokenizer: {bad}"
     refuse(read_queries, {"query": bad}, says)
-    for row in (
-        LABEL | {"query": bad},
-        LABEL | {"sample1": bad},
-        PAIR | {"prompt": bad},
-    ):
+    for row in (LABEL | {"query": bad}, LABEL | {"sample1": bad}, PAIR | {"prompt": bad}):
         refuse(read_labels, row, says)
 
 
@@ -288,7 +268,7 @@ def test_a_table_is_a_split_that_is_named_or_train():
         Path(f"{name}.jsonl").write_text(to_lines({"text": name}))
     Path("mixed/a.csv").write_text("text\nw5\n")
 
-    def load(name: str) -> Any:
+    def load(name):
         return ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
 
     for name, text in (("set", "set/train"), ("set::test", "set/test"), ("a:b", "a:b/train")):
@@ -302,48 +282,40 @@ def test_a_table_is_a_split_that_is_named_or_train():
 
 
 # --- queries --------------------------------------------------------------------------------------
-COLUMNS = """
-    messages query prompt question instruction conversations conversation text article content
-""".split()
-CONTENTS = "{% for m in messages %}{{ m.content }} {% endfor %}"
-
-
-@pytest.mark.parametrize("first", range(len(COLUMNS)))
+@pytest.mark.parametrize("first", range(10))
 def test_queries_are_the_first_column_that_there_is_of(first):
-    row: Row = {"other": "w40"}
-    for i in reversed(range(first, len(COLUMNS))):
-        name = COLUMNS[i]
-        row[name] = words(i + 1)
-        if name in ("messages", "conversations", "conversation"):
-            row[name] = turn(words(i + 1), "user")
-    assert read_query(row, CONTENTS) == [first + 1]
+    names = """messages query prompt question instruction conversations conversation
+        text article content""".split()
+    row = {"other": "w40"}
+    for i in reversed(range(first, len(names))):
+        is_chat = names[i] in ("messages", "conversations", "conversation")
+        row[names[i]] = turn(words(i + 1), "user") if is_chat else words(i + 1)
+    contents = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    assert read_query(row, contents, base_model="gpt2") == [first + 1]
 
 
-# Start, end, length, what happens to longer ones, and the query, of 1 2 3 4 3 5
-CUTS = """
+@pytest.mark.parametrize(
+    "cut",
+    """\
 - - 6 drop        1 2 3 4 3 5
 - - 5 drop
-- - 4 keep_start  1 2 3 4
 - - 4 keep_end    3 4 3 5
 3 - 3 drop        4 3 5
 3 - 2 keep_start  4 3
 5 - 6 drop        1 2 3 4 3 5
 6 - 6 drop
-- 3 6 drop        1 2 3 4 3
 - 3 4 keep_start  1 2 3
 - 3 2 keep_start
 3 3 6 drop        4 3
 3 1 6 drop
-"""
-
-
-@pytest.mark.parametrize("cut", CUTS.strip().splitlines())
+""".splitlines(),
+)
 def test_a_query_is_cut_at_the_first_start_and_the_last_end(cut):
-    """All, where nothing is behind the start; nothing, where there is no start or end."""
+    """Start, end, length, what happens to longer ones, and the query, of 1 2 3 4 3 5. It is all of
+    it where nothing is behind the start, and nothing where there is no start or end."""
     start, end, length, long, *query = cut.split()
-    known = {"-": None} | {str(i): i for i in range(9)}
-    tokens = [1, 2, 3, 4, 3, 5]
-    found = ppo_rlhf.cut_query(tokens, int(length), known[start], known[end], long)
+    known = {"-": None, "1": 1, "3": 3, "5": 5, "6": 6}
+    found = ppo_rlhf.cut_query([1, 2, 3, 4, 3, 5], int(length), known[start], known[end], long)
     assert found == [int(token) for token in query]
 
 
@@ -389,21 +361,21 @@ def test_the_first_query_and_label_are_shown_as_they_are_read(capsys):
 
 
 # --- labels ---------------------------------------------------------------------------------------
-BEGINS = [
-    ("\n\nHuman: Is it far?\n\nAssistant:", " No, near.", " Yes."),
-    ("It is", " bread", " break"),
-    ("Q?\nA:", "\nYes", "\nNo"),
-    ("", "Yes", "Yes, sir"),
-]
-
-
-@pytest.mark.parametrize(("begin", "chosen", "rejected"), BEGINS)
+@pytest.mark.parametrize(
+    ("begin", "chosen", "rejected"),
+    [
+        ("\n\nHuman: Is it far?\n\nAssistant:", " No, near.", " Yes."),
+        ("It is", " bread", " break"),
+        ("Q?\nA:", "\nYes", "\nNo"),
+        ("", "Yes", "Yes, sir"),
+    ],
+)
 def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin, chosen, rejected):
     """As in Anthropic's HH. A given prompt stays whole, and is read once if both repeat it."""
     long = {"query_length": 99, "response_length": 99}
     tokenizer, args = start(train_reward, base_model="bytes", **long)
 
-    def assert_read(row: Row, *expected: str) -> None:
+    def assert_read(row, *expected):
         read = train_reward.read_preference(row, None, Counter(), tokenizer, args)
         assert tokenizer.batch_decode(list(read)) == [*expected]
 
@@ -444,36 +416,11 @@ def test_an_answer_ends_at_the_first_end_that_counts(after, length):
     assert whole == ([5], [*answer, EOS], [7, EOS])
 
 
-def test_a_coin_says_which_of_a_pair_comes_first():
-    rows = [PAIR | {"prompt": words(5, i % 40 + 8)} for i in range(60)]
-    labels, _ = load_labels(rows, num_labels=59)
-    assert 0.3 < np.mean([label.best == 0 for label in labels]) < 0.7
-    assert all(label.responses[label.best] == [6] for label in labels)
-
-
-def test_all_rows_of_a_file_can_be_trained_on_but_no_more():
-    """Then none is held out. There must be labels for one update."""
+def test_all_rows_of_a_file_can_be_trained_on():
+    """Then none is held out."""
     for num_labels in (None, 8):
         labels, held_out = load_labels([LABEL] * 8, num_labels=num_labels, batch_size=8)
         assert (len(labels), held_out) == (8, [])
-    refuse(load_labels, [LABEL] * 8, " has 8 labels for --batch_size 9", batch_size=9)
-    with pytest.raises(train_reward.UserError, match="^--num_labels 9: --label_dataset has 8 "):
-        load_labels([LABEL] * 8, num_labels=9)
-
-
-def test_held_out_labels_are_those_of_a_test_split_or_what_is_left():
-    other = LABEL | {"sample1": [9]}
-    rows = [LABEL] * 6 + [other] * 4
-    Path("set").mkdir()
-    for split, sample in (("train", 7), ("validation", 8), ("test", 9)):
-        label = LABEL | {"sample1": [sample]}
-        Path(f"set/{split}.jsonl").write_text(to_lines(*[label] * 10))
-    for table, most, sample in ((rows, 3, 9), ("set", 10, 9), ("set", 4, 7)):
-        if most == 4:
-            Path("set/test.jsonl").unlink()
-        labels, held_out = load_labels(table, num_labels=6, eval_labels=most)
-        assert [label.responses[1] for label in labels] == [[7]] * 6
-        assert [label.responses[1] for label in held_out] == [[sample]] * most
 
 
 # --- chats ----------------------------------------------------------------------------------------
@@ -489,37 +436,21 @@ PHI4 = BEGIN + "<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>" + E
 PHI4 += "<|im_start|>assistant<|im_sep|>{% endif %}"
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "phi4": PHI4}
 THINKING = CHATML.replace("assistant\\n", "assistant\\n<think>\\n")  # no chat continues this
-BYTES = {
-    "base_model": "bytes",
-    "query_length": 300,
-    "response_length": 300,
-}
-ASK = BYTES | {"chat": CHATML}
+BYTES = {"base_model": "bytes", "query_length": 300, "response_length": 300}
 HOW = "How tall is tower 0?"
 FAR = turn(HOW, "user")
 TALL = turn("0 metres.")
 YARDS = turn("0 yards.")  # what both answers begin with is not of the prompt
-TEXTS = {
-    "chosen": "0 metres.",
-    "rejected": "0 yards.",
-}
-CHATS = {
-    "chosen": FAR + TALL,
-    "rejected": FAR + YARDS,
-}
-ANSWERS = {
-    "chosen": TALL,
-    "rejected": YARDS,
-}
+TEXTS = {"chosen": "0 metres.", "rejected": "0 yards."}
+CHATS = {"chosen": FAR + TALL, "rejected": FAR + YARDS}
+ANSWERS = {"chosen": TALL, "rejected": YARDS}
 ASKED = ANSWERS | {"prompt": FAR}
 TOOL = turn("0 m", "tool")
 BRIEF = turn("Be brief.", "system")
 EARLIER = [*turn("How tall is tower A?", "user"), *turn("3 metres."), *turn("And 0?", "user")]
 WITH_SYSTEM = {"chosen": BRIEF + FAR + TALL, "rejected": BRIEF + FAR + YARDS}
 SEVERAL = {"chosen": EARLIER + TALL, "rejected": EARLIER + YARDS}
-CHINESE = turn("\u957f\u6c5f\u5927\u6865\u7684\u5386\u53f2\u7f16\u53f70", "user")
-BUILT = turn("\u5efa\u6210\u4e8e\u4e00\u4e5d\u4e94\u4e03\u5e740")
-UNKNOWN = turn("\u4e0d\u77e5\u90530")
+CHINESE = turn("\u957f\u6c5f\u5927\u6865", "user")
 # Rows of labels, the chat that they ask, and both answers
 LAYOUTS = {
     "ultrafeedback": (CHATS | {"prompt": HOW, "messages": FAR + TALL}, FAR),
@@ -528,17 +459,14 @@ LAYOUTS = {
     "prompt and answers": (ASKED, FAR),
     "prompt as a text": (ANSWERS | {"prompt": HOW}, FAR),
     "answers as texts": (TEXTS | {"prompt": FAR}, FAR),
-    "messages": (ANSWERS | {"messages": FAR}, FAR),
     "messages with an answer": (ANSWERS | {"messages": FAR + TALL}, FAR),
-    "messages of several turns": (ANSWERS | {"messages": EARLIER + TALL}, EARLIER),
     "question": (ANSWERS | {"question": HOW}, FAR),
     "system": (WITH_SYSTEM | {"prompt": HOW}, BRIEF + FAR),
     "system in the prompt": (ANSWERS | {"prompt": BRIEF + FAR}, BRIEF + FAR),
     "several turns": (SEVERAL | {"prompt": "And 0?"}, EARLIER),
     "several turns, the first as prompt": (SEVERAL | {"prompt": EARLIER[:1]}, EARLIER),
     "several turns in the prompt": (ANSWERS | {"prompt": EARLIER}, EARLIER),
-    "chinese": ({"prompt": CHINESE, "chosen": BUILT, "rejected": UNKNOWN}, CHINESE),
-    "chinese, whole": ({"chosen": CHINESE + BUILT, "rejected": CHINESE + UNKNOWN}, CHINESE),
+    "chinese": ({"chosen": CHINESE + TALL, "rejected": CHINESE + YARDS}, CHINESE),
     "tool's message": (ANSWERS | {"prompt": FAR + TOOL}, FAR + TOOL),
 }
 
@@ -548,14 +476,13 @@ LAYOUTS = {
 def test_a_label_asks_what_ppo_asks_and_answers_are_what_the_whole_chat_adds(layout, template):
     """To the token, also where PPO reads the same rows as queries."""
     row, asked = LAYOUTS[layout]
-    query = read_query({"prompt": asked}, template, **BYTES)
-    assert read_query(row, template, **BYTES) == query
-    label = read_label(row, template, **BYTES)
+    query = read_query({"prompt": asked}, template)
+    assert read_query(row, template) == query
+    label = read_label(row, template)
     assert label[0] == query
     assert query.count(BOS) == 1
-    tokenizer, _ = start(train_reward, template, **BYTES)
-    answers = (BUILT, UNKNOWN) if "chinese" in layout else (TALL, YARDS)
-    for answer, tokens in zip(answers, label[1:], strict=True):
+    tokenizer, _ = start(train_reward, template)
+    for answer, tokens in zip((TALL, YARDS), label[1:], strict=True):
         whole = tokenizer.apply_chat_template(asked + answer, tokenize=False)
         begun = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         assert [BOS, *tokenizer(whole.removeprefix(MARKS[BOS])).input_ids[1:]] == query + tokens
@@ -567,7 +494,7 @@ def test_a_label_asks_what_ppo_asks_and_answers_are_what_the_whole_chat_adds(lay
 def test_a_template_that_does_not_continue_the_generation_prompt_is_refused(layout):
     says = "--label_dataset label_dataset.jsonl, row 0: an answer's chat is '<|im_start|>"
     row, _ = LAYOUTS[layout]
-    refuse(read_labels, row, says, "does not continue", "<think>", chat=THINKING, **BYTES)
+    refuse(read_labels, row, says, "does not continue", "<think>", chat=THINKING)
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
@@ -576,10 +503,10 @@ def test_an_end_of_a_chat_ends_answers(template):
     mark = "<|eot_id|>" if template == LLAMA3 else "<|im_end|>"
     row = CHATS | {"prompt": FAR}
     cut = {"truncate_token": mark, "truncate_after": 0}
-    query, *answers = read_label(row, template, **BYTES, **cut)
+    query, *answers = read_label(row, template, **cut)
     tokenizer, _ = start(train_reward, **BYTES)
     assert tokenizer.batch_decode(answers) == [f"0 metres.{mark}", f"0 yards.{mark}"]
-    assert query == read_query({"prompt": FAR}, template, **BYTES)
+    assert query == read_query({"prompt": FAR}, template)
 
 
 @pytest.mark.parametrize("flag", ["start_text", "end_text"])
@@ -588,11 +515,17 @@ def test_chats_that_would_lose_their_end_are_refused(flag, text):
     """Token 0 is a token, too."""
     row = {"prompt": FAR}
     says = "row 0: a chat must keep its end: --start_text none --end_text none"
-    refuse(read_queries, [row], says, **ASK, **{flag: text})
-    refuse(read_queries, [row], says, **ASK, long_queries="keep_start")
-    refuse(read_labels, CHATS, "row 0: a chat must keep its end", **ASK, long_queries="keep_start")
-    short = BYTES | {"query_length": 12, "long_queries": "keep_end"}
-    assert read_query(row, CHATML, **short) == [BOS, *read_query(row, **ASK)[-12:]]
+    refuse(read_queries, row, says, chat=CHATML, **{flag: text})
+    refuse(read_queries, row, says, chat=CHATML, long_queries="keep_start")
+    refuse(
+        read_labels,
+        CHATS,
+        "row 0: a chat must keep its end",
+        chat=CHATML,
+        long_queries="keep_start",
+    )
+    short = {"query_length": 12, "long_queries": "keep_end"}
+    assert read_query(row, CHATML, **short) == [BOS, *read_query(row, CHATML)[-12:]]
 
 
 @pytest.mark.parametrize("name", ["strftime_now('%d %B %Y')", "strftime_now(format='%Y')"])
@@ -600,24 +533,15 @@ def test_a_date_in_a_template_is_the_same_on_every_day(name):
     """So that labels of yesterday fit, and a run can be resumed tomorrow."""
     dated = f"{{%- set today = {name} -%}}{{{{ today }}}}|{CHATML}"
     tokenizer, _ = start(train_reward, **BYTES)
-    query = read_query({"prompt": FAR}, dated, **BYTES)
+    query = read_query({"prompt": FAR}, dated)
     text = tokenizer.decode(query[1:])
     assert text.startswith("26 Jul 2024|<|im_start|>user")
-    assert read_label(CHATS, dated, **BYTES)[0] == query
+    assert read_label(CHATS, dated)[0] == query
 
 
-BEGINNINGS = [
-    "",
-    "\n",
-    "  ",
-    "  {% set a = 1 %}",
-    "{# a #}\n\n",
-]
-
-
-@pytest.mark.parametrize("begins", BEGINNINGS)
+@pytest.mark.parametrize("begins", ["", "\n", "  ", "  {% set a = 1 %}", "{# a #}\n\n"])
 def test_the_fixed_date_changes_nothing_else_of_a_template(begins):
-    tokenizer, _ = start(train_reward, begins + CHATML, **BYTES)
+    tokenizer, _ = start(train_reward, begins + CHATML)
     expected = tokenizer.apply_chat_template(FAR, tokenize=False, add_generation_prompt=True)
     assert train_reward.render(FAR, tokenizer, add_generation_prompt=True) == expected
 
@@ -627,23 +551,12 @@ def test_a_template_that_lacks_or_refuses_is_an_error_of_its_row():
     says = "row 0: chat template: "
     refuse(read_queries, rows, says, "chat_template is not set")
     refuse(read_labels, CHATS, says, "chat_template is not set")
-    refuse(read_queries, rows, says, "no roles", chat="{{ raise_exception('no roles') }}", **BYTES)
-
-
-def labelled(lines: str, says: str) -> list[tuple[Row, str]]:
-    """The row in each line, with what is said of it."""
-    return [(json.loads(line), says) for line in lines.strip().splitlines()]
+    refuse(read_queries, rows, says, "no roles", chat="{{ raise_exception('no roles') }}")
 
 
 NEITHER = "row 0: neither query, sample0, .., best, nor chosen, rejected: {"
 TWO = "row 0: chosen and rejected must be two texts or two chats: ["
 REST = EARLIER[2:] + TALL
-OF_NEITHER_FORM = """
-{"query": [5], "sample0": [6], "sample1": [7], "best": 2}
-{"query": [5], "sample0": [6], "sample1": [7], "best": -1}
-{"query": [5], "sample0": [6], "sample1": [7], "best": null}
-{"query": [5], "sample0": [6], "sample1": [7], "best": 0.5}
-"""
 NOT_TWO = """
 {"prompt": "w5", "chosen": [5, 6], "rejected": "w7"}
 {"prompt": "w5", "chosen": "w6", "rejected": [7]}
@@ -655,8 +568,8 @@ NOT_TWO = """
 SAMPLES = {"query": HOW, "sample0": "0 m", "sample1": "0 yards", "best": 1}
 SAME = {"chosen": TALL + REST, "rejected": TALL + REST}
 BAD_LABELS = [
-    *labelled(OF_NEITHER_FORM, NEITHER),
-    *labelled(NOT_TWO, TWO),
+    *((LABEL | {"best": best}, NEITHER) for best in (2, -1, None, 0.5)),
+    *((json.loads(line), TWO) for line in NOT_TWO.strip().splitlines()),
     # chats about other questions, and answers of several turns without their question
     ({"chosen": FAR + TALL, "rejected": EARLIER[:1] + YARDS}, "and does not continue "),
     (SAME | {"prompt": FAR}, "row 0: "),
@@ -677,20 +590,18 @@ def test_labels_that_are_none_are_refused_in_a_line(row, says):
 
 
 def test_the_number_of_a_bad_row_is_named():
-    says = NEITHER.replace("0", "2", 1)
-    refuse(read_labels, [LABEL, LABEL, LABEL | {"best": 2}], says)
-    refuse(read_queries, CHATS | {"prompt": [5, 6]}, "row 0: prompt must be a text or a chat")
+    refuse(read_labels, [LABEL, LABEL, LABEL | {"best": 2}], NEITHER.replace("0", "2", 1))
 
 
-OF_TEXTS = [
-    ({"question": HOW}, HOW),
-    ({"instruction": "How tall is it?", "input": ""}, "How tall is it?"),
-    ({"instruction": "How tall is it?", "input": "tower 0"}, "How tall is it?\ntower 0"),
-    ({"prompt": "Tower \U0001f469\u200d\U0001f467"}, "Tower \U0001f469\u200d\U0001f467"),
-]
-
-
-@pytest.mark.parametrize(("asked", "text"), OF_TEXTS)
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"question": HOW}, HOW),
+        ({"instruction": "How tall is it?", "input": ""}, "How tall is it?"),
+        ({"instruction": "How tall is it?", "input": "tower 0"}, "How tall is it?\ntower 0"),
+        ({"prompt": "Tower \U0001f469\u200d\U0001f467"}, "Tower \U0001f469\u200d\U0001f467"),
+    ],
+)
 def test_questions_and_instructions_are_prompts(asked, text):
     odd = {"chosen": " \U0001f389 caf\u00e9 \u0646\u0639\u0645", "rejected": " \u5426"}
     tokenizer, _ = start(train_reward, **BYTES)
@@ -700,8 +611,9 @@ def test_questions_and_instructions_are_prompts(asked, text):
         assert read_query(asked | answers, **BYTES) == label[0]
 
 
-# A word that the message must show, and a row
-REFUSED = """
+@pytest.mark.parametrize(
+    "line",
+    """\
 'height' {"prompt": [{"role": "user", "content": "", "tool_calls": [{"function": "height"}]}]}
 'height' {"prompt": [{"role": "user", "content": "How?"}], "tools": [{"name": "height"}]}
 brief {"prompt": [{"role": "user", "content": "How?"}], "system": "Be brief."}
@@ -709,59 +621,45 @@ brief {"prompt": [{"role": "user", "content": "How?"}], "system_prompt": "Be bri
 brief {"prompt": [{"role": "user", "content": "How?"}], "history": ["Be brief."]}
 'image' {"prompt": [{"role": "user", "content": [{"text": "How?"}, {"type": "image"}]}]}
 How? {"conversations": [{"from": "human", "value": "How?"}]}
-"""
-
-
-@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+""".splitlines(),
+)
 def test_what_would_change_a_chat_in_silence_is_refused_with_its_row(line):
+    """A word that the message must show, and a row."""
     word, text = line.split(" ", 1)
     row = json.loads(text)
     says = ("a message must be a role and a text, and no more: {", word)
     if len(row) > 1:
         says = ("'history', 'tools'] are not read, put them into messages: {", word)
-    refuse(read_labels, row | ANSWERS, "row 0: ", *says, **ASK)
-    refuse(read_queries, row, "row 0: ", *says, **ASK)
+    refuse(read_labels, row | ANSWERS, "row 0: ", *says, chat=CHATML)
+    refuse(read_queries, row, "row 0: ", *says, chat=CHATML)
     if "prompt" in row and word != "'image'":  # a column has one type
-        refuse(read_queries, [{"prompt": FAR}, row], "row 1: ", *says, **ASK)
-        refuse(read_labels, [ASKED, row | ANSWERS], "row 1: ", *says, **ASK)
+        refuse(read_queries, [{"prompt": FAR}, row], "row 1: ", *says, chat=CHATML)
+        refuse(read_labels, [ASKED, row | ANSWERS], "row 1: ", *says, chat=CHATML)
 
 
-def parts(chat: list[Row]) -> list[Row]:
-    """The chat with every content in two parts, as models of images have them."""
-    found = []
-    for message in chat:
-        texts = (
-            message["content"][:3],
-            message["content"][3:],
-        )
-        content = [{"type": "text", "text": text} for text in texts]
-        found.append({"role": message["role"], "content": content})
-    return found
-
-
-def test_contents_in_parts_are_joined():
-    row = {name: parts(chat) for name, chat in ASKED.items()}
-    assert read_label(row, **ASK) == read_label(ASKED, **ASK)
-    assert read_query(row, **ASK) == read_query(ASKED, **ASK)
-
-
-def test_a_key_without_a_value_is_left_out():
-    """A template that asks whether a message has calls would write these."""
+def test_rows_that_ask_the_same():
+    """Contents in parts, as models of images have them, are joined. A key without a value is left
+    out: a template that asks whether a message has calls would write them. A query of best of n is
+    what PPO asks. Of prompt and chosen the longer one is asked: a system's message may stand in
+    one of them only."""
+    content = [{"type": "text", "text": HOW[:3]}, {"type": "text", "text": HOW[3:]}]
+    in_parts = ASKED | {"prompt": [FAR[0] | {"content": content}]}
+    assert read_label(in_parts, CHATML) == read_label(ASKED, CHATML)
+    assert read_query(in_parts, CHATML) == read_query(ASKED, CHATML)
     template = "{% for m in messages %}{{ m.tool_calls is defined or m.content }}{% endfor %}"
     row = {"messages": [FAR[0] | {"tool_calls": [], "thinking": None}]}
-    assert read_query(row, template, **BYTES) == read_query({"prompt": HOW}, **BYTES)
-
-
-def test_a_query_of_best_of_n_is_what_ppo_asks():
+    assert read_query(row, template) == read_query({"prompt": HOW}, **BYTES)
     row = SAMPLES | {"query": FAR + TALL}
-    assert read_label(row, **ASK)[0] == read_query(row, **ASK) == read_query(ASKED, **ASK)
+    assert read_label(row, CHATML)[0] == read_query(row, CHATML) == read_query(ASKED, CHATML)
+    row = {"prompt": BRIEF + FAR}
+    assert read_query(row | {"chosen": FAR + TALL}, CHATML) == read_query(row, CHATML)
 
 
 def test_a_row_whose_chat_is_missing_is_left_out():
     """Its prompt alone would be a text among chats."""
     row = CHATS | {"prompt": HOW}
     missing = row | {"chosen": None}
-    assert read_queries([row, missing], **ASK) == [read_query(row, **ASK)]
+    assert read_queries([row, missing], CHATML) == [read_query(row, CHATML)]
 
 
 def test_a_file_in_another_encoding_is_an_error_of_its_row():
@@ -769,12 +667,6 @@ def test_a_file_in_another_encoding_is_an_error_of_its_row():
     for read, flag in ((read_queries, "query_dataset"), (load_labels, "label_dataset")):
         with pytest.raises(ppo_rlhf.UserError, match=rf"^--{flag} latin.jsonl, row [01]: .*utf-8"):
             read("latin.jsonl")
-
-
-def test_the_longer_of_prompt_and_chosen_is_asked():
-    """A system's message may stand in one of them only."""
-    asked = {"prompt": BRIEF + FAR}
-    assert read_query(asked | {"chosen": FAR + TALL}, **ASK) == read_query(asked, **ASK)
 
 
 # --- labels of no use -----------------------------------------------------------------------------
@@ -791,13 +683,10 @@ OF_NO_ANSWER = """
 {"query": [5], "sample0": null, "sample1": [7], "best": 1}
 {"query": [50259], "sample0": [6], "sample1": [7], "best": 1}
 """
-OF_EQUAL_ANSWERS = """
-{"prompt": "w5", "chosen": "w6 w6 w6 w7", "rejected": "w6 w6 w6 w8"}
-{"query": [5], "sample0": [7], "sample1": [7], "best": 1}
-"""
 USELESS = [
-    *labelled(OF_NO_ANSWER, EMPTY),
-    *labelled(OF_EQUAL_ANSWERS, EQUAL),
+    *((json.loads(line), EMPTY) for line in OF_NO_ANSWER.strip().splitlines()),
+    (PAIR | {"chosen": "w6 w6 w6 w7", "rejected": "w6 w6 w6 w8"}, EQUAL),
+    (LABEL | {"sample0": [7]}, EQUAL),
     (ASKED | {"rejected": turn("")}, EMPTY),
     (ASKED | {"chosen": turn(""), "rejected": turn("")}, EMPTY),
     (ASKED | {"rejected": []}, EMPTY),
@@ -810,7 +699,7 @@ def test_labels_of_no_use_are_left_out_and_counted_and_a_tenth_may_be(row, reaso
     given = {"base_model": "llama", "response_length": 3}
     good = LABEL if "best" in row else PAIR
     if isinstance(row.get("rejected"), list):
-        given = ASK | {"response_length": 3}
+        given = {"chat": CHATML, "response_length": 3}
         good = ASKED
     label = read_label(good, **given)
     assert read_labels([good] * 9 + [row], **given) == [label] * 9
@@ -822,16 +711,6 @@ def test_labels_of_no_use_are_left_out_and_counted_and_a_tenth_may_be(row, reaso
 
 
 # --- reward functions -----------------------------------------------------------------------------
-def score(script: Any, function: Any, **columns: Any) -> Any:
-    """Scores by a function of two responses, of one token and of two."""
-    tokenizer, args = start(script, reward_fn="colorsys:mine")
-    row = {"query": "w5"} | columns
-    queries = [script.Query([token], [token], row) for token in (5, 6)]
-    with mock.patch.object(colorsys, "mine", function, create=True):
-        reward = script.load_reward("reward_model", args, "tiny", tokenizer, 14)
-    return reward(queries, make_responses([[7], [8, 9]]))
-
-
 NO_FLOATS = [
     {},
     {"w7": 0.0, "w8": 0.0},
@@ -858,9 +737,18 @@ FLOATS = [
 ]
 
 
+def score(script, function, **columns):
+    """Scores by a function of two responses, of one token and of two."""
+    tokenizer, args = start(script, reward_fn="colorsys:mine")
+    row = {"query": "w5"} | columns
+    queries = [script.Query([token], [token], row) for token in (5, 6)]
+    with mock.patch.object(colorsys, "mine", function, create=True):
+        reward = script.load_reward("reward_model", args, "tiny", tokenizer, 14)
+    return reward(queries, make_responses([[7], [8, 9]]))
+
+
 @BOTH
 def test_a_function_returns_a_finite_float_for_each_response(script):
-    """In a list, array or tensor; no gradient comes with them."""
     for returned in FLOATS:
         scores = score(script, lambda x=returned, **_: x)
         assert scores.tolist() == [1.0, 2.0]
@@ -875,7 +763,7 @@ def test_a_function_returns_a_finite_float_for_each_response(script):
 def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explained(script):
     seen = {}
 
-    def everything(**named: Any) -> Any:
+    def everything(**named):
         seen.update(named)
         named["tags"][0].clear()
         return [0.0, 0.0]
@@ -906,12 +794,12 @@ def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explai
 def test_a_function_gets_chats_where_the_table_has_chats(script):
     seen = []
 
-    def keep(prompts: Any, completions: Any, messages: Any) -> Any:
+    def keep(prompts, completions, messages):
         seen.extend((prompts, completions, messages))
         return [1.0]
 
     rows = [{"messages": FAR + TALL}]
-    tokenizer, args = start(script, CHATML, query_dataset=rows, **BYTES)
+    tokenizer, args = start(script, CHATML, query_dataset=rows)
     queries = script.load_queries("query_dataset", args, tokenizer, 1)
     text = tokenizer(YARDS[0]["content"], add_special_tokens=False).input_ids
     script.score_by_function(keep, tokenizer, queries, make_responses([[*text, EOS]]))

@@ -7,15 +7,14 @@ the option it is done for two rows.
 
 import ast
 import shutil
-from pathlib import Path
-from typing import Any
+import subprocess
+import sys
 
-import fork_tools
 import pytest
 from conftest import ROOT
 
 from benchmark.tools import details
-from benchmark.tools.details import DETAILS, Detail
+from benchmark.tools.details import DETAILS
 
 QUICK = (
     "The optimizer is Adam as TensorFlow computes it, with eps outside the bias correction.",
@@ -35,22 +34,15 @@ def test_every_fault_can_be_made(detail):
     assert ast.dump(details.parse(detail.code)) != ast.dump(details.Fault(detail).fault)
 
 
-def begin(nodes: list[str], folder: Path, detail: Detail | None = None) -> Any:
+def start(nodes, folder, detail=None):
     """Starts pytest on these tests in a copy of the project, with a fault in a detail's code."""
     ignored = (".*", "__pycache__", "runs", "wandb", "*.egg-info", "*.png")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored))
     if detail is not None:
         (folder / detail.script).write_text(detail.broken())
-    words = ["-x", "-n0", "-p", "no:cacheprovider", *nodes]
-    return fork_tools.begin(fork_tools.PYTEST, words, folder, (fork_tools.forget_project,))
-
-
-def end(process: Any, folder: Path) -> tuple[int, str]:
-    """pytest's status and output."""
-    process.join(900)
-    status, printed, _ = fork_tools.end(process, folder)
-    shutil.rmtree(folder)
-    return status, printed
+    flags = "-m pytest -x -n0 -p no:cacheprovider".split()
+    command = [sys.executable, *flags, *nodes]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_fault_in_the_code_of_a_detail_makes_its_test_fail(tmp_path, request):
@@ -60,18 +52,19 @@ def test_a_fault_in_the_code_of_a_detail_makes_its_test_fail(tmp_path, request):
     if request.config.getoption("--faults", default=False):
         chosen = DETAILS
         nodes = list(dict.fromkeys(detail.node for detail in DETAILS))
-        folder = tmp_path / "whole"
-        status, printed = end(begin(nodes, folder), folder)
-        assert status == 0, printed
+        process = start(nodes, tmp_path / "whole")
+        printed, _ = process.communicate(timeout=900)
+        assert process.returncode == 0, printed
 
     survived = []
+    folder = tmp_path / "faults"
     for i in range(0, len(chosen), 2):
-        running = {}
-        for detail in chosen[i : i + 2]:
-            folder = tmp_path / str(DETAILS.index(detail))
-            running[folder] = begin([detail.node], folder, detail)
-        for (folder, process), detail in zip(running.items(), chosen[i : i + 2], strict=True):
-            status, printed = end(process, folder)
-            if status != 1 or " error" in printed.splitlines()[-1]:  # 1: tests have failed
+        pair = chosen[i : i + 2]
+        running = [start([x.node], folder / str(DETAILS.index(x)), x) for x in pair]
+        for detail, process in zip(pair, running, strict=True):
+            printed, _ = process.communicate(timeout=900)
+            # 1: tests have failed
+            if process.returncode != 1 or " error" in printed.splitlines()[-1]:
                 survived.append(f"{detail.what}: {detail.node}\n{printed[-500:]}")
+        shutil.rmtree(folder)
     assert not survived, "\n".join(survived)

@@ -5,29 +5,18 @@ import ast
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import fork_tools
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from conftest import ROOT
-from fork_tools import (
-    MODEL,
-    PPO,
-    REWARD,
-    RLOO,
-    SCRIPTS,
-    WORDS,
-    complete,
-    copy,
-    kit,
-    plain,
-    run_on,
-)
-from run_tools import LAUNCH, assert_same_metrics, read_lines, read_metrics, start
+from fork_tools import MODEL, PPO, REWARD, RLOO, SCRIPTS, WORDS, copy, kit, plain, succeed
+from run_tools import assert_same_metrics, read_lines, read_metrics
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -47,92 +36,53 @@ def environment(engine: str) -> dict[str, str]:
     return {name: env[name] for name in own}
 
 
-def sharded(
-    script: str,
-    folder: Path,
-    *changes: Any,
-    status: int = 0,
-    more: tuple[str, ...] = (),
-    **settings: str,
-) -> Path:
-    """The folder, in which the script has run under FSDP2, with these settings changed, on two
-    processes."""
-    shares = folder.with_name("shares")
-    changes = (fork_tools.log_shares, str(shares)), *changes
-    words = [*WORDS[script], *more]
-    env = environment("fsdp2") | settings
-    code, _, errors = run_on(2, script, words, folder, *changes, **env)
-    assert code == status, errors
-    share = float(shares.read_text())
-    assert share == pytest.approx(0.5, abs=0.06), "the part of the weights on one process"
-    return folder
-
-
-SHARDS = "FSDP2 gives other metrics than DDP"
-
-
-def names_in(out: Path) -> set[str]:
-    """The files that a run has left in policy/, critic/ or reward_model/."""
-    return {str(file.relative_to(out)) for file in out.glob("[pcr]*/*.*")}
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_fsdp2_gives_what_ddp_gives_and_goes_on(script, tmp_path):
     """Interrupted after the second of four updates, too; PPO with a critic. At first with the
     setting that `accelerate config` proposes, for weights that one process alone reads."""
     folder = copy(kit(), tmp_path)
+    env = environment("fsdp2")
     # The file is opened first when the run's folder is made.
-    change = (fork_tools.strike, "open out/metrics.jsonl", 3, signal.SIGINT)
-    loading = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    sharded(script, folder, change, status=130, more=("--checkpoint_every", "0"), **loading)
+    stop = (fork_tools.strike, "open out/metrics.jsonl", 3, signal.SIGINT)
+    words = [*WORDS[script], "--checkpoint_every", "0"]
+    proposed = env | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    code, _, errors = fork_tools.run_on(2, script, words, folder, stop, **proposed)
+    assert code == 130, errors
     assert len(read_metrics(folder / "out")) == 2
     log = tmp_path / "unpickled"
     change = (fork_tools.log_unpickling, str(log))
-    sharded(script, folder, change, more=("--resume",))
+    succeed(script, [*WORDS[script], "--resume"], folder, change, world=2, **env)
     assert not log.exists(), log.read_text()
     one = plain(script, 2) / "out"
     other = folder / "out"
-    assert_same_metrics(other, one, SHARDS, rel=1e-4, abs=1e-4)
-    files = names_in(one)
-    assert files == names_in(other)
+    assert_same_metrics(other, one, "FSDP2 gives other metrics than DDP", rel=1e-4, abs=1e-4)
+    files, others = ({x.relative_to(out) for x in out.glob("[pcr]*/*.*")} for out in (one, other))
+    assert files == others
     assert len(files) > 3
-    for name in [name for name in files if name.endswith(".safetensors")]:
+    for name in [name for name in files if name.suffix == ".safetensors"]:
         assert_close(load_file(other / name), load_file(one / name), atol=1e-4, rtol=0)
-
-
-# Two micro-batches on each of two processes, of which the second is smaller; on one process all are
-# equal. Whitening is over a process's share.
-UNEQUAL = "--batch_size 12 --micro_batch_size 4 --num_epochs 1 --total_episodes 24"
-SHARES = {
-    PPO: f"{UNEQUAL} --no-whiten_rewards --no-whiten_advantages",
-    RLOO: UNEQUAL,
-    REWARD: "--batch_size 8 --micro_batch_size 3",
-}
-SAME = (
-    "Two processes give other metrics than one. A mean or sum over the batch must be over all "
-    "processes (reduce_means, sum_over_ranks, gather)"
-)
-PER_PROCESS = {"returns/var", "val/var", "val/var_explained"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_two_processes_with_unequal_micro_batches_give_what_one_gives(script, tmp_path):
-    words = [*WORDS[script], *SHARES[script].split()]
+    """Of two micro-batches on each of two processes the second is smaller; on one process all are
+    equal. Whitening is over a process's share."""
+    unequal = "--batch_size 12 --micro_batch_size 4 --num_epochs 1 --total_episodes 24"
+    flags = {
+        PPO: f"{unequal} --no-whiten_rewards --no-whiten_advantages",
+        RLOO: unequal,
+        REWARD: "--batch_size 8 --micro_batch_size 3",
+    }
+    words = [*WORDS[script], *flags[script].split()]
     for world in (1, 2):
-        code, _, errors = run_on(world, script, words, copy(kit(), tmp_path / str(world)))
-        assert code == 0, errors
+        succeed(script, words, copy(kit(), tmp_path / str(world)), world=world)
     one, two = (tmp_path / f"{world}/folder/out" for world in (1, 2))
-    assert_same_metrics(two, one, SAME, PER_PROCESS, rel=1e-4, abs=1e-5)
+    says = "Two processes give other metrics than one. A mean or sum over the batch must be over"
+    says += " all processes (reduce_means, sum_over_ranks, gather)"
+    of_each = {"returns/var", "val/var", "val/var_explained"}
+    assert_same_metrics(two, one, says, of_each, rel=1e-4, abs=1e-5)
     mine, theirs = (load_file(out / MODEL[script] / "model.safetensors") for out in (one, two))
     assert_close(theirs, mine, atol=1e-4, rtol=0)
-
-
-# Without samples and held-out labels nothing gathers gain and bias after the last update.
-SHARDED = {
-    PPO: ("--dtype", "bf16"),
-    RLOO: ("--dtype", "bf16"),
-    REWARD: ("--normalization_samples", "0", "--num_labels", "None"),
-}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -142,16 +92,14 @@ def test_weights_in_shards_have_no_whole_gradients_and_no_copies(script, tmp_pat
     samples, which is whole anyway: there gain and bias are read all the same."""
     weights = {}
     results = {}
-    more = ("--batch_size", "8", "--checkpoint_every", "0", *SHARDED[script])
+    # Without samples and held-out labels nothing gathers gain and bias after the last update.
+    few = "--normalization_samples 0 --num_labels none" if script == REWARD else "--dtype bf16"
+    more = ["--batch_size", "8", "--checkpoint_every", "0", *few.split()]
     for engine in ("fsdp2", "ddp"):
         log = tmp_path / engine
         change = (fork_tools.log_whole_tensors, str(log))
         folder = copy(kit(), tmp_path / f"run-{engine}")
-        if engine == "fsdp2":
-            sharded(script, folder, change, more=more)
-        else:
-            code, _, errors = run_on(2, script, [*WORDS[script], *more], folder, change)
-            assert code == 0, errors
+        succeed(script, [*WORDS[script], *more], folder, change, world=2, **environment(engine))
         found = read_lines(log)
         weights[engine] = max(row.get("weights", 0) for row in found)
         expected = {engine == "ddp"}
@@ -168,19 +116,22 @@ def test_weights_in_shards_have_no_whole_gradients_and_no_copies(script, tmp_pat
         assert results["ddp"]["gain"] != 1
 
 
-LENGTH = """
-def length(completions, **_):
-    return [len(x) for x in completions]
-"""
-
-
 def test_a_launch_of_the_default_that_is_stopped_leaves_a_checkpoint(tmp_path):
     """From any folder. Job managers send SIGTERM to all processes, and the launcher sends it to its
     own once more."""
-    (tmp_path / "taste.py").write_text(LENGTH)
+    code = "def length(completions, **_):\n    return [len(x) for x in completions]\n"
+    (tmp_path / "taste.py").write_text(code)
     words = "--reward_fn taste:length --total_episodes 64000 --batch_size 16 --eval_queries 4"
     words += " --num_epochs 1 --checkpoint_every 0 --truncate_token none"
-    process = start([*LAUNCH, str(ROOT / PPO), *complete(PPO, words.split())], tmp_path)
+    # `accelerate launch --cpu` starts one process only, whatever --num_processes says: two on a CPU
+    # are launched as on GPUs.
+    launch = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1"
+    launch += " --mixed_precision no --dynamo_backend no --main_process_port 0"
+    command = [sys.executable, *launch.split(), ROOT / PPO]
+    command += fork_tools.complete(PPO, words.split())
+    env = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, text=True, **pipes)
     pattern = f"runs/ppo_rlhf-tiny-{ppo_rlhf.Args().seed}-*/metrics.jsonl"
     deadline = time.monotonic() + 60
     logs = []

@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 from unittest import mock
 
 import fork_tools
@@ -16,22 +14,7 @@ from accelerate import Accelerator
 from fork_tools import PPO, RLOO, WORDS, kit
 from run_tools import call, read_metrics, to_lines
 from safetensors.torch import load_file, save_file
-from tiny_models import (
-    ANY_TOKENIZER,
-    CONFIGS,
-    EOS,
-    LONGEST,
-    RECURRENT,
-    VOCABULARY,
-    Stop,
-    assert_close,
-    folder_of,
-    full_logits,
-    load,
-    make_batch,
-    make_policy,
-    random_rows,
-)
+from tiny_models import ANY_TOKENIZER, CONFIGS, LONGEST, VOCABULARY, folder_of, load, random_rows
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -44,32 +27,20 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ppo_rlhf
 import rloo_rlhf
-import train_reward
 from tf_adam import UserError, make_optimizer
 
 BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
+MAKERS = pytest.mark.parametrize("make", [tiny.make_lm, tiny.make_classifier])
 LENGTH = 6
 WINDOW = 64
 CONTEXTS = random_rows((1, 9, 4, 12, 5), seed=1)
 WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_architecture_loads_as_on_a_gpu(name):
-    """With the attention that transformers chooses, also for a new reward head."""
-    _, attention = tiny.with_attention([name])[-1]
-    for classifier in (False, True)[: 1 + tiny.has_classifier(name)]:
-        for chosen in ("eager", attention):
-            model = load(folder_of(name), attention=chosen, classifier=classifier)
-            assert model.config._attn_implementation == chosen
-            assert {p.dtype for p in model.parameters()} == {torch.float32}
-            assert not model.training
-
-
-def assert_same_buffers(one: nn.Module, other: nn.Module) -> None:
-    buffers = dict(other.named_buffers())
-    for key, buffer in one.named_buffers():
-        assert torch.equal(buffer, buffers[key]), key
+def assert_same_buffers(one, other):
+    torch.testing.assert_close(
+        dict(one.named_buffers()), dict(other.named_buffers()), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -81,7 +52,7 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(name, tmp_path)
     lm, ref_lm = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, LONGEST)
     policy = ppo_rlhf.ActorCritic(lm, VOCABULARY)
     optimizer = make_optimizer(policy, args)
-    batch = make_batch([[EOS], *CONTEXTS[1:]], random_rows([LENGTH] * 5, seed=2))
+    batch = tiny.make_batch([[tiny.EOS], *CONTEXTS[1:]], random_rows([LENGTH] * 5, seed=2))
     all_logprobs, _, values = ppo_rlhf.forward_response(policy, batch, 1.0)
     (all_logprobs.square().sum() + values.sum()).backward()
     optimizer.step()
@@ -98,13 +69,10 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(name, tmp_path)
         if name != "opt" or not key.endswith("k_proj.bias"):
             assert not torch.equal(old, new), key
     assert_same_buffers(ref_lm, trained)
-    embeddings = [model.get_input_embeddings().weight[EOS] for model in (ref_lm, trained)]
+    embeddings = [model.get_input_embeddings().weight[tiny.EOS] for model in (ref_lm, trained)]
     assert not torch.equal(*embeddings)
     head = load_file(tmp_path / "policy/value_head.safetensors")
     assert torch.equal(head["weight"], policy.value_head.weight)
-
-
-COMMON = "--start_text none --end_text none --query_length 6 --response_length 2"
 
 
 def test_a_reward_model_and_a_critic_keep_their_buffers(tmp_path, monkeypatch):
@@ -116,7 +84,8 @@ def test_a_reward_model_and_a_critic_keep_their_buffers(tmp_path, monkeypatch):
     ]
     (tmp_path / "labels.jsonl").write_text(to_lines(*labels))
     start = AutoModelForCausalLM.from_pretrained(folder)
-    common = f"{COMMON} --base_model {folder} --query_dataset queries.jsonl"
+    common = f"--base_model {folder} --query_dataset queries.jsonl --start_text none"
+    common += " --end_text none --query_length 6 --response_length 2"
     flags = f"{common} --label_dataset labels.jsonl --num_labels 4 --normalization_samples 4"
     flags += " --batch_size 2 --output_dir reward"
     call("train_reward.py", flags.split(), tmp_path, monkeypatch)
@@ -133,20 +102,15 @@ def test_a_reward_model_and_a_critic_keep_their_buffers(tmp_path, monkeypatch):
     assert torch.equal(weights[name], start.state_dict()[f"model.{name.removeprefix('model.')}"])
 
 
-def dtypes_of(model: nn.Module) -> dict[str, set[torch.dtype]]:
-    """Of the matrices of linear layers, and of all other weights but these layers' biases."""
-    found = {"linear": set(), "other": set()}
+def assert_held(model):
+    """Matrices of linear layers are in bf16, all other weights but these layers' biases in fp32."""
     for module in model.modules():
         is_linear = isinstance(module, nn.Linear | Conv1D)
         for p in module.parameters(recurse=False):
             if not is_linear:
-                found["other"].add(p.dtype)
+                assert p.dtype == torch.float32
             elif p.dim() > 1:
-                found["linear"].add(p.dtype)
-    return found
-
-
-HELD = {"linear": {torch.bfloat16}, "other": {torch.float32}}
+                assert p.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -155,15 +119,16 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(n
     folder = folder_of(name)
     args = ppo_rlhf.Args(dtype="bf16", base_model=str(folder))
     lm, ref_lm = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, LONGEST)
-    actor = make_policy(lm, 1)
+    actor = tiny.make_policy(lm, 1)
     assert {p.dtype for p in actor.parameters()} == {torch.float32}
     assert all(p.requires_grad for p in lm.parameters())
-    assert dtypes_of(ref_lm.base_model) == HELD
-    assert not any(p.requires_grad for p in ref_lm.parameters())
+    assert_held(ref_lm.base_model)
     assert ref_lm.get_output_embeddings().weight.dtype == torch.float32
+    assert not any(p.requires_grad for p in ref_lm.parameters())
 
     full = ppo_rlhf.ActorCritic(load(folder), VOCABULARY)
-    ids, mask = ppo_rlhf.pad_rows(random_rows((9, 9), seed=3))
+    rows = random_rows((9, 9), seed=3)
+    ids, mask = ppo_rlhf.pad_rows(rows)
     heads = []
     for head in (lm.get_output_embeddings(), actor.value_head):
         head.register_forward_hook(lambda head, given, made: heads.append((head, given[0], made)))
@@ -194,9 +159,9 @@ def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast
     tokenizer = AutoTokenizer.from_pretrained(folder)
     score = ppo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, LONGEST)
     held = score.args[0]
-    assert dtypes_of(held.base_model) == HELD
-    assert not any(p.requires_grad for p in held.parameters())
+    assert_held(held.base_model)
     assert held.score.weight.dtype == torch.float32
+    assert not any(p.requires_grad for p in held.parameters())
     queries = tiny.make_queries(CONTEXTS)
     batch = tiny.make_responses(random_rows([LENGTH] * len(CONTEXTS), seed=2))
     scores = score(queries, batch)
@@ -210,7 +175,7 @@ def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast
     assert 1e-4 < (scores - expected).abs().mean() < 0.1 * scores.std()
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", tiny.RECURRENT)
 def test_models_that_a_cache_cannot_hold_are_refused_in_a_line(name, tmp_path):
     """Sampling would give other tokens than the log-probabilities are of, and no error."""
     folder = tiny.save_model(tmp_path / "model", name)
@@ -230,7 +195,7 @@ def test_models_that_padding_or_a_cache_confuses_are_refused(name, change, monke
     """They ignore the mask, count positions from the first pad, or shift a token behind a cache."""
     forward = GPT2Model.forward
 
-    def changed(self: GPT2Model, *args: object, **kwargs: object) -> object:
+    def changed(self, *args, **kwargs):
         if kwargs.get(name) is not None:
             kwargs[name] = change(kwargs[name])
         return forward(self, *args, **kwargs)
@@ -241,7 +206,7 @@ def test_models_that_padding_or_a_cache_confuses_are_refused(name, change, monke
         load(folder_of("gpt2"))
 
 
-def calls_of_a_layer(model: nn.Module) -> list[int]:
+def calls_of_a_layer(model):
     """Grows by one whenever the second block's first linear layer is called."""
     blocks = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
     layer = next(x for x in blocks[1].modules() if isinstance(x, nn.Linear | Conv1D))
@@ -253,17 +218,13 @@ def calls_of_a_layer(model: nn.Module) -> list[int]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_checkpointing_has_no_dropout_and_changes_nothing(name):
     """Outputs and gradients are those without it, but activations are computed again."""
-    args = {"base_model": str(folder_of(name))}
     rows = random_rows([LENGTH] * 6, seed=2)
-    twice = make_batch([row for row in CONTEXTS[:2] for _ in range(3)], rows)
+    twice = tiny.make_batch([row for row in CONTEXTS[:2] for _ in range(3)], rows)
     found = []
     for checkpoints in (False, True):
-        args["gradient_checkpointing"] = checkpoints
-        ppo_args = ppo_rlhf.Args(**args)
-        auto_class = AutoModelForCausalLM
-        lm = ppo_rlhf.load_model("base_model", ppo_args, auto_class, ANY_TOKENIZER, LONGEST)
+        lm = load(folder_of(name), gradient_checkpointing=checkpoints)
         calls = calls_of_a_layer(lm)
-        rloo_args = rloo_rlhf.Args(rloo_k=3, **args)
+        rloo_args = rloo_rlhf.Args(rloo_k=3, gradient_checkpointing=checkpoints)
         for policy in (
             ppo_rlhf.ActorCritic(lm, VOCABULARY),
             rloo_rlhf.Actor(lm, VOCABULARY, rloo_args),
@@ -276,31 +237,8 @@ def test_checkpointing_has_no_dropout_and_changes_nothing(name):
             assert len(calls) == before * (1 + checkpoints)
             found.append((all_logprobs.detach(), lm.get_input_embeddings().weight.grad.clone()))
     for logprobs, gradient in found[1:]:
-        assert_close(logprobs, found[0][0])
+        tiny.assert_close(logprobs, found[0][0])
         assert (gradient - found[0][1]).norm() < 1e-4 * gradient.norm()
-
-
-@pytest.mark.parametrize("name", WITH_CLASSIFIER)
-def test_a_reward_model_with_checkpointing_gives_the_same_rewards(name):
-    """It reads each text as a whole, where otherwise it reads a query once."""
-    folder = folder_of(name) / "judge"
-    args = train_reward.Args(base_model=str(folder))
-    auto_class = AutoModelForSequenceClassification
-    rows = random_rows((3, 5, 6, 1), seed=2)
-    labels = [train_reward.Comparison(CONTEXTS[i], rows[2 * i : 2 * i + 2], 0) for i in range(2)]
-    found = []
-    for checkpoints in (False, True):
-        args.gradient_checkpointing = checkpoints
-        model = train_reward.load_model("base_model", args, auto_class, ANY_TOKENIZER, LONGEST)
-        reward = train_reward.RewardModel(model, args)
-        calls = calls_of_a_layer(model)
-        rewards, _, _ = train_reward.label_rewards(reward, labels)
-        assert len(calls) == 2 - checkpoints  # queries, then responses; or texts
-        rewards[:, 0].sum().backward()
-        assert len(calls) == 2
-        found.append((rewards.detach(), model.get_input_embeddings().weight.grad))
-    assert_close(found[1][0], found[0][0])
-    assert (found[1][1] - found[0][1]).norm() < 1e-4 * found[0][1].norm()
 
 
 def test_a_missing_head_is_refused(tmp_path):
@@ -314,7 +252,6 @@ def test_a_missing_head_is_refused(tmp_path):
 
 
 def test_a_new_head_is_no_fault_but_layers_too_many_and_two_labels_are(tmp_path):
-    """The new head is train_reward.py's."""
     folder = tiny.save_model(tmp_path, "gpt2")
     load(folder, classifier=True)
     tiny.make_config("gpt2", num_hidden_layers=1).save_pretrained(folder)
@@ -326,12 +263,9 @@ def test_a_new_head_is_no_fault_but_layers_too_many_and_two_labels_are(tmp_path)
         load(tmp_path / "two", classifier=True)
 
 
-def with_top_token(token: int) -> Any:
+def with_top_token(token):
     """As much of a tokenizer as check_model reads."""
     return SimpleNamespace(get_vocab=lambda: {"a": 0, "b": token})
-
-
-MAKERS = pytest.mark.parametrize("make", [tiny.make_lm, tiny.make_classifier])
 
 
 @MAKERS
@@ -361,7 +295,7 @@ def test_the_window_of_a_model_of_texts_and_images_is_that_of_texts():
 def test_a_model_may_differ_from_a_plain_pass_by_rounding_only(make, factor, monkeypatch):
     plain = ppo_rlhf.read
 
-    def scaled(*arguments: Any) -> SimpleNamespace:
+    def scaled(*arguments):
         states = plain(*arguments).last_hidden_state
         return SimpleNamespace(last_hidden_state=factor * states)
 
@@ -378,7 +312,7 @@ def test_a_reward_model_has_the_same_words_under_the_same_numbers(module):
     Accelerator(cpu=True)
     args = module.Args(reward_model=str(folder_of("gpt2") / "judge"))
 
-    def load_beside(ours: dict[str, int], theirs: dict[str, int]) -> Any:
+    def load_beside(ours, theirs):
         mine, other = (mock.Mock(**{"get_vocab.return_value": x}) for x in (ours, theirs))
         with mock.patch.object(module, "load_tokenizer", lambda flag, args: other):
             return module.load_reward("reward_model", args, "tiny", mine, 8)
@@ -390,15 +324,15 @@ def test_a_reward_model_has_the_same_words_under_the_same_numbers(module):
             load_beside(ours, theirs)
 
 
-def main_until(module: ModuleType, last: str, folder: Path, load_reward: Any, **flags: Any) -> Any:
+def main_until(module, last, folder, load_reward, **flags):
     """Runs main up to the call of this function, without queries, and returns what it got."""
     queries = tiny.make_queries([[1], [2], [3]])
     args = module.Args(eval_queries=1, output_dir=str(folder / "out"), **flags)
     with (
         mock.patch.object(module, "load_queries", lambda *_: queries),
         mock.patch.object(module, "load_reward", load_reward),
-        mock.patch.object(module, last, side_effect=Stop) as called,
-        pytest.raises(Stop),
+        mock.patch.object(module, last, side_effect=tiny.Stop) as called,
+        pytest.raises(tiny.Stop),
     ):
         module.main("tiny", args)
     return called.call_args.args
@@ -407,7 +341,7 @@ def main_until(module: ModuleType, last: str, folder: Path, load_reward: Any, **
 def test_a_critic_can_start_from_the_reward_model_that_is_found_in_runs(tmp_path):
     """Without --reward_model, so after load_reward has chosen it."""
 
-    def choose(flag: str, args: Any, *_: Any) -> None:
+    def choose(flag, args, *_):
         args.reward_model = "chosen"
 
     flags = {"base_model": str(folder_of("gpt2")), "critic": "reward"}
@@ -470,7 +404,7 @@ def test_the_folder_of_a_lora_run_is_the_trained_policy(dtype, tmp_path, monkeyp
     rows = random_rows((9, 4), seed=3)
     merged = peft.AutoPeftModelForCausalLM.from_pretrained("out/policy").merge_and_unload()
     loaded = AutoModelForCausalLM.from_pretrained("out/policy")
-    passes = [full_logits(model, rows) for model in (policy.lm, merged, loaded, ref.lm)]
+    passes = [tiny.full_logits(model, rows) for model in (policy.lm, merged, loaded, ref.lm)]
     for ours, theirs, plain, start in zip(*passes, strict=True):
         assert (ours - theirs).abs().max() < 1e-4
         assert (ours - plain).abs().max() < 1e-4

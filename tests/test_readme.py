@@ -129,7 +129,6 @@ def test_every_patch_is_listed():
 
 
 def test_the_first_command_finds_its_labels():
-    """All of tiny/labels, and those that are held out."""
     Accelerator(cpu=True)  # the scripts' logger asks for it
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
     labels, held_out = train_reward.load_labels("label_dataset", train_reward.Args(), tokenizer)
@@ -231,7 +230,6 @@ def test_every_metric_that_a_run_logs_is_listed_and_no_other():
 
 
 def test_pages_are_short():
-    """A version has 15 entries at most."""
     lines = read("README.md").splitlines()
     assert len(lines) <= 140
     prose = [line for line in lines if line[:1] != "|" and "](" not in line]
@@ -267,7 +265,6 @@ def test_all_pages_name_one_version():
 
 
 def test_samples_of_the_readme_are_those_of_the_record():
-    """Each row stands in the table that is made from the record."""
     rows = re.findall(r"^\| (?:During|On|Before) .*$", read("README.md"), re.M)
     assert len(rows) == 2
     for row in rows:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import fork_tools
@@ -92,26 +91,25 @@ def test_words_of_a_command_line(module, capsys):
 
 
 # --- what goes together ---------------------------------------------------------------------------
-# Script and settings; values of the last one that pass, and values that do not
-TOGETHER = [
-    (ppo_rlhf, "num_minibatches=3 batch_size", "12", "9 8"),
-    (rloo_rlhf, "rloo_k=4 batch_size", "8", "12"),
-    (rloo_rlhf, "rloo_k=4 batch_size=8 micro_batch_size", "12", "2 6"),
-    (train_reward, "batch_size=4 normalization_samples", "6 0", "3"),
-    (train_reward, "normalization_samples=6 batch_size", "4", "3"),
-    (ppo_rlhf, "response_length", "17", "16"),
-    (ppo_rlhf, "truncate_token=None response_length", "16", ""),
-    # a fifth of the batch is 12.8: the coefficient would be times 1 - 0.2 * 64 / 12.8 = 0
-    (rloo_rlhf, "batch_size=64 kl_horizon", "12.9", "12.8"),
-    (rloo_rlhf, "batch_size=64 adaptive_kl_target=None kl_horizon", "1.0", ""),
-    (rloo_rlhf, "total_episodes=384 lr_warmup", "2", "3"),
-    (ppo_rlhf, "critic_warmup=2 total_episodes", "257", "256"),
-]
-
-
-@pytest.mark.parametrize(("module", "settings", "good", "bad"), TOGETHER)
+@pytest.mark.parametrize(
+    ("module", "settings", "good", "bad"),
+    [
+        (ppo_rlhf, "num_minibatches=3 batch_size", "12", "9 8"),
+        (rloo_rlhf, "rloo_k=4 batch_size", "8", "12"),
+        (rloo_rlhf, "rloo_k=4 batch_size=8 micro_batch_size", "12", "2 6"),
+        (train_reward, "batch_size=4 normalization_samples", "6 0", "3"),
+        (train_reward, "normalization_samples=6 batch_size", "4", "3"),
+        (ppo_rlhf, "response_length", "17", "16"),
+        (ppo_rlhf, "truncate_token=None response_length", "16", ""),
+        # a fifth of the batch is 12.8: the coefficient would be times 1 - 0.2 * 64 / 12.8 = 0
+        (rloo_rlhf, "batch_size=64 kl_horizon", "12.9", "12.8"),
+        (rloo_rlhf, "batch_size=64 adaptive_kl_target=None kl_horizon", "1.0", ""),
+        (rloo_rlhf, "total_episodes=384 lr_warmup", "2", "3"),
+        (ppo_rlhf, "critic_warmup=2 total_episodes", "257", "256"),
+    ],
+)
 def test_sizes_that_go_together(module, settings, good, bad):
-    """On two processes."""
+    """On two processes: values of the last setting that pass, and values that do not."""
     two = SimpleNamespace(num_processes=2, process_index=0)
     for value in f"{good} {bad}".split():
         with (
@@ -139,26 +137,27 @@ def test_the_window_holds_every_response(module, longest, tmp_path):
         assert load.call_args.args[-1] == 9 + 24
 
 
-LABEL_OF_9 = train_reward.Comparison([1, 2], [[3], 7 * [4]], 0)  # 2 + 7 tokens
-LABEL_OF_3 = train_reward.Comparison([1, 2], [[3], [4]], 0)
-
-
 @pytest.mark.parametrize(
-    ("labels", "held_out", "query", "longest"),
+    ("sizes", "held_out", "query", "longest"),
     [
-        ([LABEL_OF_3, LABEL_OF_9], [LABEL_OF_3], 1, 9),
-        ([LABEL_OF_9, LABEL_OF_3], [LABEL_OF_3], 1, 9),
-        ([LABEL_OF_3], [LABEL_OF_3, LABEL_OF_9], 1, 9),
-        ([LABEL_OF_3], [], 8, 13),
+        ([3, 9], [3], 1, 9),
+        ([9, 3], [3], 1, 9),
+        ([3], [3, 9], 1, 9),
+        ([3], [], 8, 13),
     ],
 )
-def test_the_window_holds_every_label_and_every_sample(labels, held_out, query, longest, tmp_path):
+def test_the_window_holds_every_label_and_every_sample(sizes, held_out, query, longest, tmp_path):
     """Of the reference and of the reward model."""
+
+    def labels(sizes):
+        return [train_reward.Comparison([1, 2], [[3], (size - 2) * [4]], 0) for size in sizes]
+
+    both = (labels(sizes), labels(held_out))
     queries = [train_reward.Query([1], [1] * size, {}) for size in (1, query, 1)]
     args = train_reward.Args(response_length=5, batch_size=1, output_dir=str(tmp_path / "out"))
     with (
         mock.patch.object(train_reward, "load_queries", lambda *_: queries),
-        mock.patch.object(train_reward, "load_labels", lambda *_: (labels, held_out)),
+        mock.patch.object(train_reward, "load_labels", lambda *_: both),
         mock.patch.object(train_reward, "load_model") as load,
         pytest.raises(Stop),
     ):
@@ -168,19 +167,12 @@ def test_the_window_holds_every_label_and_every_sample(labels, held_out, query, 
 
 
 # --- presets --------------------------------------------------------------------------------------
-SMALL = {  # the reward model comes first: the others take it
-    train_reward: "--batch_size 4 --num_labels 4 --normalization_samples 2",
-    ppo_rlhf: "--batch_size 2 --total_episodes 2 --eval_queries 1",
-    rloo_rlhf: "--batch_size 4 --total_episodes 4 --eval_queries 1",
-}
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The cache folder, as HF_HOME sets it. Its files say what the hub would say of names."""
     folder = tmp_path_factory.mktemp("cache")
 
-    def glob(_: Any, name: str, **options: Any) -> dict[str, dict[str, str]]:
+    def glob(_, name: str, **options) -> dict[str, dict[str, str]]:
         found = folder.glob(f"{LABELS}/snapshots/*/{name.partition('preferences/')[2]}")
         return {name: {"type": "file"}} if any(found) else {}
 
@@ -218,13 +210,16 @@ def test_values_are_those_of_openais_launch_file(task):
 @pytest.mark.parametrize("task", ["sentiment", "cnndm"])
 def test_every_command_line_runs_offline(task, cache, tmp_path):
     """No query is left out; a label would leave too few. The others are like these."""
-    for module, small in SMALL.items():
-        name = module.__name__
-        call(f"{name}.py", [task, *small.split()], tmp_path)
-        (folder,) = tmp_path.glob(f"runs/{name}-{task}-1-*")
+    small = {  # the reward model comes first: the others take it
+        REWARD: "--batch_size 4 --num_labels 4 --normalization_samples 2",
+        PPO: "--batch_size 2 --total_episodes 2 --eval_queries 1",
+        RLOO: "--batch_size 4 --total_episodes 4 --eval_queries 1",
+    }
+    for script, words in small.items():
+        call(script, [task, *words.split()], tmp_path)
+        (folder,) = tmp_path.glob(f"runs/{script[:-3]}-{task}-1-*")
         assert len(read_lines(folder / "metrics.jsonl")) == 1
-        model = "reward_model" if module is train_reward else "policy"
-        assert (folder / model / "config.json").exists()
+        assert (folder / fork_tools.MODEL[script] / "config.json").exists()
     for like in (task, {"sentiment": "descriptiveness", "cnndm": "tldr"}[task]):
         _, args = parse(ppo_rlhf, [like])
         tokenizer = ppo_rlhf.load_tokenizer("base_model", args)
@@ -234,7 +229,6 @@ def test_every_command_line_runs_offline(task, cache, tmp_path):
 
 # --- whole runs -----------------------------------------------------------------------------------
 def test_defaults_give_the_recorded_metrics(tmp_path):
-    """Three updates of each script, from tiny/."""
     recorded = json.loads((GOLDEN / "defaults.json").read_text())
     few = f"--reward_model {REWARD}/reward_model --eval_queries 2"
     few += " --batch_size 32 --total_episodes 96"
@@ -246,8 +240,7 @@ def test_defaults_give_the_recorded_metrics(tmp_path):
     far = (fork_tools.refuse_near_draws, 5e-6)
     for script in flags:
         words = ["--output_dir", script, *flags[script].split()]
-        status, _, errors = fork_tools.run(script, words, tmp_path, far)
-        assert status == 0, errors
+        fork_tools.succeed(script, words, tmp_path, far)
         made = read_metrics(tmp_path / script)
         assert len(made) == 3
         for mine, theirs in zip(made, recorded[script], strict=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from fork_tools import PPO, REWARD, RLOO, WORDS, copy, kit, run
+from fork_tools import PPO, REWARD, RLOO, WORDS, copy, kit, run, succeed
 from run_tools import assert_same_metrics, read_lines
 from safetensors.torch import load_file
 
@@ -38,9 +38,8 @@ BF16 = {PPO: f"--critic reward {LORA}", RLOO: "", REWARD: ""}
 # The rounding of a run's own operations.
 ERRORS = ("sampling_error", "first_ratio_error")
 # Where the script passes a device, or moves something to it.
-A_DEVICE = re.compile(
-    r",? ?\bdevice=[\w.]+(\(\)\.device)?|\.to\((PartialState\(\)|accelerator)\.device\)"
-)
+A_DEVICE = r",? ?\bdevice=[\w.]+(\(\)\.device)?|\.to\((PartialState\(\)|accelerator)\.device\)"
+PLACES = list(re.finditer(A_DEVICE, (ROOT / PPO).read_text()))
 
 # Synchronisations of an update: while tokens are sampled, where none is for a token, and in all the
 # rest.
@@ -66,20 +65,23 @@ def new_folder(parent: Path) -> Path:
     return folder
 
 
-def run_on_device(script: str, words: list[str], folder: Path, *options: str) -> tuple[int, str]:
+def run_on_device(script: str, words: list[str], folder: Path) -> tuple[int, str]:
     """Exit status, and what was printed to stderr."""
-    own = [*options, "--report", "report.json", str(ROOT / script)]
+    own = ["--report", "report.json", str(ROOT / script)]
     code, _, errors = run(RUNNER, [*own, *words], folder)
     return code, errors
 
 
 @functools.cache
-def finished(script: str, more: str, cpu: bool = False) -> Path:
+def finished(script: str, more: str, on_cpu: bool = False) -> Path:
     """A folder in which the script has run on the device, which left a report, or on the CPU."""
     folder = new_folder(Path(tempfile.mkdtemp(dir=kit().parent)))
     words = words_of(script, more)
-    code, errors = run_on_device(script, words, folder, "--cpu" if cpu else "--tf32")
-    assert code == 0, errors
+    if on_cpu:
+        succeed(script, words, folder)
+    else:
+        code, errors = run_on_device(script, words, folder)
+        assert code == 0, errors
     return folder
 
 
@@ -98,13 +100,12 @@ def assert_same_run(folder: Path, other: Path) -> None:
 @pytest.mark.parametrize(("script", "case"), RUNS)
 def test_results_are_those_of_the_cpu(script, case):
     more = RUNS[script, case]
-    on_cpu = finished(script, more, cpu=True)
-    assert_same_run(finished(script, more), on_cpu)
+    assert_same_run(finished(script, more), finished(script, more, on_cpu=True))
 
 
 @pytest.mark.parametrize("script", BF16)
 def test_the_scripts_run_in_bf16(script):
-    """With TF32 in the heads. The scripts themselves check that sampling and training agree."""
+    """The scripts themselves check that sampling and training agree."""
     folder = finished(script, f"{BF16[script]} --dtype bf16 --lr 1e-5")
     for line in read_lines(folder / "out/metrics.jsonl"):
         assert all(math.isfinite(value) for value in line.values())
@@ -118,21 +119,13 @@ def test_a_run_is_resumed(tmp_path):
         words = [*words_of(PPO, constant, updates), "--resume"]
         code, errors = run_on_device(PPO, words, folder)
         assert code == 0, errors
-    assert_same_run(folder, finished(PPO, constant, cpu=True))
+    assert_same_run(folder, finished(PPO, constant, on_cpu=True))
 
 
-# Faults put in on purpose
-
-
-def places_of_device(script: str) -> list[re.Match]:
-    """Where the script passes a device."""
-    return list(re.finditer(A_DEVICE, (ROOT / script).read_text()))
-
-
-@pytest.mark.parametrize("number", range(len(places_of_device(PPO))))
+@pytest.mark.parametrize("number", range(len(PLACES)))
 def test_a_device_that_is_left_out_is_found(number, tmp_path):
     text = (ROOT / PPO).read_text()
-    at = places_of_device(PPO)[number]
+    at = PLACES[number]
     function = re.findall(r"\n *def (\w+)", text[: at.start()])[-1]
     more = f"{FUNCTION} --critic shared" if function == "score_by_function" else MASKED
     (tmp_path / PPO).write_text(text[: at.start()] + text[at.end() :])
@@ -142,25 +135,14 @@ def test_a_device_that_is_left_out_is_found(number, tmp_path):
     assert (code, REFUSED in errors) == (1, True), (function, errors)
 
 
-# Synchronisations
-
-
-def syncs_of_an_update(script: str, more: str) -> Counter:
-    """How often the host waits in one update: what a second one adds, by place."""
-    report = json.loads((finished(script, more) / "report.json").read_text())
-    counts = []
-    for rows in report["updates"][-2:]:
-        counts.append(Counter())
-        for count, *at in rows:
-            counts[-1][tuple(at)] += count
-    return counts[1] - counts[0]
-
-
 @pytest.mark.parametrize(("script", "case"), SYNCS)
 def test_synchronisations_of_an_update(script, case, request):
+    """What a second update adds, by place."""
     if request.config.getoption("--script") is not None:
         pytest.skip("a copy of a script may wait elsewhere, too")
-    found = syncs_of_an_update(script, RUNS[script, case])
+    report = json.loads((finished(script, RUNS[script, case]) / "report.json").read_text())
+    counts = [Counter({tuple(at): n for n, *at in rows}) for rows in report["updates"][-2:]]
+    found = counts[1] - counts[0]
     sampling = sum(count for at, count in found.items() if "/sample" in at[1])
     measured = (sampling, found.total() - sampling)
     table = "\n".join(f"{count:4} {' '.join(at)}" for at, count in found.most_common())

@@ -51,14 +51,14 @@ def frontier(record: Record) -> list[Record]:
     return over.summarise(groups, record["true_score_before"])
 
 
-TABLES = [
-    ("short_runs/short", short_table),
-    ("slow_rate/slow", short_table),
-    ("overoptimisation/frontier", frontier),
-]
-
-
-@pytest.mark.parametrize(("name", "summarise"), TABLES)
+@pytest.mark.parametrize(
+    ("name", "summarise"),
+    [
+        ("short_runs/short", short_table),
+        ("slow_rate/slow", short_table),
+        ("overoptimisation/frontier", frontier),
+    ],
+)
 def test_the_table_of_a_record_is_that_of_its_runs(name, summarise):
     record = json.loads((STUDIES / f"{name}.json").read_text())
     for mine, recorded in zip(summarise(record), record["table"], strict=True):
@@ -101,7 +101,6 @@ def test_every_run_is_a_copy_that_vader_reads(tmp_path):
 
 # --- overoptimisation -----------------------------------------------------------------------------
 def labels_of(source: str, folder: Path) -> datasets.DatasetDict:
-    """The splits that a reward model is trained on."""
     made = over.labels_folder(source, 1, folder)
     return datasets.load_dataset(str(made), cache_dir=str(folder / "cache"))
 
@@ -125,9 +124,6 @@ def test_noise_replaces_that_share_of_the_choices(tmp_path):
 
 
 # --- the exact optimum ----------------------------------------------------------------------------
-ALGORITHMS = ("ppo", "rloo")
-
-
 def train(algorithm: str) -> Record:
     """A run of 200 updates, in a process of its own. (A fork of this one would wait forever for its
     OpenMP threads, where there are several.)"""
@@ -146,7 +142,7 @@ def test_training_comes_within_two_percent_of_the_exact_optimum():
     mean = (probability * rewards).sum()
 
     with FORKS.Pool(2, maxtasksperchild=1) as pool:  # side by side
-        rows = pool.map(train, ALGORITHMS, 1)
+        rows = pool.map(train, ("ppo", "rloo"), 1)
     for row in rows:
         best = row["j_star"]
         start = row["j_start"]

@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import fork_tools
 import numpy as np
@@ -21,6 +20,9 @@ from benchmark.tools import plot, win_rate, worked_example
 from benchmark.tools.win_rate import Pairs
 
 LINE = '{"train/loss": 1}\n'
+WRONG = "--judge did not return 2 numbers, as it should"
+JUDGE = "--judge test_tools:"
+NUMBER = re.compile(r"-?\d+\.\d+")
 
 
 @pytest.fixture(autouse=True)
@@ -31,12 +33,12 @@ def new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [])
 
 
-def call(tool: Any, words: str) -> None:
+def call(tool, words: str) -> None:
     sys.argv = ["program.py", *words.split()]
     tool.main()
 
 
-def fail(tool: Any, words: str, message: str) -> None:
+def fail(tool, words: str, message: str) -> None:
     """The same, which ends with one line that begins with this message."""
     with pytest.raises(SystemExit) as error:
         call(tool, words)
@@ -116,15 +118,11 @@ def test_what_cannot_be_drawn_is_one_line(line, words, message):
 
 
 # --- win rates ------------------------------------------------------------------------------------
-Texts = list[str]
-Scores = list[float]
-
-
-def count_a(completions: Texts, **_: Any) -> Scores:
+def count_a(completions, **_):
     return [float(text.count("a")) for text in completions]
 
 
-def prefer_first(prompts: Texts, completions: Texts, other_completions: Texts) -> Scores:
+def prefer_first(prompts, completions, other_completions):
     """A judge that compares, and likes what it reads first, unless the other has more of a."""
     preferred = []
     for one, other in zip(completions, other_completions, strict=True):
@@ -132,11 +130,11 @@ def prefer_first(prompts: Texts, completions: Texts, other_completions: Texts) -
     return preferred
 
 
-def too_few(**_: Any) -> Scores:
+def too_few(**_):
     return [1.0]
 
 
-def nan(completions: Texts, **_: Any) -> Scores:
+def nan(completions, **_):
     return [math.nan] * len(completions)
 
 
@@ -150,7 +148,7 @@ def write(name: str, *texts: str) -> Path:
     return Path(name)
 
 
-def make_pairs(wins: Any, lengths: Any, others: Any) -> Pairs:
+def make_pairs(wins, lengths, others) -> Pairs:
     """One pair for each query."""
     query = np.arange(len(wins))
     return Pairs(query, *map(np.array, (wins, lengths, others)))
@@ -238,10 +236,6 @@ def write_two() -> None:
     write("other", "q a", "r b", "s a")
 
 
-WRONG = "--judge did not return 2 numbers, as it should"
-JUDGE = "--judge test_tools:"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -278,11 +272,8 @@ def test_wins_ties_and_losses_stand_apart_in_the_tables():
 
 
 # --- the worked example ---------------------------------------------------------------------------
-NUMBER = re.compile(r"-?\d+\.\d+")
-
-
 @pytest.fixture(scope="module")
-def examples() -> tuple[Any, Any]:
+def examples():
     """Both examples. No token of theirs may depend on rounding, which is far below 5e-6."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "searchsorted", torch.searchsorted)

@@ -6,14 +6,7 @@ import tokenize
 from collections import Counter
 from dataclasses import dataclass
 
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+NO_CODE = "COMMENT NL NEWLINE INDENT DEDENT ENDMARKER".split()
 HAS_DOCSTRING = ast.FunctionDef | ast.ClassDef | ast.Module
 BLOCK = ast.FunctionDef | ast.ClassDef | ast.If | ast.For | ast.While | ast.With | ast.Try
 
@@ -41,7 +34,7 @@ def code_tokens(source: str) -> list[tokenize.TokenInfo]:
         name = tokenize.tok_name[token.type]
         if name == "FSTRING_END":
             depth -= 1
-        is_code = token.type not in NO_CODE and token.start[0] not in docstrings
+        is_code = name not in NO_CODE and token.start[0] not in docstrings
         if is_code and depth == 0 and name != "FSTRING_END":
             found.append(token)
         if name == "FSTRING_START":

@@ -8,7 +8,6 @@ library.
 import atexit
 import contextlib
 import functools
-import io
 import itertools
 import json
 import multiprocessing
@@ -24,13 +23,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import ROOT
 
 PPO, RLOO, REWARD = SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
-PYTEST = str(Path(pytest.__file__).with_name("__main__.py"))  # in the place of a script
 MODEL = {PPO: "policy", RLOO: "policy", REWARD: "reward_model"}
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["fork_warm"])
@@ -90,6 +89,7 @@ def fill(folder: Path) -> Path:
     """A random model of 50 words, a reward model, queries and labels, under the names that WORDS
     has."""
     import torch
+    from run_tools import to_lines
     from tiny_models import VOCABULARY, save_classifier, save_model
 
     torch.manual_seed(0)
@@ -105,13 +105,11 @@ def fill(folder: Path) -> Path:
     for _ in range(16):
         words = [f"w{token}" for token in tokens(rng.randrange(3, 7))]
         queries.append({"text": " ".join(words)})
-    labels = []
-    samples = [{"sample0": tokens(5), "sample1": tokens(5)} for _ in range(20)]
-    for pair in samples:
-        labels.append(pair | {"query": tokens(4), "best": rng.randrange(2)})
-    for name, rows in (("queries", queries), ("labels", labels)):
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+    labels = [{"sample0": tokens(5), "sample1": tokens(5)} for _ in range(20)]
+    for label in labels:
+        label |= {"query": tokens(4), "best": rng.randrange(2)}
+    (folder / "queries.jsonl").write_text(to_lines(*queries))
+    (folder / "labels.jsonl").write_text(to_lines(*labels))
     return folder
 
 
@@ -122,11 +120,11 @@ def run_here(
     folder."""
     # The server says nothing if it cannot import this; every run would take ten times as long.
     assert "fork_warm" in sys.modules
-    for stream, ending in ((1, "out"), (2, "err")):
-        handle = os.open(f"{folder}-{name}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(handle, stream)
-    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb"), line_buffering=True)
-    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb"), line_buffering=True)
+    endings = ("out", "err")
+    streams = [open(f"{folder}-{name}.{ending}", "w", buffering=1) for ending in endings]
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream.fileno(), number)
+    sys.stdout, sys.stderr = streams
     for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         os.environ.pop(key, None)
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | env
@@ -166,45 +164,28 @@ def end(process: Any, folder: Path, name: str = "run") -> tuple[int, str, str]:
         process.kill()
         process.join()
         status = 124
-    printed = []
-    for ending in ("out", "err"):
-        file = Path(f"{folder}-{name}.{ending}")
-        printed.append(file.read_text() if file.exists() else "")
-    return status, *printed
+    printed, errors = (Path(f"{folder}-{name}.{ending}").read_text() for ending in ("out", "err"))
+    return status, printed, errors
 
 
-def run(
-    script: str, words: Sequence[str], folder: Path, *changes: Change, **env: str
-) -> tuple[int, str, str]:
+def run(*values: Any, **env: str) -> tuple[int, str, str]:
     """`python script words` in `folder`, with changes, to its end."""
-    return end(begin(script, words, folder, *changes, **env), folder)
-
-
-def succeed(*values: Any, **env: str) -> str:
-    """The same, with an exit status of 0: stdout."""
-    status, printed, errors = run(*values, **env)
-    assert status == 0, errors
-    return printed
+    _, _, folder, *_ = values
+    return end(begin(*values, **env), folder)
 
 
 def run_two(
-    script: str,
-    words: Sequence[str],
-    folder: Path,
-    *changes: Change,
-    changed_rank: int = 0,
-    **env: str,
+    script: str, words: Sequence[str], folder: Path, *changes: Change, **env: str
 ) -> list[tuple[int, str, str]]:
     """The same by two processes of one group, as a launcher starts them; the changes are made in
-    one of them."""
+    the first."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = {}
-    for rank in range(2):
+    for rank, mine in enumerate((changes, ())):
         name = f"rank{rank}"
-        mine = changes if rank == changed_rank else ()
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         processes[name] = begin(script, words, folder, *mine, name=name, **env)
     return [end(process, folder, name) for name, process in processes.items()]
@@ -219,6 +200,13 @@ def run_on(world: int, *values: Any, **env: str) -> tuple[int, str, str]:
     was_killed = first[0] < 0 and second[0] != 124
     assert second[0] == first[0] or was_killed, [first, second]
     return first
+
+
+def succeed(*values: Any, world: int = 1, **env: str) -> str:
+    """The same, with an exit status of 0: stdout."""
+    status, printed, errors = run_on(world, *values, **env)
+    assert status == 0, errors
+    return printed
 
 
 def copy(folder: Path, to: Path) -> Path:
@@ -237,9 +225,7 @@ def kit() -> Path:
 def plain(script: str, world: int) -> Path:
     """A folder in which the script has run and nothing stopped it, on one process or two."""
     folder = copy(kit(), Path(tempfile.mkdtemp(dir=kit().parent)))
-    code, _, errors = run_on(world, script, WORDS[script], folder)
-    command = f"{script} {shlex.join(WORDS[script])}"
-    assert code == 0, f"a run that many tests compare with fails: {command}\n{errors}"
+    succeed(script, WORDS[script], folder, world=world)
     return folder
 
 
@@ -251,14 +237,6 @@ class Evil:
 
 
 # Changes to a run
-
-
-def forget_project() -> None:
-    """What was imported from this project comes from the copy of it that the run is in."""
-    for name in ("conftest", "fork_tools", "fork_warm"):
-        del sys.modules[name]
-    own = {str(ROOT / folder) for folder in ("", "tests", "tests/helpers")}
-    sys.path[:] = [path for path in sys.path if path not in own]
 
 
 def strike(pattern: str, count: int, number: int = signal.SIGKILL) -> None:
@@ -289,14 +267,14 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL) -> None:
             os.kill(os.getpid(), number)
 
     def watch(event: str, values: tuple[Any, ...]) -> None:
-        if event not in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+        if event not in ("open", "os.rename", "os.remove"):
             return
         if not isinstance(values[0], str | os.PathLike):
             return
         path = os.fspath(values[0])
         if event == "open" and not values[2] & (os.O_WRONLY | os.O_RDWR):  # to read
             return
-        if event in ("os.remove", "os.rmdir") and values[1] >= 0:  # shutil.rmtree's open folder
+        if event == "os.remove" and values[1] >= 0:  # shutil.rmtree's open folder
             path = os.path.join(os.readlink(f"/proc/self/fd/{values[1]}"), path)
         if os.path.abspath(path).startswith(folder):
             note(event, path)
@@ -365,25 +343,6 @@ def log_unpickling(log: str) -> None:
     sys.addaudithook(watch)
 
 
-def log_shares(log: str) -> None:
-    """The part of the trained model's weights that this process holds is written to that file."""
-    import accelerate
-
-    prepare = accelerate.Accelerator.prepare
-
-    def noted(self: Any, *args: Any) -> Any:
-        made = prepare(self, *args)
-        here = 0
-        total = 0
-        for x in made[0].parameters():
-            total += x.numel()
-            here += x.to_local().numel() if hasattr(x, "to_local") else x.numel()
-        Path(log).write_text(str(here / total))
-        return made
-
-    accelerate.Accelerator.prepare = noted
-
-
 def log_whole_tensors(log: str) -> None:
     """Written to that file: after each backward pass the elements of gradients that are not in
     shards; at each sampled token those of trained weights, and whether autocast keeps copies."""
@@ -415,26 +374,20 @@ def log_whole_tensors(log: str) -> None:
 
 
 def log_tracking(log: str) -> None:
-    """What would go to Weights & Biases is written to that file: start, metrics, tables, end."""
+    """What would go to Weights & Biases is written to that file: start, metrics, end."""
     import wandb
 
-    class Config:
-        def update(self, *settings: Any, **_: Any) -> None:
-            append(log, ["config", *settings])
+    run = SimpleNamespace(
+        log=lambda values, step=None, **_: append(log, ["log", step, values]),
+        finish=lambda: append(log, ["finish"]),
+    )
 
-    class Run:
-        def __init__(self, **settings: Any) -> None:
-            append(log, ["init", settings])
+    def init(**settings: Any) -> SimpleNamespace:
+        append(log, ["init", settings])
+        return run
 
-        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-            append(log, ["log", step, values])
-
-        def finish(self) -> None:
-            append(log, ["finish"])
-
-    wandb.init = Run
-    wandb.config = Config()
-    wandb.Table = lambda columns=None, data=None, dataframe=None: dataframe.to_dict("records")
+    wandb.init = init
+    wandb.config = SimpleNamespace(update=lambda *args, **_: append(log, ["config", *args]))
 
 
 def refuse_to_print(text: str) -> None:

@@ -18,16 +18,10 @@ GPT2 = "models--gpt2"
 SMALL = values("n_embd=8 n_layer=1 n_head=2 n_positions=1024")
 
 
-def byte_words() -> list[str]:
-    """The names of the 256 bytes in GPT-2's order: those that can be shown, then the others."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = range(256, 512 - len(shown))
-    return [chr(byte) for byte in (*shown, *hidden)]
-
-
 def make_tokenizer() -> Any:
     """A byte-level tokenizer of GPT-2's size, of bytes and " w256", " w257", ..; EOS is last."""
-    words = [*byte_words(), *(f"\u0120w{i}" for i in range(256, 50_256)), EOS]
+    words = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words += [*(f"\u0120w{i}" for i in range(256, 50_256)), EOS]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,16 +62,5 @@ def fill(cache: Path) -> Path:
     ):
         (folder / task).mkdir()
         labels = [make_label(rng, length, response) for _ in range(ROWS)]
-        text = json.dumps(labels)
-        if task == "tldr":  # lines are json, too
-            text = "\n".join(map(json.dumps, labels))
-        (folder / task / f"offline_{name}.json").write_text(text)
-
-    # The client keeps contents apart, under names without an ending.
-    files = [path for path in cache.glob("*/snapshots/**/*") if path.is_file()]
-    for i, file in enumerate(files):
-        blob = cache / file.relative_to(cache).parts[0] / "blobs" / f"{i:040x}"
-        blob.parent.mkdir(exist_ok=True)
-        file.rename(blob)
-        file.symlink_to(blob)
+        (folder / task / f"offline_{name}.json").write_text(json.dumps(labels))
     return cache

@@ -14,19 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
 # What holds for any copy: not what an algorithm computes, and not the documents.
-TESTS_OF_COPIES = (
-    "test_consistency.py::test_every_argument_is_read",
-    "test_end_to_end.py",
-    "test_run_folder.py",
-    "test_hostile_input.py",
-    "test_checks.py",
-    "test_rollout.py",
-    "test_forward_passes.py",
-    "test_models.py",
-    "test_data.py",
-    "test_engines.py",
-    "test_simulated_device.py",
-)
+TESTS_OF_COPIES = """test_consistency.py::test_every_argument_is_read test_end_to_end.py
+    test_run_folder.py test_hostile_input.py test_checks.py test_rollout.py test_forward_passes.py
+    test_models.py test_data.py test_engines.py test_simulated_device.py""".split()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

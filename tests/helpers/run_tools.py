@@ -1,9 +1,7 @@
-"""Running the scripts in the tests: in this process, or as a user does."""
+"""Running the scripts in this process; metrics and tables of the tests."""
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,18 +11,15 @@ import datasets
 import fork_tools
 import pytest
 
-# `accelerate launch --cpu` starts one process only, whatever --num_processes says: two on a CPU are
-# launched as on GPUs.
-LAUNCH = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1".split()
-LAUNCH += "--mixed_precision no --dynamo_backend no --main_process_port 0".split()
-RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+# What metrics.jsonl says of a machine: it differs from run to run.
+OF_MACHINE = ("seconds", "_memory_gb")
 
 
 def call(
     script: str,
     words: Sequence[str],
     folder: Path,
-    patch: pytest.MonkeyPatch | None = None,
+    patch: Any = None,
     name: str = "main",
 ) -> Any:
     """The script's main, or its parse_args alone, with these words in `folder`, in this process, on
@@ -39,26 +34,6 @@ def call(
         module = importlib.import_module(script[:-3])
         parsed = module.parse_args()
         return parsed if name == "parse_args" else module.main(*parsed)
-
-
-def start(words: Sequence[str], folder: Path, **env: str) -> subprocess.Popen:
-    """A process `python words` in `folder`: one thread, no GPU, no network, caches of its own."""
-    inherited = {name: value for name, value in os.environ.items() if name not in RANKS}
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    own["HF_DATASETS_CACHE"] = f"{folder}-cache"
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=folder,
-        env=inherited | own | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-    )
-
-
-# What metrics.jsonl says of a machine: it differs from run to run.
-OF_MACHINE = ("seconds", "_memory_gb")
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

@@ -1,35 +1,31 @@
 """An accelerator that is not there: tensors that claim to live on it and are computed on the CPU.
 
     import simulated_device
-    ledger = simulated_device.install(tf32=True)
+    ledger = simulated_device.install()
     x = torch.zeros(3, device="simgpu")
 
-`install` cannot be undone, so it is for a process of its own: see on_simulated_device.py, which
-runs a script's main() so. After it
+`install` cannot be undone, so it is for a process of its own: on_simulated_device.py runs a
+script's main() so. After it
 
 - an operation on tensors of the device and of the CPU is refused where CUDA refuses it;
 - the ledger counts operations on the device (kernel launches) and synchronisations, moments in
-  which the host waits for the device, with the line of the script that asks for them;
-- with `tf32`, matrix products in fp32 round their inputs as an NVIDIA GPU does, unless
-  torch.get_float32_matmul_precision() is "highest".
+  which the host waits for the device, with the line of the script that asks for them.
 
-It cannot show memory, speed, rounding of real kernels, reads of memory that an asynchronous copy
-has not filled yet, or more than one device. Attention is computed by torch's math backend, and
+It cannot show memory, speed, rounding of real kernels, asynchronous copies, or more than one
+device. Attention is computed by torch's math backend, and
 counts as many kernels where a GPU has one.
 
 Why it is this long: torch has a device that checks (FakeTensor) and one that computes (the CPU),
 but none that does both, and a script draws its tokens from values. Half of the file are rules that
-only CUDA's own sources state: which operations take a CPU tensor, which make the host wait, and
-what autocast does with each.
+only CUDA's own sources state: which operations take a CPU tensor, and which make the host wait.
 """
 
 import os
 import sys
-import sysconfig
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -41,9 +37,6 @@ from torch.utils import _pytree as pytree
 
 NAME = "simgpu"
 CPU = torch.device("cpu")
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")) + ("<",)
-TORCH = os.path.dirname(torch.__file__)
-OWN_FILES = [__file__]  # and of whoever runs the script
 
 # Transfers: the operations that take tensors of both devices.
 TRANSFERS = {"copy_", "_to_copy", "_copy_from", "_copy_from_and_resize"}
@@ -52,29 +45,14 @@ INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_imp
 TAKE_SCALARS = {"fill", "masked_fill", "index_fill", "index_put", "_index_put_impl"}
 NO_SCALARS = {"lerp"}  # elementwise, and yet it takes none
 # Their result's shape depends on values, or the result is a value.
-READING = {
-    "_local_scalar_dense": "value read",
-    "is_nonzero": "value read",
-    "equal": "value read",
-    "nonzero": "nonzero",
-    "masked_select": "nonzero",
-    "_unique2": "unique",
-    "unique_dim": "unique",
-    "unique_consecutive": "unique",
-    "bincount": "unique",
-}
+READING = """_local_scalar_dense is_nonzero equal nonzero masked_select _unique2 unique_dim
+    unique_consecutive bincount""".split()
 NO_KERNEL = {"lift_fresh", "_unsafe_view", "_reshape_alias", "set_", "resize_"}
-# Matrix products, and the position of their two factors.
-PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "linear": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
-PRODUCTS |= {"addbmm": 1}
 
-# What torch.autocast does on CUDA (aten/src/ATen/autocast_mode.h), as far as language models go.
+# What torch.autocast computes in bf16 on CUDA (aten/src/ATen/autocast_mode.h), as far as language
+# models go.
 LOWER_PRECISION = "linear matmul mm bmm addmm baddbmm addbmm addmv mv einsum conv1d"
 LOWER_PRECISION += " scaled_dot_product_attention"
-FULL_PRECISION = "exp log pow.Tensor_Scalar pow.Tensor_Tensor rsqrt softplus layer_norm sum"
-FULL_PRECISION += " softmax.int log_softmax.int cumsum prod norm.Scalar sum.dim_IntList cosh sinh"
-FULL_PRECISION += " native_layer_norm nll_loss mse_loss binary_cross_entropy_with_logits"
-WIDEST = "cat stack addcdiv addcmul index_put scatter_add"
 
 
 class MixedDevices(RuntimeError):
@@ -83,8 +61,6 @@ class MixedDevices(RuntimeError):
 
 @dataclass
 class Ledger:
-    """What has happened on the device."""
-
     launches: int = 0
     syncs: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
@@ -92,38 +68,27 @@ class Ledger:
         self.syncs[kind, *place()] += 1
 
     def rows(self) -> list[list[Any]]:
-        """Synchronisations, the most frequent first: count, kind, functions, line, library."""
+        """Synchronisations, the most frequent first: count, kind, functions, line."""
         return [[count, *at] for at, count in self.syncs.most_common()]
 
 
 LEDGER = Ledger()
-rounds_products = False
 kernels: list[torch.library.Library] = []  # they are registered as long as these exist
 
 
-def place() -> tuple[str, str, str]:
-    """Where in the code an operation comes from: functions of the script, from the outermost
-    (main/rollout/sample); line of the script; the innermost line outside of torch, if it is not the
-    script's. A backward pass runs in a thread of its own, while the main one waits in it."""
+def place() -> tuple[str, str]:
+    """Where in the code an operation comes from: functions of the script and of tf_adam.py, from
+    the outermost (main/rollout/sample), and the line. A backward pass runs in a thread of its own,
+    while the main one waits in it."""
     functions = []
     line = ""
-    library = ""
     innermost = sys._current_frames()[threading.main_thread().ident]
     for frame, number in traceback.walk_stack(innermost):
-        path = frame.f_code.co_filename
-        if path in OWN_FILES and functions:  # whoever runs the script
-            break
-        is_library = path.startswith(LIBRARIES)
-        is_ours = path in OWN_FILES or path.startswith((TORCH, "<"))
-        if is_library and not is_ours and not line and not library:
-            folder, name = os.path.split(path)
-            library = f"{os.path.basename(folder)}/{name}:{number}"
-        if is_library or path in OWN_FILES:
-            continue
-        line = line or f"{os.path.basename(path)}:{number}"
-        if frame.f_code.co_name.isidentifier():
+        folder, name = os.path.split(frame.f_code.co_filename)
+        if folder == os.path.dirname(sys.argv[0]):
+            line = line or f"{name}:{number}"
             functions.append(frame.f_code.co_name)
-    return "/".join(reversed(functions)), line, library
+    return "/".join(reversed(functions)), line
 
 
 class SimTensor(Tensor):
@@ -177,18 +142,13 @@ class SimTensor(Tensor):
         return self.raw.__reduce_ex__(protocol)
 
 
-def is_simulated(device: Any) -> bool:
-    """Whether it is the simulated device, or its name."""
-    return device is not None and torch.device(device).type == NAME
-
-
 def name_of(func: OpOverload) -> str:
     """The operation's name, without its namespace and its overload."""
     return func._schema.name.split("::")[1]
 
 
 def refuse(func: OpOverload, why: str) -> None:
-    _, line, _ = place()
+    _, line = place()
     says = f"expected all tensors to be on the same device, but {why} ({line})"
     raise MixedDevices(f"{name_of(func)}: {says}")
 
@@ -218,16 +178,11 @@ def check_devices(func: OpOverload, args: tuple, tensors: Sequence[Tensor]) -> N
             refuse(func, "the tensor that is written is on the CPU")
 
 
-def is_pinned(x: Tensor, device: Any = None) -> bool:
-    """Whether it is not in ordinary host memory, from which a copy is never asynchronous."""
-    return getattr(x, "is_pinned_here", False)
-
-
 def count_syncs(func: OpOverload, args: tuple, kwargs: dict, to_device: bool) -> None:
     """Counts the synchronisations that the operation causes on CUDA."""
     name = name_of(func)
     if name in READING:
-        LEDGER.sync(READING[name])
+        LEDGER.sync(name)
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
         LEDGER.sync("value read")
     for index in args[1] if name in INDEXING else ():
@@ -241,36 +196,10 @@ def count_syncs(func: OpOverload, args: tuple, kwargs: dict, to_device: bool) ->
         source = args[1] if name == "copy_" else args[0]
         if name == "copy_":
             to_device = isinstance(args[0], SimTensor)
-        may_run_on = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
-        is_asynchronous = may_run_on and is_pinned(source)
         if source.numel() > 0 and isinstance(source, SimTensor) and not to_device:
             LEDGER.sync("copy to the host")
-        if source.numel() > 0 and is_on_cpu(source) and to_device and not is_asynchronous:
+        if source.numel() > 0 and is_on_cpu(source) and to_device:
             LEDGER.sync("copy from the host")
-
-
-def is_kernel(func: OpOverload) -> bool:
-    """Whether the operation launches a kernel: views and allocations do not."""
-    name = name_of(func)
-    is_allocation = name in NO_KERNEL or name.startswith(("empty", "new_empty"))
-    return not func.is_view and not is_allocation
-
-
-def to_tf32(x: Tensor) -> Tensor:
-    """Rounded to the nearest number with 10 bits of mantissa, ties away from zero."""
-    bits = x.contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
-def with_tf32(func: OpOverload, args: tuple) -> tuple:
-    """The arguments, the factors of a product in fp32 rounded to TF32."""
-    first = PRODUCTS.get(name_of(func))
-    if first is None or torch.get_float32_matmul_precision() == "highest":
-        return args
-    if args[first].dtype != torch.float32:
-        return args
-    factors = [to_tf32(x) for x in args[first : first + 2]]
-    return (*args[:first], *factors, *args[first + 2 :])
 
 
 def to_host(x: Any) -> Any:
@@ -292,20 +221,19 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     on_device = [x for x in tensors if isinstance(x, SimTensor)]
     device = kwargs.get("device")
-    to_device = bool(on_device) if device is None else is_simulated(device)
+    to_device = bool(on_device) if device is None else torch.device(device).type == NAME
     name = name_of(func)
     if on_device and len(on_device) < len(tensors) and name not in TRANSFERS:
         check_devices(func, args, tensors)
     count_syncs(func, args, kwargs, to_device)
-    if to_device and is_kernel(func):
+    is_allocation = name in NO_KERNEL or name.startswith(("empty", "new_empty"))
+    if to_device and not func.is_view and not is_allocation:
         LEDGER.launches += 1
 
     raw_args, raw_kwargs = pytree.tree_unflatten([to_host(x) for x in leaves], spec)
     if device is not None:
         raw_kwargs["device"] = to_host(torch.device(device))
     raw_kwargs.pop("pin_memory", None)
-    if rounds_products:
-        raw_args = with_tf32(func, raw_args)
     out = func(*raw_args, **raw_kwargs)
     wrappers = {id(x.raw): x for x in on_device}
 
@@ -358,62 +286,36 @@ def register_kernels() -> list[torch.library.Library]:
     return [aten, every]
 
 
-casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # of weights, in autocast
-
-
-def cast(x: Any, dtype: torch.dtype) -> Any:
-    """A floating tensor of the device in another type. As on CUDA, bf16 copies of trained weights
-    are kept until the outermost block of torch.autocast ends."""
-    is_kind = isinstance(x, SimTensor) and x.is_floating_point()
-    if not is_kind or x.dtype in (dtype, torch.float64):
-        return x
-    is_kept = dtype != torch.float32 and x.is_leaf and x.requires_grad
-    if not (is_kept and torch.is_autocast_cache_enabled()):
-        return x.to(dtype)
-    key = (id(x), dtype)
-    if key not in casts:
-        with torch.enable_grad():
-            casts[key] = (x, x.to(dtype))
-    return casts[key][1]
+def cast(x: Tensor) -> Tensor:
+    """A floating tensor in autocast's type; all else as it is."""
+    return x.to(torch.get_autocast_dtype(NAME)) if x.is_floating_point() else x
 
 
 def register_autocast() -> list[torch.library.Library]:
-    """Kernels for torch.autocast, which a device other than CUDA has to bring along."""
+    """Kernels for torch.autocast, which a device other than CUDA has to bring along. What CUDA
+    computes in fp32 has the type of its inputs here."""
     aten = torch.library.Library("aten", "IMPL")
 
-    def widest(leaves: Sequence[Any]) -> torch.dtype:
-        found = [x.dtype for x in leaves if isinstance(x, SimTensor) and x.is_floating_point()]
-        return torch.float32 if torch.float32 in found else torch.get_autocast_dtype(NAME)
-
-    def register(name: str, choose: Callable[[Sequence[Any]], torch.dtype]) -> None:
-        packet, _, overload = name.partition(".")
-        func = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    def register(name: str) -> None:
+        func = getattr(torch.ops.aten, name).default
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            dtype = choose(leaves)
             with torch._C._DisableAutocast():
-                leaves = [cast(x, dtype) for x in leaves]
-                args, kwargs = pytree.tree_unflatten(leaves, spec)
+                args, kwargs = pytree.tree_map_only(SimTensor, cast, (args, kwargs))
                 return func(*args, **kwargs)
 
         aten.impl(name, kernel, "AutocastPrivateUse1")
 
     for name in LOWER_PRECISION.split():
-        register(name, lambda leaves: torch.get_autocast_dtype(NAME))
-    for name in FULL_PRECISION.split():
-        register(name, lambda leaves: torch.float32)
-    for name in WIDEST.split():
-        register(name, widest)
+        register(name)
     every = torch.library.Library("_", "IMPL")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     return [aten, every]
 
 
-def install(tf32: bool = False) -> Ledger:
+def install() -> Ledger:
     """Makes the device, torch's only accelerator and the one that accelerate takes. Returns the
     ledger. Cannot be undone."""
-    global rounds_products
     from accelerate.state import PartialState
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -423,20 +325,4 @@ def install(tf32: bool = False) -> Ledger:
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.accelerator.is_available = lambda: True
     PartialState.default_device = property(lambda self: torch.device(NAME, 0))
-
-    clear = torch.clear_autocast_cache
-
-    def clear_autocast_cache() -> None:
-        casts.clear()
-        clear()
-
-    def pin_memory(x: Tensor, device: Any = None) -> Tensor:
-        pinned = x.clone()
-        pinned.is_pinned_here = True
-        return pinned
-
-    torch.clear_autocast_cache = clear_autocast_cache
-    Tensor.pin_memory = pin_memory
-    Tensor.is_pinned = is_pinned
-    rounds_products = tf32
     return LEDGER

@@ -27,6 +27,8 @@ import rloo_rlhf
 
 VOCABULARY = 50
 EOS = 0
+GAIN = 1.75  # of reward models
+BIAS = -0.5
 LONGEST = 24  # tokens of a row in these tests
 # Suits every model here
 ANY_TOKENIZER: Any = SimpleNamespace(get_vocab=lambda: {"w0": 0, "w49": VOCABULARY - 1})
@@ -93,7 +95,7 @@ RECURRENT = {  # whose states a cache of keys and values does not hold
 }
 
 
-def make_config(name: str, **changes: Any) -> Any:
+def make_config(name: str, **changes):
     config_class, values = (CONFIGS | RECURRENT)[name]
     return config_class(**values | changes)
 
@@ -105,7 +107,7 @@ def randomize(model: nn.Module) -> None:
             x += 0.2 * torch.randn_like(x)
 
 
-def save_tokenizer(folder: Path) -> Any:
+def save_tokenizer(folder: Path):
     """A tokenizer of words w1 .. w49 whose pad token is its eos, token 0."""
     words = {"<|endoftext|>": EOS} | {f"w{i}": i for i in range(1, VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
@@ -115,9 +117,7 @@ def save_tokenizer(folder: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def save_model(
-    folder: Path, name: str, auto_class: Any = AutoModelForCausalLM, **changes: Any
-) -> Path:
+def save_model(folder: Path, name: str, auto_class=AutoModelForCausalLM, **changes):
     """A random model of the architecture, and the tokenizer, in a Hugging Face folder."""
     model = auto_class.from_config(make_config(name, **changes))
     randomize(model)
@@ -126,14 +126,10 @@ def save_model(
     return folder
 
 
-def save_classifier(folder: Path, name: str, **changes: Any) -> Path:
+def save_classifier(folder: Path, name: str, **changes) -> Path:
     """The same of a classifier, with one label if `changes` do not say more."""
     changes = {"num_labels": 1} | changes
     return save_model(folder, name, AutoModelForSequenceClassification, **changes)
-
-
-GAIN = 1.75
-BIAS = -0.5
 
 
 @functools.cache
@@ -150,13 +146,7 @@ def folder_of(name: str) -> Path:
     return folder
 
 
-def load(
-    folder: Path,
-    flag: str = "base_model",
-    attention: str = "eager",
-    classifier: bool = False,
-    **settings: Any,
-) -> Any:
+def load(folder, flag="base_model", attention="eager", classifier=False, **settings):
     """A model as the scripts load it, for rows of up to LONGEST tokens of any of its embeddings;
     with the attention that they take on a CPU (eager), or what transformers chooses on a GPU; and
     with more settings."""
@@ -173,24 +163,21 @@ def load(
         return ppo_rlhf.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST)
 
 
-def make_lm(name: str, attention: str = "eager", **changes: Any) -> Any:
+def make_lm(name, attention="eager", auto_class=AutoModelForCausalLM, **changes):
     """A language model straight from a config, for tests that are not about loading."""
     torch.manual_seed(0)
     config = make_config(name, **changes)
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    randomize(lm)
-    return lm.eval()
-
-
-def make_classifier(name: str = "gpt2", **changes: Any) -> Any:
-    torch.manual_seed(0)
-    config = make_config(name, num_labels=1, **changes)
-    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    model = auto_class.from_config(config, attn_implementation=attention)
     randomize(model)
     return model.eval()
 
 
-def make_policy(lm: Any, k: int) -> nn.Module:
+def make_classifier(name="gpt2", **changes):
+    auto_class = AutoModelForSequenceClassification
+    return make_lm(name, auto_class=auto_class, num_labels=1, **changes)
+
+
+def make_policy(lm, k: int) -> nn.Module:
     """PPO's policy for one response to a query, with a random value head; RLOO's for more."""
     if k > 1:
         return rloo_rlhf.Actor(lm, VOCABULARY, rloo_rlhf.Args(rloo_k=k))
@@ -200,9 +187,7 @@ def make_policy(lm: Any, k: int) -> nn.Module:
     return policy
 
 
-def roll_out(
-    script: Any, policy: nn.Module, args: Any, contexts: list[list[int]], end: int | None = None
-) -> Any:
+def roll_out(script, policy: nn.Module, args, contexts: list[list[int]], end: int | None = None):
     """A batch of responses to the contexts; RLOO has several for each."""
     contexts = [context for context in contexts for _ in range(getattr(args, "rloo_k", 1))]
     u = script.uniforms(1, 1, len(contexts), args.response_length)
@@ -259,13 +244,13 @@ def rows_of(text: str) -> list[list[int]]:
     return [list(map(int, row.split())) for row in text.split("/")]
 
 
-def full_logits(lm: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+def full_logits(lm, rows: Sequence[Sequence[int]]) -> list[Tensor]:
     """Logits (length, V) of each row alone, unpadded, from a plain forward pass of transformers."""
     with torch.no_grad():
         return [lm(torch.tensor([row])).logits[0] for row in rows]
 
 
-def full_states(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+def full_states(model, rows: Sequence[Sequence[int]]) -> list[Tensor]:
     """The same of the trunk's last hidden states (length, d)."""
     with torch.no_grad():
         return [model.base_model(torch.tensor([row])).last_hidden_state[0] for row in rows]
