@@ -287,7 +287,10 @@ def main(preset: str, args: Args) -> None:
 
     # 5. evaluate and save
     samples = evaluate_labels(reward, held_out, tokenizer)
-    statistics = {"gain": whole(reward.gain).item(), "bias": whole(reward.bias).item()}
+    statistics = {
+        "gain": whole(reward.gain).item(),
+        "bias": whole(reward.bias).item(),
+    }
     if held_out:
         statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
     accelerator.log(statistics)

@@ -124,3 +124,25 @@ def assert_largest_is_found(
             elif row not in first:
                 shift = 0
             assert metrics[name] == pytest.approx(abs(shift), abs=rounding)
+
+
+@BOTH
+def test_a_loss_of_another_shape_is_an_error(module, monkeypatch):
+    """Broadcast, it would train something else, or nothing."""
+    name = "ppo_loss" if module is ppo_rlhf else "rloo_loss"
+    args = module.Args(response_length=3)
+    policy = make_policy(tiny.make_lm("gpt2"), getattr(args, "rloo_k", 1))
+    batch = tiny.roll_out(module, policy, args, EIGHT[:2])
+    batch.rewards = torch.ones(batch.responses.shape)
+    if module is rloo_rlhf:
+        batch.advantages = torch.ones(len(batch.responses))
+    found = getattr(module, name)
+
+    def in_columns(*given: Any) -> tuple[Any, ...]:
+        loss, *rest = found(*given)
+        return loss.unsqueeze(-1), *rest
+
+    monkeypatch.setattr(module, name, in_columns)
+    epochs = torch.arange(len(batch.responses)).view(1, 1, -1)
+    with pytest.raises(RuntimeError, match="shape"):
+        first_epoch(module, policy, batch, epochs, args)

@@ -282,10 +282,10 @@ def test_a_table_is_a_split_that_is_named_or_train():
 
 
 # --- queries --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("first", range(10))
+@pytest.mark.parametrize("first", range(11))
 def test_queries_are_the_first_column_that_there_is_of(first):
-    names = """messages query prompt question instruction conversations conversation
-        text article content""".split()
+    names = """messages query prompt question problem instruction conversations
+        conversation text article content""".split()
     row = {"other": "w40"}
     for i in reversed(range(first, len(names))):
         is_chat = names[i] in ("messages", "conversations", "conversation")
@@ -414,6 +414,8 @@ def test_an_answer_ends_at_the_first_end_that_counts(after, length):
     assert cut == ([5], answer[:length], [7])
     whole = read_label(row, truncate_token="eos", truncate_after=after)
     assert whole == ([5], [*answer, EOS], [7, EOS])
+    early = PAIR | {"chosen": words(6, EOS)}
+    assert read_label(early, truncate_token="eos", truncate_after=9)[1] == [6, EOS]
 
 
 def test_all_rows_of_a_file_can_be_trained_on():
@@ -572,12 +574,14 @@ BAD_LABELS = [
     *((json.loads(line), TWO) for line in NOT_TWO.strip().splitlines()),
     # chats about other questions, and answers of several turns without their question
     ({"chosen": FAR + TALL, "rejected": EARLIER[:1] + YARDS}, "and does not continue "),
+    ({"chosen": FAR + TALL, "rejected": FAR + YARDS + REST}, "chats of as many messages: ["),
     (SAME | {"prompt": FAR}, "row 0: "),
     (SAME | {"prompt": FAR, "rejected": YARDS + REST}, "row 0: "),
     (SAME | {"question": "How?"}, "row 0: "),
     # a column that may be the prompt, and samples that are no answers
-    (TEXTS | {"problem": "How tall is it?"}, "row 0: a row needs one of the columns ["),
+    (TEXTS | {"riddle": "How tall is it?"}, "row 0: a row needs one of the columns ["),
     (SAMPLES | {"sample0": TALL}, "row 0: samples must be texts or token ids, not chats: {"),
+    (TEXTS | {"trajectory": EARLIER}, "row 0: a row needs one of the columns ["),
     (SAMPLES | {"system": "Be brief."}, "are not read, put them into messages: {"),
     # ids could be of another tokenizer
     (CHATS | {"prompt": [5, 6]}, "row 0: prompt must be a text or a chat, like `chosen`: {"),
@@ -619,6 +623,7 @@ def test_questions_and_instructions_are_prompts(asked, text):
 brief {"prompt": [{"role": "user", "content": "How?"}], "system": "Be brief."}
 brief {"prompt": [{"role": "user", "content": "How?"}], "system_prompt": "Be brief."}
 brief {"prompt": [{"role": "user", "content": "How?"}], "history": ["Be brief."]}
+brief {"prompt": [{"role": "user", "content": "How?"}], "context": "Be brief."}
 'image' {"prompt": [{"role": "user", "content": [{"text": "How?"}, {"type": "image"}]}]}
 How? {"conversations": [{"from": "human", "value": "How?"}]}
 """.splitlines(),
@@ -629,7 +634,7 @@ def test_what_would_change_a_chat_in_silence_is_refused_with_its_row(line):
     row = json.loads(text)
     says = ("a message must be a role and a text, and no more: {", word)
     if len(row) > 1:
-        says = ("'history', 'tools'] are not read, put them into messages: {", word)
+        says = ("'context', 'tools'] are not read, put them into messages: {", word)
     refuse(read_labels, row | ANSWERS, "row 0: ", *says, chat=CHATML)
     refuse(read_queries, row, "row 0: ", *says, chat=CHATML)
     if "prompt" in row and word != "'image'":  # a column has one type
@@ -811,4 +816,4 @@ def test_a_function_gets_chats_where_the_table_has_chats(script):
         [script.Query([BOS, 5, EOS, 6], [5], {"query": ""})],
         make_responses([[7]]),
     )
-    assert seen[-1] == ["w5 w6"]  # without special tokens
+    assert seen[-1] == ["w5 <|endoftext|> w6"]  # without the BOS

@@ -51,6 +51,7 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(name, tmp_path)
     args = ppo_rlhf.Args(base_model=str(folder), lr=1e-2)
     lm, ref_lm = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, LONGEST)
     policy = ppo_rlhf.ActorCritic(lm, VOCABULARY)
+    policy.own_head = nn.Linear(2, 3)  # of a copy
     optimizer = make_optimizer(policy, args)
     batch = tiny.make_batch([[tiny.EOS], *CONTEXTS[1:]], random_rows([LENGTH] * 5, seed=2))
     all_logprobs, _, values = ppo_rlhf.forward_response(policy, batch, 1.0)
@@ -71,8 +72,9 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(name, tmp_path)
     assert_same_buffers(ref_lm, trained)
     embeddings = [model.get_input_embeddings().weight[tiny.EOS] for model in (ref_lm, trained)]
     assert not torch.equal(*embeddings)
-    head = load_file(tmp_path / "policy/value_head.safetensors")
-    assert torch.equal(head["weight"], policy.value_head.weight)
+    for part in ("value_head", "own_head"):
+        head = load_file(tmp_path / "policy" / f"{part}.safetensors")
+        assert torch.equal(head["weight"], policy.get_submodule(part).weight)
 
 
 def test_a_reward_model_and_a_critic_keep_their_buffers(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Rollouts: sampling through a cache against full forward passes, and batches of responses."""
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -170,3 +171,16 @@ def test_the_policys_log_probabilities_of_all_tokens_go_before_the_references_co
     policy = make_policy(tiny.make_lm("gpt2"), 1)
     tiny.roll_out(module, policy, args, [[1, 2]] * 2)
     assert alive == [0, 0]
+
+
+@BOTH
+def test_rows_are_selected_from_tensors_and_from_lists(module):
+    """Also from a list that a copy has added to the batch."""
+    fields = [("texts", list, None)]
+    own = dataclasses.make_dataclass("Own", fields, bases=(module.Batch,))
+    batch = own([[1], [2], [3]], *torch.arange(3).repeat(5, 1), texts=["a", "b", "c"])
+    found = module.select(batch, torch.tensor([2, 0]))
+    assert found.contexts == [[3], [1]]
+    assert found.responses.tolist() == [2, 0]
+    assert found.texts == ["c", "a"]
+    assert found.rewards is None

@@ -451,7 +451,8 @@ def test_every_setting_is_refused_on_resume_or_takes_effect(script, tmp_path):
 
 
 def test_what_an_older_run_does_not_record_had_its_default(tmp_path):
-    """A copy gets a new flag; or --reward_model was not given, and the newest one is recorded."""
+    """A copy gets a new flag; or --reward_model was not given, and the newest one is recorded. One
+    that has lost a flag does not go on."""
     old = vars(ppo_rlhf.Args(reward_model="newest"))
     before = old.pop("temperature")
     (tmp_path / "lock").touch()
@@ -462,6 +463,10 @@ def test_what_an_older_run_does_not_record_had_its_default(tmp_path):
     args.temperature = before + 1
     says = f"^--temperature {before + 1}: {tmp_path} was started with {before}$"
     with pytest.raises(ppo_rlhf.UserError, match=says):
+        tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
+    args.temperature = before
+    (tmp_path / "args.json").write_text(json.dumps({"args": old | {"ent_coef": 0.5}}))
+    with pytest.raises(ppo_rlhf.UserError, match=f"^--ent_coef None: {tmp_path} was started with"):
         tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
 
 

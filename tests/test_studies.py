@@ -26,15 +26,16 @@ STUDIES = ROOT / "benchmark" / "studies"
 # --- short runs -----------------------------------------------------------------------------------
 def test_finer_averages_tell_a_faster_run_from_a_worse_one(tmp_path):
     """Two runs on one curve, true score = sqrt(KL), of which one goes five times as fast."""
-    pair = []
+    fine_pair = []
+    coarse_pair = []
     for step in (0.4, 0.08):
         kls = [step * i for i in range(1, 101)]
         metrics = [{"kl": kl, "true_score": kl**0.5} for kl in kls]
         (tmp_path / "metrics.jsonl").write_text(to_lines(*metrics))
-        row = {"failed": False}
-        pair.append(ablations.with_curves(row, tmp_path))
-    fine = ablations.at_equal_kl(*pair)
-    coarse = ablations.at_equal_kl(*[{"fine_curve": row["curve"]} for row in pair])
+        fine_pair.append(ablations.with_curves({"failed": False}, tmp_path))
+        coarse_pair.append({"fine_curve": ablations.curve(metrics, ablations.BINS)})
+    fine = ablations.at_equal_kl(*fine_pair)
+    coarse = ablations.at_equal_kl(*coarse_pair)
     assert np.mean(coarse) < 10 * np.mean(fine) < 0
     assert fine == pytest.approx([0.0, 0.0, 0.0], abs=0.01)
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fork_tools
@@ -24,7 +23,7 @@ from run_tools import call, read_lines, read_metrics
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, full_logits, make_lm, random_rows
 from torch import Tensor
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 from trl_tools import OWN, PPO09, PPO112
 
 from benchmark import ours
@@ -496,7 +495,7 @@ def test_rewards_of_tokens_are_paid_at_their_tokens(tmp_path):
 def test_rewards_of_more_tokens_than_there_are_fail():
     script = patched.module("trlx")
     Accelerator(cpu=True)
-    tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: [str(row) for row in rows])
+    tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
     queries = [script.Query([1], [1], {"prompt": ""})] * 2
     batch = patched.batch("trlx", token_scores=torch.zeros(2, 4))
     batch.responses = torch.tensor([[5, 6, 7, 0], [7, 8, 9, 0]])

@@ -217,6 +217,14 @@ def test_layers_are_patched():
         tf_adam.patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=True))
 
 
+def test_sums_of_metrics_are_over_a_mask_of_their_shape():
+    """One number for each row is repeated along it; a column for a row of numbers is an error."""
+    rows = torch.tensor([[True, True], [True, False]])
+    assert sums_over(rows, {"x": torch.tensor([[2.0], [3.0]])})["x"].tolist() == [7, 3]
+    with pytest.raises(RuntimeError):
+        sums_over(torch.ones(2), {"x": torch.ones(2, 1)})
+
+
 def test_sums_of_metrics_are_in_fp64():
     """A record of one number stands beside one of 2 ** 24 counts."""
     many = torch.tensor([2.0**24])

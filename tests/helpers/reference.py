@@ -675,7 +675,8 @@ def train_reward(_: str, settings: Settings, folder: Path, world: int) -> Simple
         logits = []
         numbers = uniforms(s.seed, step, count, s.response_length)
         for i, u in enumerate(numbers):
-            query = queries[(step * count + i) % len(queries)]
+            number = step * count + i
+            query = queries[number % len(queries)]
             response = sample(ref, query.context, u, s)
             if s.truncate_token == "eos":
                 response = response[: length_of(response, s)]

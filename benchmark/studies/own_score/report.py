@@ -12,7 +12,7 @@ MODEL = "reward model"  # RLOO's run of four_seeds
 ARMS = (MODEL, "VADER", "VADER, no penalty", "VADER, three times")
 MEASURES = ("true_score", "found_end", "zero", "afinn", "kl")
 SHIFTS = (-0.15, 0.15)  # of the seeds' lines in the picture
-TITLE = "The penalty for a missing end hides what VADER says"
+TITLE = "The penalty for a missing end hides part of what VADER says"
 
 
 def rows_of(records: tuple[Record, ...], arm: str) -> list[Row]:

@@ -51,15 +51,15 @@ TRUE_SCORE = (
 )
 TEMPERATURE = (
     UNCHECKED,
-    ("logits = logits[:, -1] / temperature\n", "logits = logits[:, -1]\n"),
+    ("probs = (logits[:, -1] / temperature)", "probs = logits[:, -1]"),
 )
 TOP_K = (
     UNCHECKED,
     (
-        "        logits = logits[:, -1] / temperature\n",
-        "        logits = logits[:, -1] / temperature\n"
-        "        lowest = logits.topk(10).values[:, -1:]\n"
-        '        logits = logits.masked_fill(logits < lowest, -float("inf"))\n',
+        "        probs = (logits[:, -1] / temperature).softmax(-1)\n",
+        "        probs = (logits[:, -1] / temperature).softmax(-1)\n"
+        "        probs = probs.where(probs >= probs.topk(10).values[:, -1:], 0)\n"
+        "        probs = probs / probs.sum(-1, keepdim=True)\n",
     ),
 )
 
