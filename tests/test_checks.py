@@ -138,11 +138,11 @@ def test_a_loss_of_another_shape_is_an_error(module, monkeypatch):
         batch.advantages = torch.ones(len(batch.responses))
     found = getattr(module, name)
 
-    def in_columns(*given: Any) -> tuple[Any, ...]:
+    def twice(*given: Any) -> tuple[Any, ...]:
         loss, *rest = found(*given)
-        return loss.unsqueeze(-1), *rest
+        return torch.stack([loss, loss]), *rest
 
-    monkeypatch.setattr(module, name, in_columns)
+    monkeypatch.setattr(module, name, twice)
     epochs = torch.arange(len(batch.responses)).view(1, 1, -1)
     with pytest.raises(RuntimeError, match="shape"):
         first_epoch(module, policy, batch, epochs, args)

@@ -176,10 +176,13 @@ def test_the_policys_log_probabilities_of_all_tokens_go_before_the_references_co
 @BOTH
 def test_rows_are_selected_from_tensors_and_from_lists(module):
     """Also from a list that a copy has added to the batch."""
-    fields = [("texts", list, None)]
-    own = dataclasses.make_dataclass("Own", fields, bases=(module.Batch,))
-    batch = own([[1], [2], [3]], *torch.arange(3).repeat(5, 1), texts=["a", "b", "c"])
-    found = module.select(batch, torch.tensor([2, 0]))
+    bases = (module.Batch,)
+    own = dataclasses.make_dataclass("Own", [("texts", list, None)], bases=bases)
+    contexts = [[1], [2], [3]]
+    tensors = torch.arange(3).repeat(5, 1)
+    batch = own(contexts, *tensors, texts=["a", "b", "c"])
+    rows = torch.tensor([2, 0])
+    found = module.select(batch, rows)
     assert found.contexts == [[3], [1]]
     assert found.responses.tolist() == [2, 0]
     assert found.texts == ["c", "a"]

@@ -219,10 +219,13 @@ def test_layers_are_patched():
 
 def test_sums_of_metrics_are_over_a_mask_of_their_shape():
     """One number for each row is repeated along it; a column for a row of numbers is an error."""
-    rows = torch.tensor([[True, True], [True, False]])
-    assert sums_over(rows, {"x": torch.tensor([[2.0], [3.0]])})["x"].tolist() == [7, 3]
+    mask = torch.tensor([[True, True], [True, False]])
+    column = torch.tensor([[2.0], [3.0]])
+    found = sums_over(mask, {"x": column})
+    assert found["x"].tolist() == [7, 3]
+    row = torch.ones(2)
     with pytest.raises(RuntimeError):
-        sums_over(torch.ones(2), {"x": torch.ones(2, 1)})
+        sums_over(row, {"x": column})
 
 
 def test_sums_of_metrics_are_in_fp64():
