@@ -63,6 +63,24 @@ def test_fsdp2_gives_what_ddp_gives_and_goes_on(script, tmp_path):
         assert_close(load_file(other / name), load_file(one / name), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("script", [PPO, RLOO])
+def test_adapters_are_trained_in_shards_as_by_ddp(script, tmp_path):
+    words = [*WORDS[script], "--lora_rank", "2", "--dtype", "bf16"]
+    if script == PPO:
+        words += ["--critic", "shared"]
+    folders = {}
+    for engine in ("fsdp2", "ddp"):
+        folder = copy(kit(), tmp_path / engine)
+        succeed(script, words, folder, world=2, **environment(engine))
+        folders[engine] = folder / "out"
+    says = "FSDP2 gives other metrics of adapters than DDP"
+    assert_same_metrics(*folders.values(), says, rel=1e-3, abs=1e-3)
+    file = "policy/adapter_model.safetensors"
+    mine, theirs = (load_file(folder / file) for folder in folders.values())
+    assert len(mine) > 0
+    assert_close(mine, theirs, atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_two_processes_with_unequal_micro_batches_give_what_one_gives(script, tmp_path):
     """Of two micro-batches on each of two processes the second is smaller; on one process all are
