@@ -824,7 +824,7 @@ def read_labels(
             else:
                 raise UserError(f"neither query, sample0, .., best, nor chosen, rejected: {row}")
         if not query or not all(responses):
-            counts["left out, for an empty or too long prompt, or an empty or missing answer"] += 1
+            counts["left out, for an empty or long prompt, a missing answer, or unlike chats"] += 1
         elif all(response == responses[0] for response in responses):
             counts["left out, for equal answers"] += 1
         else:
@@ -856,8 +856,8 @@ def read_preference(
         return [], [], []
     if not (all(isinstance(x, str) for x in answers) or all(is_chat(x) for x in answers)):
         raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
-    if is_chat(answers[0]) and len(answers[0]) != len(answers[1]):
-        raise UserError(f"chosen and rejected must be chats of as many messages: {answers}")
+    if is_chat(answers[0]) and len(answers[0]) != len(answers[1]):  # they answer different turns
+        return [], [], []
     texts = [value for value in row.values() if isinstance(value, str | list | dict)]
     if set(PROMPTS) & set(row) or is_chat(answers[0]) or len(texts) > 2:
         # Texts in unknown columns are an error: one of them may be the prompt.

@@ -574,7 +574,6 @@ BAD_LABELS = [
     *((json.loads(line), TWO) for line in NOT_TWO.strip().splitlines()),
     # chats about other questions, and answers of several turns without their question
     ({"chosen": FAR + TALL, "rejected": EARLIER[:1] + YARDS}, "and does not continue "),
-    ({"chosen": FAR + TALL, "rejected": FAR + YARDS + REST}, "chats of as many messages: ["),
     (SAME | {"prompt": FAR}, "row 0: "),
     (SAME | {"prompt": FAR, "rejected": YARDS + REST}, "row 0: "),
     (SAME | {"question": "How?"}, "row 0: "),
@@ -675,7 +674,7 @@ def test_a_file_in_another_encoding_is_an_error_of_its_row():
 
 
 # --- labels of no use -----------------------------------------------------------------------------
-EMPTY = "left out, for an empty or too long prompt, or an empty or missing answer"
+EMPTY = "left out, for an empty or long prompt, a missing answer, or unlike chats"
 EQUAL = "left out, for equal answers"
 OF_NO_ANSWER = """
 {"prompt": "w5", "chosen": "", "rejected": "w7"}
@@ -695,6 +694,7 @@ USELESS = [
     (ASKED | {"rejected": turn("")}, EMPTY),
     (ASKED | {"chosen": turn(""), "rejected": turn("")}, EMPTY),
     (ASKED | {"rejected": []}, EMPTY),
+    (ASKED | {"rejected": YARDS + REST}, EMPTY),
 ]
 
 
