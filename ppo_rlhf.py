@@ -476,7 +476,7 @@ def ppo_update(
                 all_logprobs, logprobs, values = forward_response(policy, micro, args.temperature)
                 policy_loss, value_loss, metrics = ppo_loss(logprobs, values, micro, args)
                 loss = policy_loss + args.vf_coef * value_loss  # a loss of your own: add it here
-                loss = loss.view_as(micro.counted)  # an error if yours has another shape
+                loss = loss.expand_as(micro.counted)  # an error if yours has another shape
                 accelerator.backward((loss * micro.counted).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
             metrics["loss/total"] = loss
@@ -1163,7 +1163,7 @@ def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str
             module.save_pretrained(folder, state_dict=own)
             tokenizer.save_pretrained(folder)
         else:
-            reads = "critic" if policy.critic else "policy"
+            reads = "critic" if getattr(policy, "critic", None) else "policy"
             save_file(own, f"{parent}/{reads}/{part}.safetensors")
 
 

@@ -400,7 +400,7 @@ def rloo_update(
             with averaging(accelerator, policy, is_last=rows is groups[-1]):
                 all_logprobs, logprobs, _ = forward_response(policy, micro, args.temperature)
                 loss, metrics = rloo_loss(logprobs, micro, args)  # a loss of your own: add it here
-                loss = loss.view_as(micro.counted)  # an error if yours has another shape
+                loss = loss.expand_as(micro.counted)  # an error if yours has another shape
                 accelerator.backward((loss * micro.counted).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
             records.append(sums_over(micro.counted, metrics))
@@ -1080,7 +1080,7 @@ def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str
             module.save_pretrained(folder, state_dict=own)
             tokenizer.save_pretrained(folder)
         else:
-            reads = "critic" if policy.critic else "policy"
+            reads = "critic" if getattr(policy, "critic", None) else "policy"
             save_file(own, f"{parent}/{reads}/{part}.safetensors")
 
 

@@ -246,8 +246,8 @@ def main(preset: str, args: Args) -> None:
     # and bias take the place of these. Samples are whole, as the original's, but nothing is meant
     # by what follows a special token, like an eos.
     end = token_id("truncate_token", tokenizer, args)
-    if end not in tokenizer.all_special_ids:
-        end = None
+    if end is not None and tokenizer.decode([end], skip_special_tokens=True):
+        end = None  # an ordinary token
     if args.normalization_samples:
         normalize(reward, reference_rewards(accelerator, reward, ref, queries, 0, end, args))
     optimizer = make_optimizer(reward, args)
@@ -824,7 +824,7 @@ def read_labels(
             else:
                 raise UserError(f"neither query, sample0, .., best, nor chosen, rejected: {row}")
         if not query or not all(responses):
-            counts["left out, for an empty or long prompt, a missing answer, or unlike chats"] += 1
+            counts["left out, for an empty or long prompt, an empty answer, or unlike chats"] += 1
         elif all(response == responses[0] for response in responses):
             counts["left out, for equal answers"] += 1
         else:
@@ -856,9 +856,10 @@ def read_preference(
         return [], [], []
     if not (all(isinstance(x, str) for x in answers) or all(is_chat(x) for x in answers)):
         raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
-    if is_chat(answers[0]) and len(answers[0]) != len(answers[1]):  # they answer different turns
+    lengths = sorted(len(answer) for answer in answers)
+    if is_chat(answers[0]) and 1 < lengths[0] < lengths[1]:  # they answer different turns
         return [], [], []
-    texts = [value for value in row.values() if isinstance(value, str | list | dict)]
+    texts = [value for value in row.values() if isinstance(value, str) or is_chat(value)]
     if set(PROMPTS) & set(row) or is_chat(answers[0]) or len(texts) > 2:
         # Texts in unknown columns are an error: one of them may be the prompt.
         prompt = prompt_of(row)

@@ -1,13 +1,18 @@
 """What stops a run: limits of its metrics, and passes or sampling that differ from the update's."""
 
 import itertools
+import shutil
 from types import ModuleType
 from typing import Any
 
+import fork_tools
 import pytest
 import tiny_models as tiny
 import torch
 from accelerate import Accelerator
+from conftest import ROOT
+from fork_tools import PPO, RLOO, WORDS, kit
+from run_tools import read_lines
 from tiny_models import make_policy, make_queries, random_rows
 from torch import Tensor, nn
 
@@ -144,5 +149,40 @@ def test_a_loss_of_another_shape_is_an_error(module, monkeypatch):
 
     monkeypatch.setattr(module, name, twice)
     epochs = torch.arange(len(batch.responses)).view(1, 1, -1)
-    with pytest.raises(RuntimeError, match="shape"):
+    with pytest.raises(RuntimeError, match="expand"):
         first_epoch(module, policy, batch, epochs, args)
+
+
+# Faults of sampling: what stands in a script, and what a copy of it has instead.
+FAULTS = {
+    "a cache that is not used": (
+        "policy(ids, mask, cache=cache)",
+        "policy(ids, mask[:, -ids.shape[1] :], cache=DynamicCache(config=policy.lm.config))",
+    ),
+    "positions off by one": (  # not in the one row that is read at load
+        "position_ids=positions[:, -ids.shape[1] :]",
+        "position_ids=positions[:, -ids.shape[1] :] + (ids.shape[1] == 1 < len(ids))",
+    ),
+    "a temperature off by 10 %": (
+        "contexts, u, args.temperature",
+        "contexts, u, 1.1 * args.temperature",
+    ),
+}
+
+
+@pytest.mark.parametrize("script", [PPO, RLOO])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_stops_that_samples_from_others(script, fault, tmp_path):
+    """Nothing else of it looks wrong."""
+    right, wrong = FAULTS[fault]
+    code = (ROOT / script).read_text()
+    assert code.count(right) == 1
+    folder = fork_tools.copy(kit(), tmp_path)
+    shutil.copy(ROOT / "tf_adam.py", tmp_path)
+    (tmp_path / script).write_text(code.replace(right, wrong))
+    status, _, errors = fork_tools.run(str(tmp_path / script), WORDS[script], folder)
+    assert status == 1, errors
+    assert f"{script}: sampling_error is " in errors
+    (metrics,) = read_lines(folder / "out/metrics.jsonl")
+    assert metrics["first_ratio_error"] == 0
+    assert abs(metrics["objective/kl"]) < 1e-6

@@ -674,7 +674,7 @@ def test_a_file_in_another_encoding_is_an_error_of_its_row():
 
 
 # --- labels of no use -----------------------------------------------------------------------------
-EMPTY = "left out, for an empty or long prompt, a missing answer, or unlike chats"
+EMPTY = "left out, for an empty or long prompt, an empty answer, or unlike chats"
 EQUAL = "left out, for equal answers"
 OF_NO_ANSWER = """
 {"prompt": "w5", "chosen": "", "rejected": "w7"}
@@ -694,7 +694,7 @@ USELESS = [
     (ASKED | {"rejected": turn("")}, EMPTY),
     (ASKED | {"chosen": turn(""), "rejected": turn("")}, EMPTY),
     (ASKED | {"rejected": []}, EMPTY),
-    (ASKED | {"rejected": YARDS + REST}, EMPTY),
+    (CHATS | {"rejected": FAR + YARDS + REST}, EMPTY),
 ]
 
 

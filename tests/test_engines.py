@@ -77,7 +77,7 @@ def test_adapters_are_trained_in_shards_as_by_ddp(script, tmp_path):
     assert_same_metrics(*folders.values(), says, rel=1e-3, abs=1e-3)
     file = "policy/adapter_model.safetensors"
     mine, theirs = (load_file(folder / file) for folder in folders.values())
-    assert len(mine) > 0
+    assert any(values.any() for name, values in mine.items() if "lora_B" in name)  # 0 at first
     assert_close(mine, theirs, atol=1e-3, rtol=0)
 
 

@@ -77,6 +77,15 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(name, tmp_path)
         assert torch.equal(head["weight"], policy.get_submodule(part).weight)
 
 
+def test_a_head_of_ones_own_is_saved_with_rloos_policy(tmp_path):
+    args = rloo_rlhf.Args(base_model=str(folder_of("gpt2")))
+    policy = rloo_rlhf.Actor(tiny.make_lm("gpt2"), VOCABULARY, args)
+    policy.own_head = nn.Linear(2, 3)
+    tokenizer = rloo_rlhf.load_tokenizer("base_model", args)
+    rloo_rlhf.save_policy(policy, policy.state_dict(), tokenizer, str(tmp_path))
+    assert (tmp_path / "policy/own_head.safetensors").exists()
+
+
 def test_a_reward_model_and_a_critic_keep_their_buffers(tmp_path, monkeypatch):
     folder = folder_of("deepseek_v3")
     rows = random_rows((6,) * 8, seed=1)

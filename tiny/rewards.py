@@ -5,8 +5,8 @@
 
 A function is called as TRL calls its reward functions, with lists: prompts, completions, and each
 column of --query_dataset by its name. Completions end with their truncate token, but have no
-special tokens. It returns a float for each completion. Each process calls the function with its
-share of a batch, and with all held-out queries.
+special tokens; prompts have theirs. It returns a float for each completion. Each process calls the
+function with its share of a batch, and with all held-out queries.
 """
 
 import functools

@@ -392,7 +392,7 @@ ORIGINAL = [
     ),
     Detail(
         "Gain and bias are set before and after the training, from samples of the reference that "
-        "are not truncated.",
+        "are not truncated unless a special token ends responses.",
         REWARD,
         "rewards.std(correction=0)",
         "rewards.std()",
