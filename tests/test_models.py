@@ -82,7 +82,8 @@ def test_a_head_of_ones_own_is_saved_with_rloos_policy(tmp_path):
     policy = rloo_rlhf.Actor(tiny.make_lm("gpt2"), VOCABULARY, args)
     policy.own_head = nn.Linear(2, 3)
     tokenizer = rloo_rlhf.load_tokenizer("base_model", args)
-    rloo_rlhf.save_policy(policy, policy.state_dict(), tokenizer, str(tmp_path))
+    weights = policy.state_dict()
+    rloo_rlhf.save_policy(policy, weights, tokenizer, str(tmp_path))
     assert (tmp_path / "policy/own_head.safetensors").exists()
 
 

@@ -237,7 +237,8 @@ def test_sums_of_metrics_are_in_fp64():
     counts = [sums_over(many, {"x": 0 * one}), sums_over(one, {"x": one})]
     assert reduce_means(counts)["x"] == pytest.approx(1 / (2**24 + 1), rel=1e-9)
     third = {"a": torch.tensor([1 / 3, 1.0], dtype=torch.float64)}
-    metrics = reduce_means([sums_over(one, {"a": many}), *[third] * 999])
+    first = sums_over(one, {"a": many})
+    metrics = reduce_means([first, *[third] * 999])
     assert metrics["a"] == pytest.approx((2.0**24 + 333) / 1000, rel=1e-12)
 
 

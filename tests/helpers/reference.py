@@ -397,7 +397,8 @@ def make_judge(s: Any) -> Callable:
         return model.config.reward_gain * reward + model.config.reward_bias
 
     def by_function(query: Any, response: Tokens) -> float:
-        prompt = s.tokenizer.decode(query.ids[len(first_token(s)) :])
+        begin = len(first_token(s))
+        prompt = s.tokenizer.decode(query.ids[begin:])
         answer = s.tokenizer.decode(response, skip_special_tokens=True)
         columns = {name: [x] for name, x in query.columns.items()}
         (reward,) = function(prompts=[prompt], completions=[answer], **columns)
