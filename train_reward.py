@@ -243,8 +243,8 @@ def main(preset: str, args: Args) -> None:
     reward = RewardModel(model, args).to(accelerator.device)
 
     # 1. normalize on samples of the reference policy; when a run is resumed, its checkpoint's gain
-    # and bias take the place of these. Samples are whole, as the original's, but nothing is meant
-    # by what follows a special token, like an eos.
+    # and bias take the place of these. The original's samples are whole. But what follows a special
+    # token, like an eos, has no meaning: there samples end.
     end = token_id("truncate_token", tokenizer, args)
     if end is not None and tokenizer.decode([end], skip_special_tokens=True):
         end = None  # an ordinary token
