@@ -27,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ppo_rlhf
 import rloo_rlhf
+import train_reward
 from tf_adam import UserError, make_optimizer
 
 BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
@@ -35,6 +36,19 @@ LENGTH = 6
 WINDOW = 64
 CONTEXTS = random_rows((1, 9, 4, 12, 5), seed=1)
 WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_architecture_loads_as_on_a_gpu(name):
+    """With the attention that transformers chooses, also for a new reward head."""
+    _, attention = tiny.with_attention([name])[-1]
+    num_heads = 1 + tiny.has_classifier(name)
+    for classifier in (False, True)[:num_heads]:
+        for chosen in ("eager", attention):
+            model = load(folder_of(name), attention=chosen, classifier=classifier)
+            assert model.config._attn_implementation == chosen
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            assert not model.training
 
 
 def assert_same_buffers(one, other):
@@ -251,6 +265,35 @@ def test_checkpointing_has_no_dropout_and_changes_nothing(name):
     for logprobs, gradient in found[1:]:
         tiny.assert_close(logprobs, found[0][0])
         assert (gradient - found[0][1]).norm() < 1e-4 * gradient.norm()
+
+
+@pytest.mark.parametrize("name", WITH_CLASSIFIER)
+def test_a_reward_model_with_checkpointing_gives_the_same_rewards(name):
+    """It reads each text as a whole, where otherwise it reads a query once."""
+    folder = folder_of(name) / "judge"
+    args = train_reward.Args(base_model=str(folder))
+    auto_class = AutoModelForSequenceClassification
+    rows = random_rows((3, 5, 6, 1), seed=2)
+    labels = [
+        train_reward.Comparison(CONTEXTS[0], rows[:2], 0),
+        train_reward.Comparison(CONTEXTS[1], rows[2:], 0),
+    ]
+    found = []
+    for checkpoints in (False, True):
+        args.gradient_checkpointing = checkpoints
+        model = train_reward.load_model("base_model", args, auto_class, ANY_TOKENIZER, LONGEST)
+        reward = train_reward.RewardModel(model, args)
+        calls = calls_of_a_layer(model)
+        rewards, _, _ = train_reward.label_rewards(reward, labels)
+        assert len(calls) == 2 - checkpoints  # queries, then responses; or texts
+        rewards[:, 0].sum().backward()
+        assert len(calls) == 2
+        gradient = model.get_input_embeddings().weight.grad
+        found.append((rewards.detach(), gradient))
+    once, checkpointed = found
+    tiny.assert_close(checkpointed[0], once[0])
+    difference = checkpointed[1] - once[1]
+    assert difference.norm() < 1e-4 * once[1].norm()
 
 
 def test_a_missing_head_is_refused(tmp_path):

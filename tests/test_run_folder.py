@@ -672,6 +672,16 @@ def test_seconds_are_of_one_update_and_memory_is_in_gigabytes(small, tmp_path, m
 
 
 # --- Weights & Biases -----------------------------------------------------------------------------
+def test_weights_and_biases_gets_every_metric(folder):
+    """Offline; the record is in the run's folder or beside it."""
+    silent = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    fork_tools.succeed(REWARD, [*WORDS[REWARD], "--track"], folder, **silent)
+    (record,) = folder.rglob("*.wandb")
+    data = record.read_bytes()
+    for row in read_lines(folder / "out/metrics.jsonl"):
+        assert all(name.encode() in data for name in row)
+
+
 def test_weights_and_biases_without_a_key_leaves_nothing_that_is_in_the_way(folder):
     online = {"WANDB_MODE": "online", "WANDB_API_KEY": ""}
     code, _, errors = run(RLOO, [*WORDS[RLOO], "--track"], folder, **online)
