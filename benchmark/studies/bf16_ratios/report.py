@@ -4,11 +4,10 @@ from benchmark.report import Record, Row
 
 
 def ratios(*records: Record) -> list[Row]:
-    """RLOO's first ratios in bf16; with logits in bf16, those of the sampler alone."""
+    """RLOO's first ratios in bf16."""
     rows = []
     for row in [row for record in records for row in record["rows"]]:
-        is_shown = row["head"] == "fp32" or row["source"] == "sampler"
-        if row["algorithm"] == "rloo" and row["dtype"] == "bf16" and is_shown:
+        if row["algorithm"] == "rloo" and row["dtype"] == "bf16":
             head = row["head"].replace(
                 "autocast",
                 "bf16",

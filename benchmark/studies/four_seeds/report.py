@@ -1,17 +1,20 @@
 """Rows and the picture of this study: `python benchmark/report.py four_seeds`."""
 
+from pathlib import Path
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmark import differences, report
+from benchmark import common, differences, report
 from benchmark.report import ALGORITHMS, START, Record, Row
 
 RECORDS = tuple(f"seed-{seed}.json" for seed in (11, 12, 13, 14))
 DRAWS = 2_000
+LEVELS = (1.0, 1.5, 2.0)  # of KL, which all eight runs pass
 BETWEEN = "RLOO against PPO"
 SHIFTS = {"PPO": -0.18, "RLOO": 0.18}  # of their lines in the picture
-TITLE = "SmolLM2 gets better with every seed, by PPO and more so by RLOO"
+TITLE = "SmolLM2's true score rises with every seed, by PPO and more so by RLOO"
 MEASURES = "true_score afinn reward zero distinct length found_end likelihood kl".split()
 
 
@@ -121,6 +124,27 @@ def measures(*records: Record) -> list[Row]:
                 "low": min(values),
                 "high": max(values),
             }
+        rows.append(row)
+    return rows
+
+
+def same_kl(*records: Record) -> list[Row]:
+    """The reward on the training responses, with its penalty, where a run's KL first passes each
+    level: RLOO's minus PPO's, with each seed."""
+    rows = []
+    for level in LEVELS:
+        leads = []
+        for record in records:
+            seed = record["rows"][0]["seed"]
+            rewards = {}
+            for run in ALGORITHMS:
+                lines = common.read_lines(Path(__file__).with_name(f"{run}-{seed}.jsonl"))
+                passed = np.maximum.accumulate([line["objective/kl"] for line in lines])
+                scores = [line["objective/scores"] for line in lines]
+                rewards[run] = np.interp(level, passed, scores)
+            leads.append(rewards["RLOO"] - rewards["PPO"])
+        row = {"level": level, "seeds": leads, "mean": np.mean(leads)}
+        row["interval"] = differences.interval(leads)
         rows.append(row)
     return rows
 

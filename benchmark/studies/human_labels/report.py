@@ -16,6 +16,8 @@ RULES = {
     "the likelier answer, per token": ("token_likelihood", 1),
 }
 SHIFT = 0.12  # between the marks of two seeds
+SHARE = "share of 512 held-out pairs in which people chose this answer,\n"
+SHARE += "with each of three seeds (lines: 95% intervals)"
 TITLE = "A reward model of human labels is right in six of ten pairs, and ahead of simple rules"
 
 
@@ -89,7 +91,7 @@ def draw(*records: Record) -> Figure:
     axes.axvline(0.5, color="black", linewidth=1)
     axes.set_yticks(range(len(RULES)), list(RULES))
     axes.invert_yaxis()
-    report.label(axes, "share of 512 held-out pairs in which people chose this answer")
+    report.label(axes, SHARE)
     axes.grid(visible=False, axis="y")
     return figure
 

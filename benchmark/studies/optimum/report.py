@@ -21,7 +21,7 @@ def estimated(*records: Record) -> list[Row]:
 
 def of_record(record: Record) -> Figure:
     """The share of the way from the starting model to the optimum that every run has left."""
-    text = "Both come within 1.5 % of the optimum where it can be computed"
+    text = "Both come within about 1.5% of the optimum where it can be computed"
     figure, panels = report.new(text, 1, 1, 3.4)
     axes = panels[0, 0]
     for row in record["rows"]:

@@ -22,7 +22,6 @@ from benchmark.report import (
 BOUNDS = {0.3: "below 0.3", 0.45: "0.3 to 0.45", 1.0: "above 0.45"}  # of accuracies
 COLLAPSED = -0.5
 POOR = 0.3  # accuracies below this are shown once more
-HELD_OUT = 512  # labels on which an accuracy is measured
 KINDS = ("true_score", "reward", "kl")
 WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 # Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
@@ -198,7 +197,7 @@ def draw_run(axes: Axes, row: Row) -> None:
     )
     if is_low:
         text = f"reward {reward[0]:.1f} \N{RIGHTWARDS ARROW} {reward[-1]:.1f}"
-        report.note(axes, text, (x[-1], scores[-1]), (-2, 12), colour).set_ha("right")
+        report.note(axes, text, (x[0], -0.9), (0, 0), colour)
 
 
 def with_penalty(record: Record) -> Figure:
@@ -226,57 +225,51 @@ def with_penalty(record: Record) -> Figure:
     return figure
 
 
-def draw_ends(axes: Axes, rows: list[Row], has_errors: bool) -> None:
-    """The true score at the end of runs over the accuracy of their reward models, which has a
-    standard error, since it is that on HELD_OUT labels."""
+def draw_end(axes: Axes, x: float, row: Row) -> None:
+    """A mark for the true score at the end of a run."""
     hollow = {"markerfacecolor": "white", "markeredgewidth": 1.6}
     styles = {0.0: ("o", {}), 0.15: ("^", hollow)}
-    for row in rows:
-        mark, style = styles[row["kl_coef"]]
-        accuracy = row["accuracy"]
-        error = (accuracy * (1 - accuracy) / HELD_OUT) ** 0.5
-        axes.errorbar(
-            accuracy,
-            row["end"]["true_score"],
-            xerr=error if has_errors else None,
-            fmt=mark,
-            alpha=0.6,
-            color=ALGORITHMS[row["algorithm"]],
-            elinewidth=0.8,
-            **style,
-        )
+    mark, style = styles[row["kl_coef"]]
+    colour = ALGORITHMS[row["algorithm"]]
+    axes.plot(x, row["end"]["true_score"], mark, alpha=0.6, color=colour, **style)
 
 
-def join_twins(axes: Axes, rows: list[Row]) -> None:
-    """Lines between runs of the same labels, seed and algorithm, on two machines."""
-    for twins in group(rows, "labels", "seed", "algorithm", "kl_coef").values():
-        axes.plot(
-            [row["accuracy"] for row in twins],
-            [row["end"]["true_score"] for row in twins],
-            color=ALGORITHMS[twins[0]["algorithm"]],
-            linewidth=0.8,
-        )
+def draw_twins(axes: Axes, rows: list[Row]) -> None:
+    """The runs of each set of labels, side by side; a line joins the two that differ only by their
+    machine."""
+    sets = list(group(rows, "labels", "seed"))
+    for (labels, seed, algorithm, coef), twins in group(
+        rows, "labels", "seed", "algorithm", "kl_coef"
+    ).items():
+        x = sets.index((labels, seed)) + PLACES[algorithm, coef]
+        for row in twins:
+            draw_end(axes, x, row)
+        scores = [row["end"]["true_score"] for row in twins]
+        axes.plot([x] * len(twins), scores, color=ALGORITHMS[algorithm], linewidth=0.8)
+    names = []
+    for members in group(rows, "labels", "seed").values():
+        names.append(f"{np.mean([row['accuracy'] for row in members]):.2f}")
+    axes.set_xticks(range(len(sets)), names)
+    axes.set_xlim(-0.5, len(sets) - 0.5)
 
 
 def over_accuracy(*records: Record) -> Figure:
     """All runs, without a KL penalty, of both series, and with the default's; and once more those
-    of the poorest reward models, with the errors of their accuracies."""
+    of the poorest reward models, by their sets of labels."""
     text = "Without a KL penalty, a reward model near chance makes training a gamble"
     more = {"sharey": True, "width_ratios": (2, 3)}
     figure, panels = report.new(text, 1, 2, 4.2, **more)
     poor, every = panels[0]
     rows = ends(*records)
-    near_chance = [row for row in rows if row["accuracy"] < POOR]
-    draw_ends(every, rows, has_errors=False)
-    draw_ends(poor, near_chance, has_errors=True)
-    join_twins(poor, near_chance)
-    chance = records[0]["reward_models"][0]["constant"]
+    for row in rows:
+        draw_end(every, row["accuracy"], row)
+    draw_twins(poor, [row for row in rows if row["accuracy"] < POOR])
     for axes in panels[0]:
         report.line_at(axes, 0)
-        axes.axvline(chance, color=OTHER, linestyle="--", linewidth=1)
-    report.note(poor, "always the same\nanswer", (chance, -0.35), (5, 0), START)
-    poor.set_title("accuracies below 0.3, with standard errors")
-    every.set_title("all runs")
+    chance = records[0]["reward_models"][0]["constant"]
+    every.axvline(chance, color=OTHER, linestyle="--", linewidth=1)
+    poor.set_title("accuracies below 0.3; lines: two machines")
+    every.set_title("all runs; dashed: always the same answer")
     every.axvspan(
         0.24,
         POOR,
@@ -313,8 +306,8 @@ def of_ensembles(record: Record) -> Figure:
     marks = {}
     for row, mark in zip(record["reward_models"], "os^", strict=True):
         marks[row["labels"], row["seed"]] = (set_of(row), mark)
-    for x in (COLLAPSED, -COLLAPSED):
-        axes.axvline(x, color=OTHER, linestyle="--", linewidth=1)
+    for x, name in ((COLLAPSED, None), (-COLLAPSED, "-0.5 and 0.5")):
+        axes.axvline(x, color=OTHER, linestyle="--", linewidth=1, label=name)
     for (kind, algorithm), rows in group(record["rows"], "rewards", "algorithm").items():
         y = kinds.index(kind) + SHIFTS[algorithm]
         for row in rows:
@@ -367,9 +360,16 @@ def coefficients(fixed: Record, slow: Record, free: Record) -> Figure:
     return figure
 
 
+# Where the marks of a set of labels stand beside its place.
+PLACES = {
+    ("PPO", 0.0): -0.24,
+    ("RLOO", 0.0): -0.08,
+    ("PPO", 0.15): 0.08,
+    ("RLOO", 0.15): 0.24,
+}
 ENSEMBLES = "Several weak reward models: no run collapses, but ends range from 0.0 to 0.9"
 WEAK = "The reward ends higher in every run; the true score does not"
-MORE = "Half of the labels at random are as bad as few labels"
+MORE = "With 1,024 labels no run collapses; with half of 4,000 at random one does"
 curves = functools.partial(over_root_kl, sources=["128", "512", "4000"], title=WEAK)
 more_curves = functools.partial(over_root_kl, sources=["1024", "2048", "4000:0.5"], title=MORE)
 PICTURES = {

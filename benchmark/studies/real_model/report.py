@@ -136,7 +136,7 @@ def before_and_after(*records: Record) -> Figure:
         label.set_fontweight("bold" if isinstance(row, str) else "normal")
     limits = {"xlim": (0, 0.8), "ylim": (len(lines) - 0.4, -0.6)}
     report.label(score, "true score, before and after", **limits)
-    report.label(wins, "win rate against the starting model (%)", xlim=(20, 100))
+    report.label(wins, "win rate (%), ties as halves", xlim=(20, 100))
     wins.axvline(50, color="black", linewidth=1)
     legend = {"starting model": START, "after PPO": PPO, "after RLOO": RLOO}
     report.name_colours(score, legend, "o")
@@ -146,7 +146,7 @@ def before_and_after(*records: Record) -> Figure:
 
 def held(record: Record) -> Figure:
     """Reward, KL and length of the held-out runs on the way."""
-    text = "SmolLM2 on reward model 3: reward and KL rise, texts get a little shorter"
+    text = "SmolLM2 on held-out openings: reward and KL rise, texts get a little shorter"
     figure, panels = report.new(text, 1, 3, 3.4)
     for axes, (metric, name) in zip(panels[0], CURVES.items(), strict=True):
         for row in record["rows"]:

@@ -22,10 +22,11 @@ MATTERS_SHORT += ("8 minibatches (default: 1)", "settings of InstructGPT", "drop
 MASKED = ("truncated tokens masked", "settings of Qwen", "settings of Llama 2")
 MASKED += ("settings of DeepSpeed-Chat", "settings of TRL 0.9", "settings of InstructGPT")
 DIFFERENCE = "difference in true score at the same KL (better \N{RIGHTWARDS ARROW})"
+PASSES = "passes Holm's correction: bold, by its own deviation; *, by the pooled one"
 FULL = "Full runs: 12,800 episodes, 3 seeds"
 SHORT = "Short runs: 2,560 episodes, 4 seeds"
 POOLED = "95% interval by the pooled deviation (line: by its own)"
-TITLE = "A critic that starts as the reward model gains most of what can be compared"
+TITLE = "A critic that starts as the reward model is the one change that passes the strict test"
 HOLLOW = {"markerfacecolor": "white", "alpha": 0.6}
 
 
@@ -129,7 +130,7 @@ def forest(title: str, panels_of: dict[str, list[Row]], height: float, has_hollo
     for axes, (heading, rows) in zip(panels[:, 0], panels_of.items(), strict=True):
         draw_forest(axes, rows)
         axes.set_title(heading)
-    panels[-1, 0].set_xlabel(DIFFERENCE)
+    panels[-1, 0].set_xlabel(f"{DIFFERENCE}\n{PASSES}")
     panels[0, 0].plot([], [], color=PPO, alpha=0.22, linewidth=6, label=POOLED)
     legend = {"PPO": PPO, "PPO, critic from the reward model": CRITIC, "RLOO and GRPO": RLOO}
     report.name_colours(panels[0, 0], legend)
