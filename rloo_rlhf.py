@@ -15,9 +15,10 @@ A run needs a reward model, which train_reward.py makes, or a --reward_fn. This 
 generation engines, several reward models, and what only one published system does (patches for
 that are in benchmark/systems/). Read main first: its numbered steps call the functions below it.
 
-tf_adam.py has what is not about RLHF: the optimizer, the processes, the run's folder. All else is
-here. A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
-train_reward.py is identical in all of them, so some of its branches may be unused here.
+tf_adam.py has what is not about RLHF: the optimizer and its learning rates, LoRA and bf16, the
+processes, the run's folder. All else is here. A function (except main) that appears in more than
+one of ppo_rlhf.py, rloo_rlhf.py and train_reward.py is identical in all of them, so some of its
+branches may be unused here.
 
 Shapes: B responses in a process's share of a batch, b in a minibatch or micro-batch, R tokens per
 response, T tokens of query and response together, V tokens in the vocabulary, d hidden units. A
@@ -94,7 +95,7 @@ TokenRows = list[list[int]]
 class Args:
     """Settings of a run. A preset may come first: sentiment, descriptiveness, cnndm, tldr."""
 
-    # In --help a field has the comment beside it, or else the one above it, without a blank line.
+    # --help shows the comment beside a field, or else the lines right above it, up to a blank one.
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False)
 
     # the run
@@ -110,7 +111,7 @@ class Args:
     base_model: str = "tiny/model"  # Policy and reference start from it: a folder or hub id
     # Classifier with one label: a folder or hub id (None: the preset's newest in runs/)
     reward_model: str | None = None
-    # Instead of a reward model: `module:function`, which is called as TRL calls reward functions
+    # Takes the place of --reward_model: `module:function`, called as TRL calls reward functions
     reward_fn: str | None = None
     # tf32: GPUs multiply matrices in TF32. bf16: autocast, and frozen linear layers held in bf16
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
@@ -122,9 +123,9 @@ class Args:
 
     # the task
 
-    # A file (json, jsonl, csv, parquet, txt), a folder or a hub id, perhaps with :config:split. The
-    # first of these columns that exists is used: messages, query, prompt, question, problem,
-    # instruction, conversations, conversation, text, article, content
+    # A file (json, jsonl, csv, parquet, txt), or a folder or hub id, perhaps with :config:split
+    # behind it. The first of these columns that exists is used: messages, query, prompt, question,
+    # problem, instruction, conversations, conversation, text, article, content
     query_dataset: str = "tiny/queries"
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop)
@@ -136,11 +137,11 @@ class Args:
     # One token: a query is cut back to its last occurrence, or dropped without one (None: off)
     end_text: str | None = "."
     response_length: PositiveInt = 24  # Tokens sampled per response
-    temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
+    temperature: PositiveFloat = 0.7  # Logits of policy and reference are divided by it
     # The token that ends a response (`eos`: the tokenizer's; None: every response is complete)
     truncate_token: str | None = "."
     truncate_after: NonNegativeInt = 16  # The token ends a response only at this index or later
-    penalty_reward_value: float = -1.0  # Score of a response without a truncate token
+    penalty_reward_value: float = -1.0  # For a response without a truncate token
     # --penalty_reward_value replaces the score (original) or is added to it
     penalty_mode: Literal["replace", "add"] = "replace"
     # Tokens after the truncate token are left out of KL and loss (original: they count)
@@ -152,7 +153,7 @@ class Args:
     micro_batch_size: PositiveInt = 128  # Rows per pass on a device; sampling takes all at once
     num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
     num_epochs: PositiveInt = 4  # Passes over the batch in each update
-    lr: NonNegativeFloat = 2e-4  # Learning rate, see the schedule
+    lr: NonNegativeFloat = 2e-4  # The highest learning rate, see --lr_schedule
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # --lr decays to 0, or stays
     # Number n of warm-up updates: update i (from 0) has the scheduled rate times (i + 1) / (n + 1)
     lr_warmup: NonNegativeInt = 0
@@ -168,7 +169,7 @@ class Args:
     kl_coef: NonNegativeFloat = 0.15  # Coefficient of the KL penalty at the start
     # KL (k1, in nats per response) that the coefficient is adapted to reach (None: fixed)
     adaptive_kl_target: PositiveFloat | None = 6.0
-    # Within this many episodes the coefficient changes by about 20 % at most
+    # An update changes the coefficient by at most 20 % times --batch_size / this
     kl_horizon: PositiveFloat = 2_000.0
     # The run stops when the KL (nats per response) is above this, or below minus this
     max_kl: PositiveFloat = 200.0
@@ -209,7 +210,7 @@ PRESETS = {
 
 @dataclass
 class Query:
-    """A query of the table."""
+    """A query in tokens, for its two readers, and its row in the table."""
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
@@ -232,7 +233,7 @@ class Batch:
     ref_logprobs: Tensor | None = None  # (B, R), of the reference
     values: Tensor | None = None  # (B, R), predicted before each token; 0 in RLOO
     scores: Tensor | None = None  # (B,)
-    rewards: Tensor | None = None  # (B, R)
+    rewards: Tensor | None = None  # (B, R), before whitening
     advantages: Tensor | None = None  # (B, R), new in each minibatch; in RLOO (B,)
     returns: Tensor | None = None  # (B, R), new in each minibatch
     counted: Tensor | None = None  # (b, R), tokens that the loss is a mean over; in RLOO (b,)
@@ -255,9 +256,9 @@ def main(preset: str, args: Args) -> None:
     queries = load_queries("query_dataset", args, tokenizer, num_queries)
     contexts = [query.context for query in queries]
     longest = max(map(len, contexts)) + args.response_length
-    # Run compares this checksum on --resume. It is of the first queries, because a run with more
+    # On --resume Run refuses another checksum. It is of the first queries, because a run with more
     # --total_episodes reads more of them.
-    data = crc32(np.concatenate(contexts[: args.eval_queries + args.batch_size]))
+    checksum = crc32(np.concatenate(contexts[: args.eval_queries + args.batch_size]))
     held_out, queries = hold_out(queries, args.eval_queries)
     held_out = [query for query in held_out for _ in range(args.rloo_k)]  # adjacent, see Actor
     score_fn = load_reward("reward_model", args, preset, tokenizer, longest)
@@ -274,7 +275,7 @@ def main(preset: str, args: Args) -> None:
     # evaluation(policy) is a table: the policy's responses to the held-out queries, scores and KL
     evaluation = partial(evaluate, ref, held_out, score_fn, tokenizer, truncate_id, args)
     before = evaluation(ref)  # the reference is the untrained policy, also when a run is resumed
-    run = Run(accelerator, FILE, args, num_updates, {"kl_coef": args.kl_coef, "data": data})
+    run = Run(accelerator, FILE, args, num_updates, {"kl_coef": args.kl_coef, "data": checksum})
     run.start()
     for update in range(run.state["update"], num_updates):
         kl_coef = run.state["kl_coef"]
@@ -294,7 +295,7 @@ def main(preset: str, args: Args) -> None:
         batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)
 
         # 3. reward: the score minus a KL penalty
-        kl = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask  # the estimator k1
+        kl = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask  # (B, R), the estimator k1
         rewards = batch.scores - kl_coef * kl.sum(1)  # (B,)
         batch.advantages = rloo_advantages(rewards.view(-1, args.rloo_k)).flatten()
 
@@ -382,9 +383,9 @@ def rloo_update(
     """Makes all optimizer steps on one batch, and returns what is logged of them. `policy` is the
     wrapped one, whose backward passes average gradients over processes. epochs (num_epochs,
     num_minibatches, b) says which rows are in which minibatch."""
-    once = torch.ones((), device=batch.responses.device)  # as a mask it counts a number once
-    # For check_update: log-probabilities while sampling, against those of set_logprobs. A mean over
-    # each response, since in bf16 the error of one token among many can be large by chance.
+    once = torch.ones((), device=batch.responses.device)  # a mask for what is a single number
+    # check_update compares log-probabilities of sampling with those of set_logprobs, by the mean of
+    # each response: in bf16 the error of one token among many can be large by chance.
     sampling_errors = (batch.logprobs - batch.sampled_logprobs).abs().mean(1)  # (B,)
     records = [sums_over(once, {"sampling_error": gather(sampling_errors).max()})]
     ratio_errors = []
@@ -400,7 +401,7 @@ def rloo_update(
             with averaging(accelerator, policy, is_last=rows is groups[-1]):
                 all_logprobs, logprobs, _ = forward_response(policy, micro, args.temperature)
                 loss, metrics = rloo_loss(logprobs, micro, args)  # a loss of your own: add it here
-                loss = loss.expand_as(micro.counted)  # an error if yours has another shape
+                loss = loss.view_as(micro.counted)  # an error if yours has another shape
                 accelerator.backward((loss * micro.counted).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
             records.append(sums_over(micro.counted, metrics))
@@ -420,8 +421,8 @@ def rloo_update(
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     """Raises the coefficient where the KL is above --adaptive_kl_target, and lowers it where it is
-    below: times 1 + c e, with the relative error e clipped to +-0.2 and c = batch_size / kl_horizon
-    (Ziegler et al. 2019, section 2.2, where c is called K_beta and is 0.1)."""
+    below. It is multiplied by 1 + c e, with the relative error e clipped to +-0.2 and c =
+    batch_size / kl_horizon (Ziegler et al. 2019, section 2.2, where c is K_beta, and 0.1)."""
     if args.adaptive_kl_target is None:
         return kl_coef
     error = min(max(kl / args.adaptive_kl_target - 1, -0.2), 0.2)
@@ -444,7 +445,7 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
         "gradient_norm": (1e308, "the loss is not finite, or --lr is too high"),
         "first_ratio_error": (ratio_limit, "the passes of rollout and update differ"),
         "sampling_error": (sampling_limit, "tokens are sampled from other logits"),
-        "objective/kl": (kl_limit, "--lr is too high (in update 0: policy and reference differ)"),
+        "objective/kl": (kl_limit, "--lr is too high (first update: policy and reference differ)"),
     }
     for name, (limit, hint) in limits.items():
         # `not` makes NaN raise, too
@@ -455,12 +456,14 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
 
 
 # --- rollout and scoring --------------------------------------------------------------------------
-SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4  # streams of random numbers: default_rng([seed, ..])
+# Each use of random numbers has its own stream, default_rng([seed, stream, ..]). So no use repeats
+# the numbers of another.
+SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4
 
 
 def shuffle(args: Args, rank: int, update: int, num_rows: int) -> Tensor:
     """The row numbers of an update's minibatches, (num_epochs, num_minibatches, b). Each epoch is a
-    permutation of all rows. In RLOO the k rows of a query stay side by side."""
+    permutation of all rows. In RLOO the K rows of a query stay side by side."""
     generator = np.random.default_rng([args.seed, ROWS, rank, update])
     groups = np.arange(num_rows).reshape(-1, getattr(args, "rloo_k", 1))  # a query's rows in each
     epochs = [generator.permutation(groups) for _ in range(args.num_epochs)]
@@ -522,7 +525,7 @@ def sample(
     logprobs = []
     for column in u.split(1, 1):  # (B, 1), one for each token
         logits, _ = policy(ids, mask, cache=cache)
-        probs = (logits[:, -1] / temperature).softmax(-1)
+        probs = (logits[:, -1] / temperature).softmax(-1)  # (B, V)
         # From now on the model reads only the newest token: the cache has all before it.
         ids = inverse_cdf(probs, column)
         mask = pad(mask, (0, 1), value=True)
@@ -547,7 +550,7 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
         return everything, everything.all(1)
     is_end = responses == token
     is_end[:, :after] = False
-    ends_before = is_end.cumsum(1) - is_end.long()
+    ends_before = is_end.cumsum(1) - is_end.long()  # (B, R), ends among earlier tokens
     return ends_before == 0, is_end.any(1)
 
 
@@ -571,10 +574,10 @@ def score_by_model(
     model: Model, head: nn.Linear, args: Args, queries: list[Query], batch: Batch
 ) -> Tensor:
     """Scores (B,) of a classifier with one label, by its reward_head, at the responses' ends."""
-    texts = [query.input_ids + row for query, row in zip(queries, truncated(batch), strict=True)]
+    inputs = [query.input_ids + row for query, row in zip(queries, truncated(batch), strict=True)]
     scores = []
-    for i in range(0, len(texts), args.micro_batch_size):
-        ids, mask = pad_rows(texts[i : i + args.micro_batch_size])
+    for i in range(0, len(inputs), args.micro_batch_size):
+        ids, mask = pad_rows(inputs[i : i + args.micro_batch_size])
         states = read(model.base_model, ids, mask).last_hidden_state
         scores.append(head(states[:, -1]).flatten())
     return torch.cat(scores)
@@ -584,8 +587,8 @@ def score_by_function(
     function: Callable, tokenizer: Tokenizer, queries: list[Query], batch: Batch
 ) -> Tensor:
     """Scores (B,) of a --reward_fn, called as TRL calls its reward functions: function(prompts=..,
-    completions=.., **columns). Both are lists of texts, or of chats if the table has any. Its other
-    columns are lists, too. It returns one finite float for each completion."""
+    completions=.., **columns). Both are lists of texts, or of chats if the first prompt is one. The
+    table's other columns are lists, too. It returns one finite float for each completion."""
     rows = [query.columns for query in queries]
     named = pd.DataFrame(rows, dtype=object).to_dict("list")
     named.pop("prompt", None)
@@ -597,7 +600,7 @@ def score_by_function(
         begin = len(bos(tokenizer))
         prompts = tokenizer.batch_decode([query.input_ids[begin:] for query in queries])
     named |= {"prompts": prompts, "completions": completions}
-    rewards = function(**copy.deepcopy(named))  # it may change what it gets
+    rewards = function(**copy.deepcopy(named))  # the function may change what it gets
     with explained("--reward_fn must return a list, array or tensor of floats"):
         scores = torch.as_tensor(rewards, dtype=torch.float32, device=PartialState().device)
     if scores.shape != (len(queries),) or not scores.isfinite().all():
@@ -640,7 +643,7 @@ def forward_response(policy: Module, batch: Batch, temperature: float) -> tuple:
     ids = torch.cat([ids, inputs], 1)
     mask = pad(mask, (0, inputs.shape[1]), value=True)
     logits, values = policy(ids, mask, last=inputs.shape[1] + 1)
-    # In place, as V is large: no backward pass needs the logits before.
+    # In place, as V is large: no backward pass needs the undivided logits.
     all_logprobs = logits.div_(temperature).log_softmax(-1)
     logprobs = all_logprobs.gather(2, batch.responses.unsqueeze(2)).squeeze(2)
     return all_logprobs, logprobs, values
@@ -652,7 +655,7 @@ def entropy(all_logprobs: Tensor) -> Tensor:
 
 
 class Actor(Module):
-    """A policy. The k responses to a query are always adjacent rows, so the query is read once.
+    """A policy. The K responses to a query are always adjacent rows, so the query is read once.
     Heads compute in fp32 where trunks compute in bf16: see patch_layers in tf_adam.py."""
 
     def __init__(self, lm: Model, num_tokens: int, args: Args) -> None:
@@ -720,7 +723,8 @@ def reward_head(classifier: Model) -> nn.Linear:
 
 def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
     """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
-    # At least 2 tokens: RLOO reads all but the last in a pass of its own, and FSDP counts on it.
+    # At least 2 tokens: RLOO reads all but the last in a pass of its own. With FSDP either every
+    # process makes this pass, or none.
     longest = max(2, *map(len, rows))
     padded = [[-1] * (longest - len(row)) + row for row in rows]
     ids = torch.tensor(padded, device=PartialState().device)
@@ -748,11 +752,12 @@ def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longes
     if args.reward_fn:
         sys.path.insert(0, os.getcwd())
         with explained(f"--reward_fn {args.reward_fn}"):
-            return partial(score_by_function, resolve_name(args.reward_fn), tokenizer)
+            # The inner partial raises an error for what cannot be called.
+            return partial(score_by_function, partial(resolve_name(args.reward_fn)), tokenizer)
 
     if getattr(args, flag) is None:
-        finished = Path.cwd().glob(f"runs/train_reward-{preset}-*/samples.jsonl")
-        newest = max(finished, key=lambda path: path.parent.name[-15:], default=None)  # by time
+        finished = Path.cwd().glob(f"runs/train_reward-{preset}-*-20??????-??????/samples.jsonl")
+        newest = max(finished, key=lambda path: path.parent.name[-15:], default=None)  # time
         (newest,) = broadcast_object_list([newest])  # what the first process sees
         if not newest:
             raise UserError(f"--{flag} None: `python train_reward.py {preset}` makes one")
@@ -862,8 +867,8 @@ KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"
 
 
 def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
-    """The splits of a file, a folder or a data set on the hub. :config and :split may follow a
-    folder or a hub id; then only that split is returned, under the name `train`."""
+    """The splits of a file, a folder or a data set on the hub. A folder or a hub id may end in
+    :config, ::split or :config:split. If it names a split, only that is returned, as `train`."""
     name = local_path(getattr(args, flag))
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
     path, _, rest = name.partition(":")  # path:config:split
@@ -879,7 +884,7 @@ def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
             return datasets.load_dataset(kind, data_files=escape(name))
         splits = datasets.load_dataset(path, config or None)
     if len(kinds) > 1 or (split or "train") not in splits:
-        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name a file, or data::test")
+        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name a file, or DATA::split")
     return {"train": splits[split]} if split else splits
 
 
@@ -933,7 +938,7 @@ PROMPTS = """
     messages query prompt question problem instruction conversations conversation text article
     content
 """.split()
-# Leaving these out would change the prompt.
+# A row with content in one of these is refused: without it the prompt would be another.
 NOT_READ = "system system_prompt history context tools".split()
 
 
@@ -946,7 +951,7 @@ def prompt_of(row: dict) -> str | list:
         raise UserError(f"a row needs one of the columns {PROMPTS}, or a chat in `chosen`: {row}")
     if any(map(row.get, NOT_READ)):
         raise UserError(f"{NOT_READ} are not read, put them into messages: {row}")
-    if "chosen" in row and not row["chosen"]:  # whether the prompt is a chat is not known
+    if "chosen" in row and not row["chosen"]:  # an empty cell does not tell if it is a chat
         return ""
     prompt = row[column] or ""
     if column == "instruction" and row.get("input"):
@@ -1048,9 +1053,9 @@ PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has
 
 def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
     """Token ids, without BOS, of a text, a chat that is to be answered, or a padded row of token
-    ids. UserError for anything else, and for ids that the tokenizer does not have; ids of another
-    model that it does have are not noticed, so read the first query and label, which are printed.
-    """
+    ids. UserError for anything else, and for ids that the tokenizer does not have. Ids of another
+    model that this tokenizer has, too, are not noticed, so read the first query and label, which
+    are printed."""
     if is_chat(value):
         value = render(value, tokenizer, add_generation_prompt=True)
     known = range(len(tokenizer))
@@ -1068,12 +1073,12 @@ def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
 # --- results --------------------------------------------------------------------------------------
 def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str) -> None:
     """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders. A head is
-    a file beside the model whose states it reads."""
+    a file in critic/ if there is one, and else in policy/. So is any module of your own."""
     for part, module in policy.named_children():
         own = {
             name: weights[f"{part}.{name}"]
             for name in module.state_dict()
-            if name not in getattr(module, "all_tied_weights_keys", ())  # they are saved once
+            if name not in getattr(module, "all_tied_weights_keys", ())  # tied: saved once
         }
         if hasattr(module, "save_pretrained"):
             folder = f"{parent}/{part.replace('lm', 'policy')}"  # the critic's is critic/

@@ -96,9 +96,9 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def explained(what: str, kind: type = Exception) -> Iterator[None]:
-    """Turns an error of this kind in the block into a UserError: `what`, then the cause. Around a
-    library's calls leave `kind` as it is. Around the scripts' own functions pass UserError, so that
-    their bugs keep their traceback."""
+    """Turns an error of this kind in the block into a UserError: `what`, then the cause. Around
+    calls of a library, and of a model, leave `kind` as it is. Around the scripts' own functions
+    name the kind that is expected, so that their bugs keep their traceback."""
     try:
         yield
     except UserError as error:
@@ -355,7 +355,8 @@ def choose_folder(script: Path, preset: str, args: Any) -> None:
     folder = Path(name).expanduser().absolute()
     args.output_dir = str(folder)
     files = {path.name for path in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
-    would_start_anew = "samples.jsonl" in files and "checkpoints" not in files
+    has_checkpoints = any(folder.glob("checkpoints/*/state.json"))
+    would_start_anew = "samples.jsonl" in files and not has_checkpoints
     if files and ("args.json" not in files or would_start_anew or not args.resume):
         raise UserError(
             f"--output_dir {folder} is not empty: choose another, or --resume if it has checkpoints"
@@ -372,7 +373,7 @@ def choose_folder(script: Path, preset: str, args: Any) -> None:
 
 @dataclass
 class Run:
-    """The folder of a run: args.json, a record of the script and of tf_adam.py, metrics.jsonl,
+    """The folder of a run: args.json, copies of the script and of tf_adam.py, metrics.jsonl,
     checkpoints/, and at the end samples.jsonl.
 
     SIGINT and SIGTERM are noted: the run stops at the end of the update, with a checkpoint. After

@@ -15,9 +15,10 @@ number of the sample that people liked best, from 0; or chosen, rejected (texts 
 perhaps a prompt. The result, reward_model/, is a Hugging Face folder of a classifier, which gives
 the logit; gain and bias are reward_gain and reward_bias of its config.json.
 
-tf_adam.py has what is not about RLHF: the optimizer, the processes, the run's folder. All else is
-here. A function (except main) that appears in more than one of ppo_rlhf.py, rloo_rlhf.py and
-train_reward.py is identical in all of them, so some of its branches may be unused here.
+tf_adam.py has what is not about RLHF: the optimizer and its learning rates, LoRA and bf16, the
+processes, the run's folder. All else is here. A function (except main) that appears in more than
+one of ppo_rlhf.py, rloo_rlhf.py and train_reward.py is identical in all of them, so some of its
+branches may be unused here.
 
 Shapes: b labels in a micro-batch, N responses in each (b N rows, label by label), B rows of any
 kind, R tokens in a response, T in a row, V in the vocabulary, d hidden units.
@@ -88,7 +89,7 @@ TokenRows = list[list[int]]
 class Args:
     """Settings of a run. A preset may come first: sentiment, descriptiveness, cnndm, tldr."""
 
-    # In --help a field has the comment beside it, or else the one above it, without a blank line.
+    # --help shows the comment beside a field, or else the lines right above it, up to a blank one.
     __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False)
 
     # the run
@@ -127,7 +128,7 @@ class Args:
     end_text: str | None = "."
     # Tokens sampled per response; chosen and rejected responses are cut to it
     response_length: PositiveInt = 24
-    temperature: PositiveFloat = 0.7  # Divides logits: for sampling, log-probabilities, entropies
+    temperature: PositiveFloat = 0.7  # Logits of policy and reference are divided by it
     # Chosen and rejected responses end after this token (`eos`: the tokenizer's, which is added if
     # it is missing; None: they are not cut)
     truncate_token: str | None = "."
@@ -139,7 +140,7 @@ class Args:
     batch_size: PositiveInt = 8  # Comparisons per update, over all devices
     # Labels, or sampled rows, per pass on one device; gradients accumulate
     micro_batch_size: PositiveInt = 128
-    lr: NonNegativeFloat = 2e-3  # Learning rate, see the schedule
+    lr: NonNegativeFloat = 2e-3  # The highest learning rate, see --lr_schedule
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # --lr decays to 0, or stays
     # Number n of warm-up updates: update i (from 0) has the scheduled rate times (i + 1) / (n + 1)
     lr_warmup: NonNegativeInt = 0
@@ -190,7 +191,7 @@ PRESETS = {
 
 @dataclass
 class Query:
-    """A query of the table."""
+    """A query in tokens, for its two readers, and its row in the table."""
 
     input_ids: list[int]  # as the reward model reads it
     context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
@@ -407,7 +408,9 @@ def evaluate_labels(reward: Module, labels: list[Comparison], tokenizer: Tokeniz
 
 
 # --- sampling -------------------------------------------------------------------------------------
-SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4  # streams of random numbers: default_rng([seed, ..])
+# Each use of random numbers has its own stream, default_rng([seed, stream, ..]). So no use repeats
+# the numbers of another.
+SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4
 
 
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
@@ -432,7 +435,7 @@ def sample(
     logprobs = []
     for column in u.split(1, 1):  # (B, 1), one for each token
         logits, _ = policy(ids, mask, cache=cache)
-        probs = (logits[:, -1] / temperature).softmax(-1)
+        probs = (logits[:, -1] / temperature).softmax(-1)  # (B, V)
         # From now on the model reads only the newest token: the cache has all before it.
         ids = inverse_cdf(probs, column)
         mask = pad(mask, (0, 1), value=True)
@@ -457,7 +460,7 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
         return everything, everything.all(1)
     is_end = responses == token
     is_end[:, :after] = False
-    ends_before = is_end.cumsum(1) - is_end.long()
+    ends_before = is_end.cumsum(1) - is_end.long()  # (B, R), ends among earlier tokens
     return ends_before == 0, is_end.any(1)
 
 
@@ -535,7 +538,8 @@ def read(
 
 def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
     """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
-    # At least 2 tokens: RLOO reads all but the last in a pass of its own, and FSDP counts on it.
+    # At least 2 tokens: RLOO reads all but the last in a pass of its own. With FSDP either every
+    # process makes this pass, or none.
     longest = max(2, *map(len, rows))
     padded = [[-1] * (longest - len(row)) + row for row in rows]
     ids = torch.tensor(padded, device=PartialState().device)
@@ -633,8 +637,8 @@ KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"
 
 
 def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
-    """The splits of a file, a folder or a data set on the hub. :config and :split may follow a
-    folder or a hub id; then only that split is returned, under the name `train`."""
+    """The splits of a file, a folder or a data set on the hub. A folder or a hub id may end in
+    :config, ::split or :config:split. If it names a split, only that is returned, as `train`."""
     name = local_path(getattr(args, flag))
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
     path, _, rest = name.partition(":")  # path:config:split
@@ -650,7 +654,7 @@ def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
             return datasets.load_dataset(kind, data_files=escape(name))
         splits = datasets.load_dataset(path, config or None)
     if len(kinds) > 1 or (split or "train") not in splits:
-        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name a file, or data::test")
+        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name a file, or DATA::split")
     return {"train": splits[split]} if split else splits
 
 
@@ -694,7 +698,7 @@ PROMPTS = """
     messages query prompt question problem instruction conversations conversation text article
     content
 """.split()
-# Leaving these out would change the prompt.
+# A row with content in one of these is refused: without it the prompt would be another.
 NOT_READ = "system system_prompt history context tools".split()
 
 
@@ -707,7 +711,7 @@ def prompt_of(row: dict) -> str | list:
         raise UserError(f"a row needs one of the columns {PROMPTS}, or a chat in `chosen`: {row}")
     if any(map(row.get, NOT_READ)):
         raise UserError(f"{NOT_READ} are not read, put them into messages: {row}")
-    if "chosen" in row and not row["chosen"]:  # whether the prompt is a chat is not known
+    if "chosen" in row and not row["chosen"]:  # an empty cell does not tell if it is a chat
         return ""
     prompt = row[column] or ""
     if column == "instruction" and row.get("input"):
@@ -930,9 +934,9 @@ PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has
 
 def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
     """Token ids, without BOS, of a text, a chat that is to be answered, or a padded row of token
-    ids. UserError for anything else, and for ids that the tokenizer does not have; ids of another
-    model that it does have are not noticed, so read the first query and label, which are printed.
-    """
+    ids. UserError for anything else, and for ids that the tokenizer does not have. Ids of another
+    model that this tokenizer has, too, are not noticed, so read the first query and label, which
+    are printed."""
     if is_chat(value):
         value = render(value, tokenizer, add_generation_prompt=True)
     known = range(len(tokenizer))

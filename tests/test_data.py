@@ -276,7 +276,7 @@ def test_a_table_is_a_split_that_is_named_or_train():
         assert splits["train"]["text"][:] == [text]
         assert ("test" in splits) == (name == "set"), "a split that is named is the only one"
     for name, has in (("no", "'json', .*'test'"), ("set::no", "'json', "), ("mixed", "'csv'.*")):
-        says = rf"^--query_dataset \S*{name} has \[.*{has}.*\]: name a file, or data::test$"
+        says = rf"^--query_dataset \S*{name} has \[.*{has}.*\]: name a file, or DATA::split$"
         with pytest.raises(ppo_rlhf.UserError, match=says):
             load(name)
 

@@ -170,6 +170,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, "--reward_model model", f"{NO_FIT}GPT2ForSequenceClassification: score.weight$"),
     (PPO, "--reward_model none", "--reward_model None: `python train_reward.py tiny` makes one"),
     (PPO, f"{OWN} functions:none_such", "@.*none_such"),
+    (PPO, f"{OWN} functions", "@.* must be callable"),
     (PPO, f"{OWN} functions.py:broken", "@."),
     (PPO, f"{OWN} nowhere:f", "@No module named 'nowhere'"),
     (PPO, f"{OWN} needs:f", "@No module named 'no_such_library'"),
@@ -275,7 +276,7 @@ def test_this_folder_comes_before_a_library(script, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     (tmp_path / "colorsys.py").write_text("def mine(**_): pass\n")
     args = module.Args(reward_fn="colorsys:mine")
-    assert module.load_reward("reward_model", args, "tiny", None, 9).args[0].__name__ == "mine"
+    assert module.load_reward("reward_model", args, "tiny", None, 9).args[0].func.__name__ == "mine"
     del sys.modules["colorsys"]
 
 

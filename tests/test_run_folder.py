@@ -331,6 +331,7 @@ def test_a_finished_run_is_not_overwritten(script, tmp_path):
         words = [*WORDS[other], "--resume"]
         refuse(folder, other, words, "^--[a-z_]+ .*: .* was started with ")
     shutil.rmtree(folder / "out/checkpoints")
+    (folder / "out/checkpoints").mkdir()
     refuse(folder, script, [*WORDS[script], "--resume"], NOT_EMPTY)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmark.report import ALGORITHMS, Record, Row, look_up
+from benchmark.studies.four_seeds.report import BETWEEN, duel_of, gain, interval, shares
 
 OTHERS = Path(__file__).resolve().parents[1] / "four_seeds"
 
@@ -41,3 +42,23 @@ def updates(record: Record) -> list[Row]:
         }
         rows.append(found)
     return rows
+
+
+def comparisons(record: Record) -> list[Row]:
+    """Wins, ties, losses and gains of each policy against the starting model, and of RLOO against
+    PPO, with intervals over openings."""
+    rows = []
+    for run in (*ALGORITHMS, BETWEEN):
+        duel = duel_of(record, run)
+        row = {"run": run if run == BETWEEN else f"{run} against the starting model"}
+        for name, share in shares(duel).items():
+            row[name] = interval([share])
+        row["controlled"] = duel["controlled"]
+        row["gain"] = interval([gain(record, run)])
+        rows.append(row)
+    return rows
+
+
+def runs(record: Record) -> list[Row]:
+    """What each run's responses to the held-out openings are like."""
+    return record["rows"]

@@ -56,8 +56,8 @@ TEMPERATURE = (
 TOP_K = (
     UNCHECKED,
     (
-        "        probs = (logits[:, -1] / temperature).softmax(-1)\n",
-        "        probs = (logits[:, -1] / temperature).softmax(-1)\n"
+        "        probs = (logits[:, -1] / temperature).softmax(-1)  # (B, V)\n",
+        "        probs = (logits[:, -1] / temperature).softmax(-1)  # (B, V)\n"
         "        probs = probs.where(probs >= probs.topk(10).values[:, -1:], 0)\n"
         "        probs = probs / probs.sum(-1, keepdim=True)\n",
     ),
