@@ -164,7 +164,7 @@ def draw_scores(axes: Axes, records: tuple[Record, ...]) -> None:
     names = [f"seed {record['rows'][0]['seed']}" for record in records]
     axes.set_yticks(range(len(records)), names)
     axes.invert_yaxis()
-    report.label(axes, "true score of 1,024 held-out responses", xlim=(0, 0.5))
+    report.label(axes, "true score of 1,024 held-out responses", xlim=(0, 0.6))
     report.name_colours(axes, {"starting model": START} | ALGORITHMS, "o")
 
 
@@ -191,9 +191,9 @@ def draw_shares(axes: Axes, records: tuple[Record, ...]) -> None:
     axes.grid(visible=False)
 
 
-def draw(*records: Record) -> Figure:
-    """True scores, and wins, ties and losses."""
-    figure, panels = report.new(TITLE, 1, 2, 3.6, sharey=True)
+def draw(*records: Record, title: str = TITLE) -> Figure:
+    """True scores, and wins, ties and losses, of two or more records."""
+    figure, panels = report.new(title, 1, 2, 1.2 + 0.6 * len(records), sharey=True)
     score, share = panels[0]
     draw_scores(score, records)
     draw_shares(share, records)

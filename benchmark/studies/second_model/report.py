@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from benchmark.report import ALGORITHMS, Record, Row, look_up
+from benchmark.studies.four_seeds import report as four_seeds
 from benchmark.studies.four_seeds.report import BETWEEN, duel_of, gain, interval, shares
 
 OTHERS = Path(__file__).resolve().parents[1] / "four_seeds"
+TITLE = "gemma-3-270m improves, too, and again RLOO ends higher"
 
 
 def cost(mine: Record, other: Record) -> list[Row]:
@@ -62,3 +65,18 @@ def comparisons(record: Record) -> list[Row]:
 def runs(record: Record) -> list[Row]:
     """What each run's responses to the held-out openings are like."""
     return record["rows"]
+
+
+def reward_models(record: Record) -> list[Row]:
+    """How often the reward model names VADER's favourite."""
+    return [{"name": "gemma"} | record["reward_model"]]
+
+
+def draw(*records: Record) -> Figure:
+    """True scores, wins, ties and losses of gemma and of SmolLM2."""
+    figure = four_seeds.draw(*records, title=TITLE)
+    figure.axes[0].set_yticklabels(["gemma-3-270m", "SmolLM2-135M"])
+    return figure
+
+
+PICTURES = {"models.png": (draw, "seed-11.json", "../four_seeds/seed-11.json")}
