@@ -58,7 +58,7 @@ def with_flags(words: str, script: str) -> list[str]:
 # half of the responses end.
 COMMON = "--query_dataset queries.jsonl --response_length 5 --query_length 6 --start_text none"
 COMMON += " --end_text none --output_dir out --checkpoint_every 1 --base_model model"
-COMMON += " --batch_size 4 --micro_batch_size 2 --truncate_token w49 --truncate_after 1"
+COMMON += " --batch_size 4 --micro_batch_size 2 --truncate_token w4 --truncate_after 1"
 RL = f"{COMMON} --reward_model judge --eval_queries 2 --num_epochs 2 --total_episodes 16"
 RL += " --lr 1e-2"
 LABELS = f"{COMMON} --label_dataset labels.jsonl --num_labels 16 --normalization_samples 4"
