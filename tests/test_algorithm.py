@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models as tiny
@@ -168,13 +169,20 @@ def fake_process() -> tuple[Any, list[bool]]:
     Accelerator(cpu=True)
     averaged = []
     process: Any = SimpleNamespace(num_processes=1, no_sync=lambda model: torch.no_grad())
-    process.backward = lambda loss: averaged.append(torch.is_grad_enabled())
+
+    def backward(loss: Tensor) -> None:
+        averaged.append(torch.is_grad_enabled())
+        if loss.requires_grad:
+            loss.backward()
+
+    process.backward = backward
     return process, averaged
 
 
 @BOTH
-def test_gradients_are_averaged_once_in_a_step(module):
-    """Four steps of two minibatches, each in three micro-batches."""
+def test_gradients_are_averaged_once_in_a_step(module, monkeypatch):
+    """Four steps of two minibatches, each in three micro-batches. Of errors the largest on any
+    process is logged."""
     k = 1 if module is ppo_rlhf else 2
     args = module.Args(response_length=6, micro_batch_size=4)
     policy = tiny.make_policy(tiny.make_lm("gpt2"), k)
@@ -188,8 +196,13 @@ def test_gradients_are_averaged_once_in_a_step(module):
     process, averaged = fake_process()
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     epochs = torch.arange(20).view(1, 2, 10).repeat(2, 1, 1)
-    update(process, policy, optimizer, batch, epochs, args)
+    alive = tiny.watch_log_probabilities(module, monkeypatch)
+    # Another process has an error of 7.
+    monkeypatch.setattr(module, "gather", lambda x: torch.cat([x, torch.tensor([7.0])]))
+    metrics = module.reduce_means(update(process, policy, optimizer, batch, epochs, args))
     assert averaged == [False, False, True] * 4
+    assert alive == [0] * 12  # else two of the largest tensors would need memory
+    assert metrics["sampling_error"] == metrics["first_ratio_error"] == 7
 
 
 # --- the reward model -----------------------------------------------------------------------------
@@ -218,11 +231,18 @@ def test_gradients_of_rewards_are_averaged_once_in_a_step():
 
 
 def test_a_model_that_gives_equal_rewards_is_right_by_chance_alone():
+    """It is evaluated without a graph."""
     Accelerator(cpu=True)
     labels = make_labels(9)
-    _, best, is_hit = train_reward.label_rewards(make_reward(gain=0.0), labels)
+    reward = make_reward(gain=0.0)
+    _, best, is_hit = train_reward.label_rewards(reward, labels)
     assert best.tolist() == [0, 1, 2] * 3
     assert is_hit.sum() == 3
+    has_graph = []
+    reward.register_forward_hook(lambda _, __, made: has_graph.append(made.requires_grad))
+    samples = train_reward.evaluate_labels(reward, labels, mock.Mock())
+    assert samples.is_hit.sum() == 3
+    assert has_graph == [False] * 9
 
 
 def test_rewards_without_a_deviation_are_refused_and_leave_gain_and_bias():

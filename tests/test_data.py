@@ -673,6 +673,14 @@ def test_a_file_in_another_encoding_is_an_error_of_its_row():
             read("latin.jsonl")
 
 
+def test_a_bug_that_a_row_brings_out_keeps_its_traceback():
+    text = {"text": "w5"}
+    for script, read, row in ((ppo_rlhf, read_queries, text), (train_reward, load_labels, LABEL)):
+        with mock.patch.object(script, "prompt_of", side_effect=ZeroDivisionError):
+            with pytest.raises(ZeroDivisionError):
+                read([row])
+
+
 # --- labels of no use -----------------------------------------------------------------------------
 EMPTY = "left out, for an empty or long prompt, an empty answer, or unlike chats"
 EQUAL = "left out, for equal answers"

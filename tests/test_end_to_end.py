@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import fork_tools
@@ -54,6 +55,8 @@ def test_a_run_leaves_these_files(script, world, tmp_path):
     _, args = call(script, WORDS[script], tmp_path, name="parse_args")
     args.output_dir = str(out)
     assert record["args"] == json.loads(json.dumps(vars(args)))
+    if world == 2:
+        assert Path(f"{out.parent}-rank1.out").read_text() == ""  # the first process prints
     rows = read_lines(out / "metrics.jsonl")
     assert len(rows) == UPDATES
     for row in rows:

@@ -234,16 +234,18 @@ def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(name,
 
 
 def test_a_head_gets_states_without_gaps():
-    """Else torch copies a frozen head's weights for each row."""
+    """Else torch copies a frozen head's weights for each row. Only the last states are given."""
     lm = tiny.make_lm("gpt2")
-    policy = make_policy(lm, 1)
+    args = rloo_rlhf.Args(gradient_checkpointing=True)
+    policies = [make_policy(lm, 1), rloo_rlhf.Actor(lm, tiny.VOCABULARY, args)]
     given = []
     for is_patched in (False, True):
         if is_patched:
             patch_layers(lm, ppo_rlhf.Args())
         lm.lm_head.register_forward_hook(lambda _, inputs, __: given.append(inputs[0]))
-        policy(*ppo_rlhf.pad_rows(CONTEXTS), last=2)
-        assert given[-1].is_contiguous() == is_patched
+        for policy in policies:
+            policy(*ppo_rlhf.pad_rows(CONTEXTS), last=2)
+            assert given[-1].is_contiguous() == is_patched
 
 
 def test_micro_batches_have_rows_of_similar_length_and_keep_those_of_a_query_together():

@@ -131,7 +131,7 @@ def test_words_that_are_no_settings(script, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-WEIGHTS = "@(.*model.safetensors|Weights only)"
+WEIGHTS = "@.*model.safetensors"
 NO_FIT = "@the weights do not fit a "
 NO_QUERY = "--query_dataset: no query is left: see "
 OWN = "--reward_model none --critic shared --reward_fn"

@@ -50,7 +50,9 @@ MASKED = "--mask_truncated --adaptive_kl_target none --long_queries drop --seed 
 STEPS = """--adam_betas 0.7 0.95 --weight_decay 0.5 --max_grad_norm 0.5 --lr_warmup 2
     --lr_schedule constant"""
 ONE_STEP = "--micro_batch_size 126 --num_minibatches 1 --num_epochs 1"
-NO_END = "--truncate_token none --mask_truncated --seed 7 --no-whiten_rewards"
+# And fewer queries than the table has
+NO_END = """--truncate_token none --mask_truncated --seed 7 --no-whiten_rewards --batch_size 4
+    --total_episodes 7"""
 OF_COLUMN = """--reward_model none --reward_fn reference_tools:of_column
     --truncate_after 0 --penalty_mode add"""
 OF_ALL = "--reward_model none --reward_fn reference_tools:of_all --rloo_k 2"
@@ -63,9 +65,10 @@ RLOO_C = "--batch_size 24 --total_episodes 62 --lr_schedule cosine --seed 8"
 RLOO_D = f"{OF_COLUMN} --micro_batch_size 126"
 TEXTS = """--label_dataset data/preferences --num_labels none --normalization_samples 8
     --batch_size 6 --response_length 6 --long_queries keep_end"""
+ENDING_TEXTS = f"{TEXTS} --base_model llama --truncate_token eos"
 REWARD_B = f"{LLAMA} --micro_batch_size 128"
 REWARD_C = f"{LLAMA} {TEXTS} --long_queries keep_start"
-REWARD_D = f"{TEXTS} {STEPS} --gradient_checkpointing"
+REWARD_D = f"{TEXTS} {STEPS} --base_model gpt2-judge --gradient_checkpointing"
 
 
 @dataclass
@@ -93,7 +96,7 @@ RUNS = {
     "rloo, one step": Run(RLOO, 1, f"{RLOO_A} {ONE_STEP} {OF_ALL}"),
     "rloo, reward function, resumed": Run(RLOO, 1, f"{RLOO_A} {RLOO_D}", stop=1, later=3),
     "best of three, resumed": Run(REWARD, 1, f"{LABELS} {REWARD_B}", stop=1),
-    "preferences, eos, two processes": Run(REWARD, 2, f"{LABELS} {TEXTS} --truncate_token eos"),
+    "preferences, eos, two processes": Run(REWARD, 2, f"{LABELS} {ENDING_TEXTS}"),
     "preferences": Run(REWARD, 1, f"{LABELS} {REWARD_C}"),
     "preferences, other steps": Run(REWARD, 1, f"{LABELS} {REWARD_D}"),
 }

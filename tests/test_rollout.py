@@ -1,7 +1,6 @@
 """Rollouts: sampling through a cache against full forward passes, and batches of responses."""
 
 import dataclasses
-import weakref
 from typing import Any
 
 import fork_tools
@@ -159,17 +158,7 @@ def test_the_policys_log_probabilities_of_all_tokens_go_before_the_references_co
     module, monkeypatch
 ):
     """(b, R, V) is the largest tensor of a rollout: two of them need twice the memory."""
-    alive = []
-    forward = module.forward_response
-
-    def watched(*arguments: Any) -> tuple:
-        alive.append(sum(ref() is not None for ref in refs))
-        all_logprobs, *others = forward(*arguments)
-        refs.append(weakref.ref(all_logprobs))
-        return all_logprobs, *others
-
-    refs = []
-    monkeypatch.setattr(module, "forward_response", watched)
+    alive = tiny.watch_log_probabilities(module, monkeypatch)
     args = module.Args(response_length=4)
     policy = make_policy(tiny.make_lm("gpt2"), 1)
     tiny.roll_out(module, policy, args, [[1, 2]] * 2)

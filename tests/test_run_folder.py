@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import fork_tools
+import numpy as np
 import pydantic
 import pytest
 import safetensors.torch
@@ -28,7 +29,7 @@ from accelerate import Accelerator
 from conftest import ROOT
 from filelock import FileLock
 from fork_tools import PPO, REWARD, RLOO, SCRIPTS, UPDATES, WORDS, copy, is_copy, kit, plain, run
-from run_tools import assert_same_metrics, call, read_lines
+from run_tools import assert_same_metrics, call, read_lines, to_lines
 from safetensors.torch import load_file
 
 import ppo_rlhf
@@ -336,6 +337,26 @@ def test_a_finished_run_is_not_overwritten(script, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("script", "name", "count"),
+    [(PPO, "queries", 6), (RLOO, "queries", 6), (REWARD, "queries", 8), (REWARD, "labels", 16)],
+)
+def test_a_run_does_not_go_on_with_other_data(script, name, count, tmp_path):
+    """PPO and RLOO compare the queries of the evaluation and of the first update."""
+    rows = read_lines(kit() / f"{name}.jsonl")
+    order = range(len(rows))
+    if name == "queries":
+        order = np.random.default_rng([1, ppo_rlhf.QUERIES]).permutation(len(rows))
+    for i in (order[count], order[count - 1]):
+        folder = copy(plain(script, 1), tmp_path / str(i))
+        changed = [*rows]
+        changed[i] = rows[i - 1]
+        (folder / f"{name}.jsonl").write_text(to_lines(*changed))
+        if i == order[count]:
+            call(script, [*WORDS[script], "--resume"], folder)
+    refuse(folder, script, [*WORDS[script], "--resume"], "^--resume with other data than the run ")
+
+
+@pytest.mark.parametrize(
     "name", ["notes.txt", "policy/model.safetensors", "metrics.jsonl", "samples.jsonl"]
 )
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -406,6 +427,10 @@ def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(name, path, tmp_pa
     Path(args.output_dir, "notes.txt").touch()
     with pytest.raises(tf_adam.UserError, match=f" {tmp_path}/{path} is not empty"):
         tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", ppo_rlhf.Args(output_dir=name))
+    monkeypatch.setattr(tf_adam, "broadcast_object_list", lambda _: ["of the first process"])
+    args.output_dir = None  # and the clocks of processes differ
+    tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
+    assert args.output_dir == f"{tmp_path}/of the first process"
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -571,13 +596,14 @@ def test_a_newest_checkpoint_that_does_not_load_stops_and_stays(
 def test_the_newest_of_two_checkpoints_is_loaded_by_one_run_of_the_same_data_and_processes(
     small, tmp_path
 ):
-    """The newest by its number, whatever the clock says of it."""
+    """The newest by its number, whatever the clock says of it. What a copy has added is kept."""
     folder = tmp_path / "out"
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["0000002", "0000003"]
     for path in (folder / "checkpoints/0000003", folder / "checkpoints/0000003/state.json"):
         os.utime(path, (1_000_000, 1_000_000))
-    assert small(copy(folder, tmp_path)).state["update"] == 3
+    state = small(copy(folder, tmp_path), added=0.5).state
+    assert (state["update"], state["added"]) == (3, 0.5)
     with FileLock(folder / "lock"):
         with pytest.raises(OSError, match=f"{folder}/lock.* could not be acquired"):
             small(folder)

@@ -221,8 +221,9 @@ def test_sums_of_metrics_are_over_a_mask_of_their_shape():
     """One number for each row is repeated along it; a column for a row of numbers is an error."""
     mask = torch.tensor([[True, True], [True, False]])
     column = torch.tensor([[2.0], [3.0]])
-    found = sums_over(mask, {"x": column})
+    found = sums_over(mask, {"x": column.requires_grad_()})
     assert found["x"].tolist() == [7, 3]
+    assert not found["x"].requires_grad  # a record keeps no graph
     row = torch.ones(2)
     with pytest.raises(RuntimeError):
         sums_over(row, {"x": column})

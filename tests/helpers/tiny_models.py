@@ -6,6 +6,7 @@ import contextlib
 import functools
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,6 +195,22 @@ def roll_out(script, policy: nn.Module, args, contexts: list[list[int]], end: in
     batch = script.rollout(policy, make_queries(contexts), u, end, args)
     script.set_logprobs(batch, policy, policy, torch.arange(len(u)).view(1, -1), args)
     return batch
+
+
+def watch_log_probabilities(script, monkeypatch) -> list[int]:
+    """How many tensors (b, R, V) of forward_response are there at each of its later calls."""
+    alive = []
+    forward = script.forward_response
+
+    def watched(*arguments) -> tuple:
+        alive.append(sum(ref() is not None for ref in refs))
+        all_logprobs, *others = forward(*arguments)
+        refs.append(weakref.ref(all_logprobs))
+        return all_logprobs, *others
+
+    refs = []
+    monkeypatch.setattr(script, "forward_response", watched)
+    return alive
 
 
 class Stop(Exception):
