@@ -49,7 +49,7 @@ LLAMA = COMMON | values("intermediate_size=64 num_key_value_heads=2")
 GEMMA = LLAMA | values("head_dim=8 query_pre_attn_scalar=8 initializer_range=0.15")
 NEOX = LLAMA | values("hidden_dropout=0.1 classifier_dropout=0.1")
 FALCON = COMMON | values("hidden_dropout=0.1")
-OPT = COMMON | values("ffn_dim=64 word_embed_proj_dim=32 init_std=0.25")
+OPT = COMMON | values("ffn_dim=64 word_embed_proj_dim=16 init_std=0.25")
 MPT = COMMON | values("d_model=32 n_heads=4 n_layers=2 max_seq_len=64")
 GRANITE = LLAMA | values("""embedding_multiplier=3.0 attention_multiplier=0.25
 residual_multiplier=0.5 logits_scaling=2.0""")
