@@ -148,7 +148,7 @@ class Cells(string.Formatter):
         if value is None:
             return "-"
         text = format(value, spec)
-        is_zero = spec.startswith("+") and not re.search("[1-9]", text)
+        is_zero = re.fullmatch(r"[+-][0.]+%?", text)
         return text.lstrip("+-") if is_zero else text
 
 

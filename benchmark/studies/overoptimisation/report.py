@@ -305,7 +305,7 @@ def of_ensembles(record: Record) -> Figure:
     kinds = list(dict.fromkeys(row["rewards"] for row in record["rows"]))
     marks = {}
     for row, mark in zip(record["reward_models"], "os^", strict=True):
-        marks[row["labels"], row["seed"]] = (set_of(row), mark)
+        marks[row["labels"], row["seed"]] = (f"labels: {set_of(row)}", mark)
     for x, name in ((COLLAPSED, None), (-COLLAPSED, "-0.5 and 0.5")):
         axes.axvline(x, color=OTHER, linestyle="--", linewidth=1, label=name)
     for (kind, algorithm), rows in group(record["rows"], "rewards", "algorithm").items():
@@ -367,7 +367,7 @@ PLACES = {
     ("PPO", 0.15): 0.08,
     ("RLOO", 0.15): 0.24,
 }
-ENSEMBLES = "Several weak reward models: no run collapses, but ends range from 0.0 to 0.9"
+ENSEMBLES = "Several weak reward models: no run collapses, but ends range from -0.5 to 1.0"
 WEAK = "The reward ends higher in every run; the true score does not"
 MORE = "With 1,024 labels no run collapses; with half of 4,000 at random one does"
 curves = functools.partial(over_root_kl, sources=["128", "512", "4000"], title=WEAK)
