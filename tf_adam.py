@@ -126,7 +126,8 @@ def set_up_torch(dtype: str) -> None:
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
     if dtype != "fp32":
-        torch.set_float32_matmul_precision("high")  # TF32; in bf16 runs for the heads alone
+        # In bf16 runs for the heads alone. set_float32_matmul_precision would set it for CPUs, too.
+        torch.backends.cuda.matmul.allow_tf32 = True
     # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
     torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionMaskInterface.register("sdpa", full_sdpa_mask)
@@ -172,12 +173,16 @@ def check_launch(accelerator: Accelerator) -> None:
 
 # --- models ---------------------------------------------------------------------------------------
 def patch_layers(model: PreTrainedModel, args: Any) -> None:
-    """Changes how the model computes: the embedding of padding is trained like any other, and GELU
-    is one kernel. With args.dtype "bf16" the trunk computes in bf16, but the heads do not. With
-    args.gradient_checkpointing activations are computed again in the backward pass.
+    """Changes how the model computes: soft-capped attention is eager, the embedding of padding is
+    trained like any other, and GELU is one kernel. With args.dtype "bf16" the trunk computes in
+    bf16, but the heads do not. With args.gradient_checkpointing activations are computed again in
+    the backward pass.
 
     UserError if the model's layers are not made for checkpointing.
     """
+    # Up to version 5.20 transformers has sdpa attention for Gemma 2, which leaves this out.
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
     layers = list(model.modules())
     for layer in layers:
         if isinstance(layer, nn.Embedding):
@@ -402,7 +407,8 @@ class Run:
         if accelerator.is_main_process:
             self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
         choose_folder(self.script, "", self.args)  # again, with the lock: a run may have used it
-        checkpoints = self.checkpoints()
+        # What the first process sees: another node may see an older state of the folder, or none.
+        (checkpoints,) = broadcast_object_list([self.checkpoints()])
         if checkpoints:
             newest = checkpoints[-1]
             saved = json.loads((newest / "state.json").read_text())

@@ -608,6 +608,12 @@ def test_the_newest_of_two_checkpoints_is_loaded_by_one_run_of_the_same_data_and
         with pytest.raises(OSError, match=f"{folder}/lock.* could not be acquired"):
             small(folder)
     assert small(folder).state["update"] == 3
+    # The first process has seen no newer one.
+    seen = [folder / "checkpoints/0000002"]
+    broadcast = mock.patch.object(tf_adam, "broadcast_object_list")
+    with broadcast as given, mock.patch.object(tf_adam, "choose_folder"):
+        given.side_effect = [["id"], [seen]]
+        assert small(folder).state["update"] == 2
     with pytest.raises(
         tf_adam.UserError, match="^--resume with other data than the run began with: .*3$"
     ):

@@ -180,6 +180,7 @@ def test_settings_of_torch_for_each_dtype(dtype):
     tf_adam.set_up_torch(dtype)
     precision = "highest" if dtype == "fp32" else "high"
     assert torch.get_float32_matmul_precision() == precision
+    assert torch.backends.mkldnn.matmul.fp32_precision != "tf32"  # check_model is on the CPU
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert AttentionMaskInterface()["sdpa"] is tf_adam.full_sdpa_mask
 
@@ -205,13 +206,16 @@ def test_a_users_settings_of_the_allocator_stay(name, monkeypatch):
 
 
 def test_layers_are_patched():
-    """Padding is an embedding like any other, GELU is one kernel, and some models are refused."""
-    lm = make_lm("gpt2")
+    """Padding is an embedding like any other, GELU is one kernel, and some models are refused.
+    Attention is eager where a cap, as Gemma 2's, may be lost."""
+    lm = make_lm("gpt2", attention="sdpa")
+    lm.config.attn_logit_softcapping = 50.0
     lm.transformer.wte.padding_idx = 3
     tf_adam.patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=False))
     assert [type(block.mlp.act) for block in lm.transformer.h] == [nn.GELU] * 2
     assert {block.mlp.act.approximate for block in lm.transformer.h} == {"tanh"}
     assert lm.transformer.wte.padding_idx is None
+    assert lm.config._attn_implementation == "eager"
     lm.transformer.h = nn.ModuleList()
     with pytest.raises(UserError, match="^--gradient_checkpointing: the model does not support"):
         tf_adam.patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=True))

@@ -190,15 +190,16 @@ def memory(config: AutoConfig, setting: Setting) -> dict[str, float]:
     total, per_layer = kept_bytes(model, setting)
     tokens = setting.micro_batch * (setting.query + setting.response)
     if setting.checkpointing:
-        inputs = tokens * hidden * setting.bytes_per_state * config.num_hidden_layers
+        inputs = tokens * hidden * 4 * config.num_hidden_layers  # autocast leaves them in fp32
         total = inputs + per_layer
     logits = 5 * 4 * setting.micro_batch * setting.response * config.vocab_size
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     width = heads * hidden // config.num_attention_heads
     length = setting.query + setting.response
-    cache = (
-        2 * config.num_hidden_layers * width * setting.bytes_per_state * length * setting.sampled
-    )
+    # Autocast leaves rotary embeddings in fp32, so the keys are, too, and then the values.
+    is_rotary = getattr(config, "rope_parameters", None) is not None
+    bytes_in_cache = 4 if is_rotary else setting.bytes_per_state
+    cache = 2 * config.num_hidden_layers * width * bytes_in_cache * length * setting.sampled
     drawing = setting.sampled * config.vocab_size * (4 * 4 + 8)  # logits thrice, a sum in fp64
     update = total + logits + whole
     sampling = cache + drawing + whole / 2

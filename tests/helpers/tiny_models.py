@@ -218,11 +218,13 @@ class Stop(Exception):
 
 
 def with_attention(names: Iterable[str]) -> list[tuple[str, str]]:
-    """The names, each with eager attention and, where transformers has it, with sdpa."""
+    """The names, each with eager attention and, where transformers has it, with sdpa; but for
+    Gemma 2: see patch_layers."""
     pairs = []
     for name in names:
         pairs.append((name, "eager"))
-        if AutoModelForCausalLM._model_mapping[CONFIGS[name][0]]._supports_sdpa:
+        model = AutoModelForCausalLM._model_mapping[CONFIGS[name][0]]
+        if model._supports_sdpa and name != "gemma2":
             pairs.append((name, "sdpa"))
     return pairs
 
