@@ -137,7 +137,7 @@ class Args:
     # One token: a query is cut back to its last occurrence, or dropped without one (None: off)
     end_text: str | None = "."
     response_length: PositiveInt = 24  # Tokens sampled per response
-    temperature: PositiveFloat = 0.7  # Logits of policy and reference are divided by it
+    temperature: PositiveFloat = 0.7  # Logits of tokens are divided by it
     # The token that ends a response (`eos`: the tokenizer's; None: every response is complete)
     truncate_token: str | None = "."
     truncate_after: NonNegativeInt = 16  # The token ends a response only at this index or later
@@ -757,7 +757,7 @@ def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longes
 
     if getattr(args, flag) is None:
         finished = Path.cwd().glob(f"runs/train_reward-{preset}-*-20??????-??????/samples.jsonl")
-        newest = max(finished, key=lambda path: path.parent.name[-15:], default=None)  # time
+        newest = max(finished, key=lambda path: path.parent.name[-15:], default=None)  # by time
         (newest,) = broadcast_object_list([newest])  # what the first process sees
         if not newest:
             raise UserError(f"--{flag} None: `python train_reward.py {preset}` makes one")

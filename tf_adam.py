@@ -180,7 +180,7 @@ def patch_layers(model: PreTrainedModel, args: Any) -> None:
 
     UserError if the model's layers are not made for checkpointing.
     """
-    # Up to version 5.20 transformers has sdpa attention for Gemma 2, which leaves this out.
+    # Up to version 5.20 transformers has sdpa attention for Gemma 2, which leaves out the cap.
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
     layers = list(model.modules())

@@ -128,7 +128,7 @@ class Args:
     end_text: str | None = "."
     # Tokens sampled per response; chosen and rejected responses are cut to it
     response_length: PositiveInt = 24
-    temperature: PositiveFloat = 0.7  # Logits of policy and reference are divided by it
+    temperature: PositiveFloat = 0.7  # Logits of tokens are divided by it
     # Chosen and rejected responses end after this token (`eos`: the tokenizer's, which is added if
     # it is missing; None: they are not cut)
     truncate_token: str | None = "."
