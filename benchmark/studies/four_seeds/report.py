@@ -53,14 +53,7 @@ def by_seed(parts: list[np.ndarray]) -> Row:
     """The mean of a list (seeds) of numbers (openings,), its interval by Student's t over the means
     of the seeds, and that of the protocol."""
     means = [values.mean() for values in parts]
-    mean = np.mean(means)
-    width = differences.interval(means)
-    return {
-        "mean": mean,
-        "low": mean - width,
-        "high": mean + width,
-        "drawn": interval(parts),
-    }
+    return differences.with_interval(means) | {"drawn": interval(parts)}
 
 
 def interval(parts: list[np.ndarray]) -> Row:

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy import stats
 
 from benchmark import report
 from benchmark.report import (
@@ -85,6 +86,51 @@ def gamble(*records: Record) -> list[Row]:
     rows = []
     for (penalty, bound), runs in group(ends(*records), "kl_coef", "bound").items():
         rows.append({"penalty": WORDS[penalty], "bound": bound} | counts(runs))
+    return rows
+
+
+def versus(first: list[int], second: list[int]) -> float:
+    """Fisher's exact test: how likely two groups of runs differ so by chance, if all runs were
+    independent. Each has how many runs end in a way, and how many there are."""
+    table = [[count, total - count] for count, total in (first, second)]
+    return float(stats.fisher_exact(table).pvalue)
+
+
+def chances(first: Record, second: Record) -> list[Row]:
+    """Which differences between runs without a penalty (first) and with it may be chance."""
+    both = {}
+    for row in gamble(first, second):
+        both[row["bound"], row["penalty"]] = row
+    free = both["below 0.3", "none"]
+    held = both["below 0.3", "default"]
+    far = free["low"] + free["high"]
+    far_held = held["low"] + held["high"]
+    alone = ends(second)
+    poor = [row for row in alone if row["accuracy"] < POOR]
+    weak = {row["labels"] for row in second["rows"]}
+    every = [row for row in ends(first, second) if row["labels"] in weak]
+    rows = [
+        {"name": "ends", "p": versus([far, free["runs"]], [far_held, held["runs"]])},
+        {"name": "collapses", "p": versus([free["low"], free["runs"]], [held["low"], held["runs"]])},
+        {"name": "high or low", "p": stats.binomtest(free["high"], far).pvalue},
+    ]
+    for name, group_of_runs in (("second series", poor), ("all accuracies", every)):
+        free = counts([row for row in group_of_runs if not row["kl_coef"]])
+        held = counts([row for row in group_of_runs if row["kl_coef"]])
+        p = versus([free["low"], free["runs"]], [held["low"], held["runs"]])
+        rows.append({"name": name, "p": p, "free": free, "held": held})
+    return rows
+
+
+def chances_of_kinds(record: Record) -> list[Row]:
+    """Whether kinds of rewards differ from one reward model, in collapses and in ends far out."""
+    found = {row["rewards"]: row for row in kinds(record)}
+    one = found.pop("one")
+    far = [one["runs"] - one["between"], one["runs"]]
+    several = [sum(row[name] for row in found.values()) for name in ("low", "runs")]
+    rows = [{"name": "collapses", "p": versus([one["low"], one["runs"]], several)}]
+    for name, row in found.items():
+        rows.append({"name": name, "p": versus(far, [row["runs"] - row["between"], row["runs"]])})
     return rows
 
 

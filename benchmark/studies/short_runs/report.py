@@ -1,6 +1,7 @@
 """Rows and pictures of this study: `python benchmark/report.py short_runs`. full_length/ and
 slow_rate/ use them, too."""
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -46,16 +47,47 @@ def with_bold(row: Row) -> Row:
     return row | {f"bold_{kind}": "**" if row[f"{kind}_holds"] else "" for kind in kinds}
 
 
+def base_of(choice: str) -> str:
+    """The choice that a choice is compared with."""
+    if choice.startswith(("RLOO", "GRPO")) and choice != "RLOO, K 4":
+        return "RLOO, K 4"
+    return "default"
+
+
+def tested(record: Record) -> list[Row]:
+    """The table of a record, in which pooled intervals take into account that rows share runs."""
+    rows = [row | {"pair": (row["choice"], base_of(row["choice"]))} for row in record["table"]]
+    differences.add_tests(rows, "equal_kl", differences.freedom_of(rows, "equal_kl"))
+    return [with_bold(row) for row in rows]
+
+
 def choices(record: Record) -> list[Row]:
     """The choices of a record by their effect."""
-    return [with_bold(row) for row in sorted(record["table"], key=by_effect)]
+    return sorted(tested(record), key=by_effect)
 
 
-def pooled(record: Record) -> dict[str, float]:
-    """The pooled deviation of the differences at equal KL, and its degrees of freedom."""
-    rows = [row["equal_kl_differences"] for row in compared(record)]
-    deviation, freedom = differences.pooled_deviation(rows)
-    return {"deviation": deviation, "freedom": freedom}
+def pooled(record: Record) -> Row:
+    """The pooled deviation of the differences at equal KL, its degrees of freedom, and how many it
+    would have if no rows shared runs; what Holm's method keeps with either deviation; and the
+    p-values by their own."""
+    rows = compared(record)
+    found = [row["equal_kl_differences"] for row in rows]
+    deviation, independent = differences.pooled_deviation(found)
+    own = {}
+    for row in rows:
+        spread = float(np.std(row["equal_kl_differences"], ddof=1))
+        freedom = len(row["equal_kl_differences"]) - 1
+        own[row["choice"]] = differences.p_value(row["equal_kl_differences"], spread, freedom)
+    return {
+        "deviation": deviation,
+        "freedom": differences.freedom_of(rows, "equal_kl"),
+        "independent": independent,
+        "rows": len(rows),
+        "kept": sum(row["equal_kl_holds"] for row in rows),
+        "kept_pooled": sum(row["equal_kl_pooled_holds"] for row in rows),
+        "first_must_be": differences.LEVEL / len(rows),
+        "p": own,
+    }
 
 
 def matters(short: Record, full: Record) -> list[Row]:
@@ -71,7 +103,7 @@ def matters(short: Record, full: Record) -> list[Row]:
 # --- pictures -------------------------------------------------------------------------------------
 def compared(record: Record) -> list[Row]:
     """What has a difference at equal KL, sorted by it."""
-    found = [row for row in record["table"] if row["equal_kl_interval"] is not None]
+    found = [row for row in tested(record) if row["equal_kl_interval"] is not None]
     return sorted(found, key=lambda row: row["equal_kl"])
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy import stats
 
 from benchmark import differences, report
 from benchmark.report import CHOICES, NAMES, Record, Row
@@ -17,15 +16,40 @@ def tested(records: tuple[Record, ...], kind: str) -> list[Row]:
     """The differences of this kind in all records, tested as one family."""
     rows = []
     for record in records:
-        more = {"episodes": record["args"]["episodes"]}
-        rows += [row | more for row in record["table"] if row[f"{kind}_differences"]]
-    differences.add_tests(rows, kind)
+        episodes = record["args"]["episodes"]
+        for row in record["table"]:
+            run = (row["choice"], episodes)
+            base = (short_runs.base_of(row["choice"]), episodes)
+            if kind == "beside":
+                base = (row["choice"], "at the default's rate")
+            if row[f"{kind}_differences"]:
+                rows.append(row | {"episodes": episodes, "pair": (run, base)})
+    differences.add_tests(rows, kind, differences.freedom_of(rows, kind))
     return [short_runs.with_bold(row) for row in rows]
 
 
 def beside(*records: Record) -> list[Row]:
     """Each choice at this rate minus the same at the default's."""
     return tested(records, "beside")
+
+
+def pooled(*records: Record) -> Row:
+    """The pooled deviation of the differences from the default's rate, and its degrees of freedom;
+    how many of them Holm's method keeps, and the smallest p-value by their own deviations."""
+    rows = beside(*records)
+    found = [row["beside_differences"] for row in rows]
+    deviation, _ = differences.pooled_deviation(found)
+    own = []
+    for each in found:
+        own.append(differences.p_value(each, float(np.std(each, ddof=1)), len(each) - 1))
+    return {
+        "deviation": deviation,
+        "freedom": differences.freedom_of(rows, "beside"),
+        "kept": sum(row["beside_holds"] for row in rows),
+        "kept_pooled": sum(row["beside_pooled_holds"] for row in rows),
+        "smallest_p": min(own),
+        "first_must_be": differences.LEVEL / len(rows),
+    }
 
 
 def bases(*records: Record) -> list[Row]:
@@ -50,22 +74,21 @@ def scores(run: Row) -> list[float]:
 
 def draw_differences(axes: Axes, slow: Record, full: Record) -> None:
     """The true score at the lower rate minus that at the default's, within seeds, with 95 %
-    intervals. Levels that a single seed reaches are left out."""
+    intervals. Levels that fewer than three seeds reach are left out."""
     for choice, shift in zip(NAMES, (-0.12, 0.12), strict=True):
         base = {run["seed"]: scores(run) for run in report.runs_of(full, choice)}
         rows = []
         for run in report.runs_of(slow, choice):
             rows.append(np.subtract(scores(run), base[run["seed"]]))
-        differences = np.array(rows)  # (seeds, levels and end)
-        for y, column in enumerate(differences.T):
+        values = np.array(rows)  # (seeds, levels and end)
+        for y, column in enumerate(values.T):
             found = column[~np.isnan(column)]
-            if len(found) < 2:
+            if len(found) < 3:
                 continue
-            quantile = stats.t.ppf(0.975, len(found) - 1)
             axes.errorbar(
                 found.mean(),
                 y + shift,
-                xerr=stats.sem(found) * quantile,
+                xerr=differences.interval(found),
                 fmt="o",
                 color=CHOICES[choice],
                 capsize=3,
