@@ -49,7 +49,7 @@ def with_interval(values: Sequence[float]) -> dict[str, float]:
     """The mean of values, of seeds or of the items of one seed, and its interval."""
     mean = float(np.mean(values))
     width = interval(values)
-    return {"mean": mean, "low": mean - width, "high": mean + width}
+    return {"mean": mean, "low": mean - width, "high": mean + width, "width": width}
 
 
 def wilson(share: float, num_items: int) -> dict[str, float]:

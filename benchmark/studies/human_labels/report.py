@@ -52,7 +52,7 @@ def of_four(pairs: float) -> float:
 def choice_of_four(*records: Record) -> list[Row]:
     """What the reward models' accuracies would be as a choice of one in four."""
     row = rules(*records)[0]
-    found = {"pairs": row["mean"]}
+    found = {"rule": row["rule"], "pairs": row["mean"]}
     for name in ("mean", "low", "high"):
         found[name] = of_four(row[name])
     return [found]

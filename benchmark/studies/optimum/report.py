@@ -14,6 +14,12 @@ def seeds(record: Record) -> list[Row]:
     return [{row["algorithm"]: row for row in rows} for rows in groups.values()]
 
 
+def closed(record: Record) -> Row:
+    """The share of the gap that runs close, at least and at most."""
+    shares = [1 - row["gap"] for row in record["rows"]]
+    return {"least": min(shares), "most": max(shares)}
+
+
 def estimated(*records: Record) -> list[Row]:
     """The estimates for the policies of PPO and RLOO, with intervals over queries."""
     rows = []
@@ -23,7 +29,7 @@ def estimated(*records: Record) -> list[Row]:
         for kind in ("j_policy_standard_error", "standard_error"):
             deviation = row[kind] * num_queries**0.5
             row[f"{kind}_interval"] = half_width(deviation, num_queries, num_queries - 1)
-        rows.append(row | {"algorithm": name})
+        rows.append(row | {"algorithm": name, "closed": 1 - row["gap"]})
     return rows
 
 

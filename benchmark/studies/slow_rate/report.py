@@ -72,27 +72,46 @@ def scores(run: Row) -> list[float]:
     return [*found, run["true_score"]]
 
 
-def draw_differences(axes: Axes, slow: Record, full: Record) -> None:
-    """The true score at the lower rate minus that at the default's, within seeds, with 95 %
-    intervals. Levels that fewer than three seeds reach are left out."""
-    for choice, shift in zip(NAMES, (-0.12, 0.12), strict=True):
+def by_level(slow: Record, full: Record) -> list[Row]:
+    """The true score at the lower rate minus that at the default's, within seeds: at each level of
+    KL that at least three seeds reach, and at the end."""
+    rows = []
+    for choice, name in NAMES.items():
         base = {run["seed"]: scores(run) for run in report.runs_of(full, choice)}
-        rows = []
+        found = []
         for run in report.runs_of(slow, choice):
-            rows.append(np.subtract(scores(run), base[run["seed"]]))
-        values = np.array(rows)  # (seeds, levels and end)
-        for y, column in enumerate(values.T):
-            found = column[~np.isnan(column)]
-            if len(found) < 3:
-                continue
-            axes.errorbar(
-                found.mean(),
-                y + shift,
-                xerr=differences.interval(found),
-                fmt="o",
-                color=CHOICES[choice],
-                capsize=3,
-            )
+            found.append(np.subtract(scores(run), base[run["seed"]]))
+        row = {"method": name, "choice": choice}
+        for where, column in zip((*LEVELS, "end"), np.transpose(found), strict=True):
+            reached = column[~np.isnan(column)]
+            if len(reached) >= 3:
+                row[f"at {where}"] = differences.with_interval(reached)
+        rows.append(row)
+    return rows
+
+
+def levels(long: Record, slow: Record, full: Record) -> list[Row]:
+    """Those of the runs with twice the episodes and of those with as many."""
+    rows = []
+    for record in (long, slow):
+        more = {"episodes": record["args"]["episodes"]}
+        rows += [row | more for row in by_level(record, full)]
+    return rows
+
+
+def draw_differences(axes: Axes, slow: Record, full: Record) -> None:
+    """Those differences, with 95 % intervals."""
+    for row, shift in zip(by_level(slow, full), (-0.12, 0.12), strict=True):
+        for y, where in enumerate((*LEVELS, "end")):
+            if found := row.get(f"at {where}"):
+                axes.errorbar(
+                    found["mean"],
+                    y + shift,
+                    xerr=found["width"],
+                    fmt="o",
+                    color=CHOICES[row["choice"]],
+                    capsize=3,
+                )
     axes.axvline(0, color="black", linewidth=1)
     names = [f"at {level} nats" for level in LEVELS]
     axes.set_yticks(range(4), [*names, "at the end"])
