@@ -19,7 +19,7 @@ a number at its end says how many rows. A number in prose stands in a marker, to
 record: into a field, or to the items of a list that have this value in one of their fields.
 
     <!-- full.json: table > default > kl .1f -->5.8<!-- / -->
-    <!-- {tiny,penalty}.json: chances > poor, penalty > p .2f -->0.25<!-- / -->
+    <!-- {tiny,penalty}.json: chances > collapses > p .2f -->0.25<!-- / -->
 
 PICTURES in a folder's report.py has the function and the records of each picture. A PNG keeps the
 digest of its records.
