@@ -116,6 +116,54 @@ def power(rows: list[Row], deviation: float, freedom: float) -> Row:
     }
 
 
+def scores_at(run: Row, levels: list[float], width: int) -> np.ndarray:
+    """True scores where the KL first passes each level, or NaN; of moving averages over so many
+    points of a run's curves."""
+    weights = np.full(width, 1 / width)
+    curves = {}
+    for name in ("kl", "true_score"):
+        curves[name] = np.convolve(run["fine_curve"][name], weights, mode="valid")
+    passed = np.maximum.accumulate(curves["kl"])
+    return np.interp(levels, passed, curves["true_score"], left=np.nan, right=np.nan)
+
+
+def smoothed_rows(record: Record, width: int) -> list[Row]:
+    """The differences at equal KL of smoothed curves, tested as one family."""
+    levels = record["table"][0]["levels"]
+    of_run = {}
+    for choice in dict.fromkeys(row["choice"] for row in record["rows"]):
+        for run in report.runs_of(record, choice):
+            of_run[choice, run["seed"]] = scores_at(run, levels, width)
+    rows = []
+    for line in compared(record):
+        base = base_of(line["choice"])
+        found = []
+        for (choice, seed), scores in of_run.items():
+            reached = scores - of_run[base, seed]
+            if choice == line["choice"] and not np.isnan(reached).all():
+                found.append(float(np.nanmean(reached)))
+        row = {"choice": line["choice"], "pair": (line["choice"], base)}
+        rows.append(row | {"equal_kl_differences": found, "equal_kl": np.mean(found)})
+    differences.add_tests(rows, "equal_kl", differences.freedom_of(rows, "equal_kl"))
+    return rows
+
+
+def smoothed(record: Record) -> list[Row]:
+    """What depends on how the passing of a level is found: a row for each smoothing."""
+    first = {row["choice"]: row["equal_kl"] for row in smoothed_rows(record, 1)}
+    rows = []
+    for width in (1, 2, 3):
+        table = smoothed_rows(record, width)
+        of_choice = {row["choice"]: row for row in table}
+        moved = [abs(row["equal_kl"] - first[row["choice"]]) for row in table]
+        row = {"points": width, "moved": max(moved)}
+        row["critic"] = of_choice["critic from the reward model, warmed up"]
+        row["kept"] = sum(row["equal_kl_holds"] for row in table)
+        row["kept_pooled"] = sum(row["equal_kl_pooled_holds"] for row in table)
+        rows.append(row)
+    return rows
+
+
 def matters(short: Record, full: Record) -> list[Row]:
     """The choices that most readers ask for, each beside what it is compared with. Short runs come
     before full ones."""
