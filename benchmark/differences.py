@@ -1,13 +1,17 @@
-"""Intervals of differences between runs of a seed, and which differences are not 0.
+"""Intervals of means and shares, and which differences between runs of a seed are not 0.
 
-A row of a table is one change, with a difference for each seed. Its interval is Student's t, with
-one of two deviations: that of the row's own three or four seeds, or one that is pooled over all
-rows. Few seeds estimate their own deviation badly. The pooled one is better known, but it is right
-only if the differences of all rows vary alike. With either deviation, Holm's method (1979) corrects
-for the number of rows.
+Every page has one rule. An interval of a mean over seeds is Student's t over the seeds' means, with
+at least three of them. Of one seed the interval is over its held-out items: Student's t again, or
+Wilson's for a share of items that are right.
+
+A row of a table is one change, with a difference for each seed. Its interval has one of two
+deviations: that of the row's own three to five seeds, or one that is pooled over all rows. Few
+seeds estimate their own deviation badly. The pooled one is better known, but it is right only if
+the differences of all rows vary alike. With either deviation, Holm's method (1979) corrects for the
+number of rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +20,13 @@ from scipy import stats
 LEVEL = 0.05
 
 
-def half_width(deviation: float, num_seeds: int, freedom: int) -> float:
+def half_width(deviation: float, num_seeds: int, freedom: float) -> float:
     """Half the width of the 95 % interval of a mean over seeds."""
     error = deviation / num_seeds**0.5
     return float(stats.t.ppf(1 - LEVEL / 2, freedom) * error)
 
 
-def p_value(differences: Sequence[float], deviation: float, freedom: int) -> float:
+def p_value(differences: Sequence[float], deviation: float, freedom: float) -> float:
     """How likely a mean as far from 0 is by chance: two-sided, by Student's t."""
     if not any(differences):
         return 1.0  # the change changes nothing
@@ -41,6 +45,21 @@ def interval(differences: Sequence[float]) -> float | None:
     return half_width(deviation, len(differences), len(differences) - 1)
 
 
+def with_interval(values: Sequence[float]) -> dict[str, float]:
+    """The mean of values, of seeds or of the items of one seed, and its interval."""
+    mean = float(np.mean(values))
+    width = interval(values)
+    return {"mean": mean, "low": mean - width, "high": mean + width, "width": width}
+
+
+def wilson(share: float, num_items: int) -> dict[str, float]:
+    """A share of independent items, and its 95 % interval (Wilson 1927)."""
+    found = stats.norm.ppf(1 - LEVEL / 2) ** 2 / num_items
+    middle = (share + found / 2) / (1 + found)
+    width = (found * share * (1 - share) + found**2 / 4) ** 0.5 / (1 + found)
+    return {"mean": share, "low": middle - width, "high": middle + width}
+
+
 def pooled_deviation(rows: Sequence[Sequence[float]]) -> tuple[float, int]:
     """The deviation of differences around the mean of their row, and its degrees of freedom. Rows
     without any difference do not count: their change changes nothing."""
@@ -53,6 +72,35 @@ def pooled_deviation(rows: Sequence[Sequence[float]]) -> tuple[float, int]:
     return (squares / max(freedom, 1)) ** 0.5, freedom
 
 
+def shared_freedom(rows: Sequence[Sequence[tuple[Hashable, Hashable]]]) -> float:
+    """The degrees of freedom of a pooled deviation whose rows share runs, by Satterthwaite's
+    approximation (1946). A row has a pair of names for each seed: of its run, and of the run that
+    is subtracted. All runs are taken to vary alike, independently of each other."""
+    names = list(dict.fromkeys(run for row in rows for pair in row for run in pair))
+    parts = []
+    for row in rows:
+        signs = np.zeros((len(row), len(names)))
+        for i, (run, base) in enumerate(row):
+            signs[i, names.index(run)] = 1
+            signs[i, names.index(base)] = -1
+        parts.append(signs - signs.mean(0))
+    weights = np.concatenate(parts)
+    covariance = weights @ weights.T
+    return float(np.trace(covariance) ** 2 / (covariance**2).sum())
+
+
+def freedom_of(table: list[dict[str, Any]], kind: str) -> float:
+    """That of a table's `<kind>_differences`. `pair` of a line has the names of its runs and of
+    those that are subtracted."""
+    rows = []
+    for line in table:
+        found = line[f"{kind}_differences"]
+        run, base = line["pair"]
+        if len(found) > 1 and any(found):
+            rows.append([((run, seed), (base, seed)) for seed in range(len(found))])
+    return shared_freedom(rows)
+
+
 def holm(p_values: Sequence[float]) -> list[bool]:
     """Which of these tests hold by Holm's method, at 5 % over all of them."""
     holds = [False] * len(p_values)
@@ -63,10 +111,11 @@ def holm(p_values: Sequence[float]) -> list[bool]:
     return holds
 
 
-def add_tests(table: list[dict[str, Any]], kind: str) -> None:
+def add_tests(table: list[dict[str, Any]], kind: str, freedom: float | None = None) -> None:
     """Adds to each line of a table, which has `<kind>_differences`, their intervals by their own
     deviation and by the pooled one, and whether Holm's method keeps them. Lines with fewer than two
-    seeds are not tested."""
+    seeds are not tested. Pages give the `freedom` of the pooled deviation. Tables of records have
+    that of independent rows, which is too many."""
     for line in table:
         line[f"{kind}_interval"] = None
         line[f"{kind}_holds"] = False
@@ -74,7 +123,8 @@ def add_tests(table: list[dict[str, Any]], kind: str) -> None:
         line[f"{kind}_pooled_holds"] = False
     tested = [line for line in table if len(line[f"{kind}_differences"]) > 1]
     rows = [line[f"{kind}_differences"] for line in tested]
-    deviation, freedom = pooled_deviation(rows)
+    deviation, of_independent_rows = pooled_deviation(rows)
+    freedom = freedom or of_independent_rows
     own = []
     pooled = []
     for line, differences in zip(tested, rows, strict=True):

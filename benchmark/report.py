@@ -19,6 +19,7 @@ a number at its end says how many rows. A number in prose stands in a marker, to
 record: into a field, or to the items of a list that have this value in one of their fields.
 
     <!-- full.json: table > default > kl .1f -->5.8<!-- / -->
+    <!-- {tiny,penalty}.json: chances > collapses > p .2f -->0.25<!-- / -->
 
 PICTURES in a folder's report.py has the function and the records of each picture. A PNG keeps the
 digest of its records.
@@ -210,7 +211,8 @@ def number(found: re.Match, folder: Path) -> str:
     """A number with its markers, made anew."""
     head, name, path, spec, end = found.groups()
     part, _, rest = path.partition(" > ")
-    value = look_up(part_of(part, [folder / name]), rest)
+    paths = [folder / each for each in expand(name)]
+    value = look_up(part_of(part, paths), rest)
     return head + Cells().format_field(value, spec) + end
 
 

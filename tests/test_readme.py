@@ -81,7 +81,7 @@ def test_every_table_of_the_measurements_is_made_from_records():
             assert len(re.sub("<!--.*?-->", "", line).strip("|").split(" | ")) <= 8, line
         for pattern in (report.TABLE, report.COPY):
             text = pattern.sub("", text)
-        assert not re.search(r"^<!-- \S+\.json: ", text, re.M), "begins a block of HTML"
+        assert not re.search(r"^ *<!-- \S+\.json: ", text, re.M), "begins a block of HTML"
         text = re.sub(r"<!-- \S+\.json: .*?<!-- / -->", "", text)
         text = text.partition("## All studies")[0]
         for line in re.findall(r"^\|.*$", text, re.M):
@@ -94,6 +94,32 @@ def test_every_table_of_the_measurements_is_made_from_records():
     for page in STUDIES:
         name = page.removeprefix("benchmark/").removesuffix("/README.md")
         assert f"]({name})" in start, page
+
+
+def blocks_of(page: str) -> list[str]:
+    """The paragraphs and the items of lists of a page, without what is made from records, tables,
+    headings, commands, pictures' words and links' targets."""
+    text = read(page)
+    for pattern in (report.TABLE, report.COPY):
+        text = pattern.sub("\n\n", text)
+    text = report.NUMBER.sub("", text)
+    text = re.sub(r"^(?:[#|]|    ).*$", "", text, flags=re.M)
+    text = re.sub(r"!?\[[^]]*\]\(.*?\)|`[^`]*`", "", text)
+    return re.split(r"\n\n+|\n(?=- |\d+\. )", text)
+
+
+@pytest.mark.parametrize("page", ["benchmark/README.md", *STUDIES])
+def test_typed_numbers_name_their_records(page):
+    """A paragraph with a decimal or a share that is typed has a comment which says what it is from:
+    records, or a program where it is a setting."""
+    for block in blocks_of(page):
+        words = re.sub("<!--.*?-->", "", block)
+        if not re.search(r"(?<![\w.:])\d+\.\d+(?![.\w])|\d%", words):
+            continue
+        origin = re.search(r"<!-- from ([^:]*?)(?:: .*?)? -->", block)
+        assert origin, block
+        for name in report.expand(origin[1].replace(", ", " ")):
+            assert (ROOT / page).parent.joinpath(name).exists(), name
 
 
 def test_the_numbers_of_the_summary_are_those_of_the_findings():

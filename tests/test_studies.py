@@ -93,6 +93,29 @@ def test_what_no_record_shows():
     assert ablations.true_score_at(points, 0.2) is None
 
 
+def test_rows_that_share_a_base_have_fewer_degrees_of_freedom():
+    """Of k rows of n seeds that share one base, Satterthwaite's are 4k (n - 1) / (k + 3): the
+    covariance of their noise is 1 + I. Without shared runs they are k (n - 1)."""
+    seeds = range(4)
+    own = [[((row, seed), ("base", seed)) for seed in seeds] for row in range(5)]
+    assert differences.shared_freedom(own) == pytest.approx(4 * 5 * 3 / 8)
+    apart = [[((row, seed), ("base", row, seed)) for seed in seeds] for row in range(5)]
+    assert differences.shared_freedom(apart) == pytest.approx(5 * 3)
+
+
+def test_intervals_of_means_and_of_shares():
+    """Student's t of three values, whose quantile is 4.303; Wilson's score interval has its ends
+    where the share is 1.96 standard errors away, by the end's own error."""
+    found = differences.with_interval([0.1, 0.2, 0.3])
+    assert found["mean"] == pytest.approx(0.2)
+    assert found["width"] == pytest.approx(4.3027 * 0.1 / 3**0.5, abs=1e-4)
+    assert found["high"] - found["low"] == pytest.approx(2 * found["width"])
+    share = differences.wilson(0.9, 40)
+    for end in (share["low"], share["high"]):
+        error = (end * (1 - end) / 40) ** 0.5
+        assert abs(0.9 - end) == pytest.approx(1.96 * error, rel=1e-4)
+
+
 def test_every_run_is_a_copy_that_vader_reads(tmp_path):
     for name, choice in ablations.CHOICES.items():
         path = tmp_path / f"{ablations.slug(name)}.py"

@@ -13,6 +13,18 @@ def seeds(record: Record) -> list[Row]:
     return list({row["seed"]: row["reward_model"] | row for row in record["rows"]}.values())
 
 
+def start(record: Record) -> Row:
+    """The true score of the starting model on the held-out queries, as a mean over seeds; and what
+    training added to it, at least and at most."""
+    before = {row["seed"]: row["true_score_before"] for row in record["rows"]}
+    gains = [row["true_score_after"] - row["true_score_before"] for row in record["rows"]]
+    return {
+        "true_score": float(np.mean(list(before.values()))),
+        "least": min(gains),
+        "most": max(gains),
+    }
+
+
 def draw_bands(axes: Axes, record: Record, kind: str) -> None:
     """The means of PPO and RLOO over seeds, and bands from the lowest to the highest."""
     for choice, name in NAMES.items():

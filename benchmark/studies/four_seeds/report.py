@@ -12,6 +12,7 @@ from benchmark.report import ALGORITHMS, START, Record, Row
 RECORDS = tuple(f"seed-{seed}.json" for seed in (11, 12, 13, 14))
 DRAWS = 2_000
 LEVELS = (1.0, 1.5, 2.0)  # of KL, which all eight runs pass
+SMOOTHED = 3  # updates in a moving average
 BETWEEN = "RLOO against PPO"
 SHIFTS = {"PPO": -0.18, "RLOO": 0.18}  # of their lines in the picture
 TITLE = "SmolLM2's true score rises with every seed, by PPO and more so by RLOO"
@@ -53,14 +54,7 @@ def by_seed(parts: list[np.ndarray]) -> Row:
     """The mean of a list (seeds) of numbers (openings,), its interval by Student's t over the means
     of the seeds, and that of the protocol."""
     means = [values.mean() for values in parts]
-    mean = np.mean(means)
-    width = differences.interval(means)
-    return {
-        "mean": mean,
-        "low": mean - width,
-        "high": mean + width,
-        "drawn": interval(parts),
-    }
+    return differences.with_interval(means) | {"drawn": interval(parts)}
 
 
 def interval(parts: list[np.ndarray]) -> Row:
@@ -128,23 +122,30 @@ def measures(*records: Record) -> list[Row]:
     return rows
 
 
+def reward_at(run: str, seed: int, level: float, width: int) -> float:
+    """The reward on a run's training responses, with its penalty, where its KL first passes a
+    level; of curves that are moving averages over so many updates."""
+    lines = common.read_lines(Path(__file__).with_name(f"{run}-{seed}.jsonl"))
+    weights = np.full(width, 1 / width)
+    curves = {}
+    for name in ("objective/kl", "objective/scores"):
+        curves[name] = np.convolve([line[name] for line in lines], weights, mode="valid")
+    passed = np.maximum.accumulate(curves["objective/kl"])
+    return float(np.interp(level, passed, curves["objective/scores"]))
+
+
 def same_kl(*records: Record) -> list[Row]:
-    """The reward on the training responses, with its penalty, where a run's KL first passes each
-    level: RLOO's minus PPO's, with each seed."""
+    """That reward of RLOO minus PPO's, with each seed, at each level; and with smoothed curves."""
     rows = []
     for level in LEVELS:
-        leads = []
-        for record in records:
-            seed = record["rows"][0]["seed"]
-            rewards = {}
-            for run in ALGORITHMS:
-                lines = common.read_lines(Path(__file__).with_name(f"{run}-{seed}.jsonl"))
-                passed = np.maximum.accumulate([line["objective/kl"] for line in lines])
-                scores = [line["objective/scores"] for line in lines]
-                rewards[run] = np.interp(level, passed, scores)
-            leads.append(rewards["RLOO"] - rewards["PPO"])
-        row = {"level": level, "seeds": leads, "mean": np.mean(leads)}
-        row["interval"] = differences.interval(leads)
+        row = {"level": level}
+        for name, width in (("single", 1), ("smooth", SMOOTHED)):
+            leads = []
+            for record in records:
+                seed = record["rows"][0]["seed"]
+                rewards = {run: reward_at(run, seed, level, width) for run in ALGORITHMS}
+                leads.append(rewards["RLOO"] - rewards["PPO"])
+            row[name] = differences.with_interval(leads) | {"seeds": leads}
         rows.append(row)
     return rows
 

@@ -29,6 +29,20 @@ def pairs(*records: Record) -> list[Row]:
     return rows
 
 
+def all_pairs(*records: Record) -> Row:
+    """PPO's and RLOO's runs of a seed: how many there are, in how many of them RLOO ends higher,
+    and in how many it ends farther from the starting model."""
+    found = {"pairs": 0, "higher": 0, "farther": 0}
+    for record in records:
+        of_seed = {run["seed"]: run for run in report.runs_of(record, "RLOO, K 4")}
+        for ppo in report.runs_of(record, "default"):
+            rloo = of_seed[ppo["seed"]]
+            found["pairs"] += 1
+            found["higher"] += rloo["true_score"] > ppo["true_score"]
+            found["farther"] += rloo["kl"] > ppo["kl"]
+    return found
+
+
 def scores_of(run: Row) -> np.ndarray:
     """The true scores of a run where its KL first passes each of LEVELS, and at its end."""
     curve = run["fine_curve"]

@@ -3,9 +3,9 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmark import report
+from benchmark import differences, report
 from benchmark.report import CRITIC, OTHER, Record, Row
-from benchmark.studies.four_seeds.report import interval
+from benchmark.studies.four_seeds.report import by_seed
 
 RECORDS = tuple(f"seed-{seed}.json" for seed in (1, 2, 3))
 RULES = {
@@ -17,8 +17,8 @@ RULES = {
 }
 SHIFT = 0.12  # between the marks of two seeds
 SHARE = "share of 512 held-out pairs in which people chose this answer,\n"
-SHARE += "with each of three seeds (lines: 95% intervals)"
-TITLE = "A reward model of human labels is right in six of ten pairs, and ahead of simple rules"
+SHARE += "with each of three seeds (lines: 95% intervals over pairs)"
+TITLE = "A reward model of human labels is right in six of ten pairs, simple rules less often"
 
 
 def right(record: Record, rule: str) -> np.ndarray:
@@ -34,8 +34,8 @@ def rules(*records: Record) -> list[Row]:
     rows = []
     for rule in RULES:
         found = [right(record, rule) for record in records]
-        row = {"rule": rule, "seeds": [interval([values])["mean"] for values in found]}
-        rows.append(row | interval(found))
+        row = {"rule": rule, "seeds": [values.mean() for values in found]}
+        rows.append(row | by_seed(found))
     return rows
 
 
@@ -52,7 +52,7 @@ def of_four(pairs: float) -> float:
 def choice_of_four(*records: Record) -> list[Row]:
     """What the reward models' accuracies would be as a choice of one in four."""
     row = rules(*records)[0]
-    found = {"pairs": row["mean"]}
+    found = {"rule": row["rule"], "pairs": row["mean"]}
     for name in ("mean", "low", "high"):
         found[name] = of_four(row[name])
     return [found]
@@ -64,7 +64,7 @@ def ahead(*records: Record) -> list[Row]:
     rows = []
     for rule in others:
         found = [right(record, model) - right(record, rule) for record in records]
-        rows.append({"rule": rule} | interval(found))
+        rows.append({"rule": rule} | by_seed(found))
     return rows
 
 
@@ -84,7 +84,8 @@ def draw(*records: Record) -> Figure:
     for y, rule in enumerate(RULES):
         colour = CRITIC if y == 0 else OTHER
         for i, record in enumerate(records):
-            found = interval([right(record, rule)])
+            values = right(record, rule)
+            found = differences.wilson(values.mean(), len(values))
             at = y + SHIFT * (i - 1)
             axes.plot([found["low"], found["high"]], [at, at], color=colour)
             axes.plot(found["mean"], at, "o", color=colour)

@@ -4,6 +4,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmark import report
+from benchmark.differences import half_width
 from benchmark.report import ALGORITHMS, Record, Row
 
 
@@ -13,10 +14,23 @@ def seeds(record: Record) -> list[Row]:
     return [{row["algorithm"]: row for row in rows} for rows in groups.values()]
 
 
+def closed(record: Record) -> Row:
+    """The share of the gap that runs close, at least and at most."""
+    shares = [1 - row["gap"] for row in record["rows"]]
+    return {"least": min(shares), "most": max(shares)}
+
+
 def estimated(*records: Record) -> list[Row]:
-    """The estimates for the policies of PPO and RLOO."""
-    pairs = zip(ALGORITHMS, records, strict=True)
-    return [record["rows"][0] | {"algorithm": name} for name, record in pairs]
+    """The estimates for the policies of PPO and RLOO, with intervals over queries."""
+    rows = []
+    for name, record in zip(ALGORITHMS, records, strict=True):
+        row = record["rows"][0]
+        num_queries = row["queries"]
+        for kind in ("j_policy_standard_error", "standard_error"):
+            deviation = row[kind] * num_queries**0.5
+            row[f"{kind}_interval"] = half_width(deviation, num_queries, num_queries - 1)
+        rows.append(row | {"algorithm": name, "closed": 1 - row["gap"]})
+    return rows
 
 
 def of_record(record: Record) -> Figure:

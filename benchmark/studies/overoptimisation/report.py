@@ -5,8 +5,9 @@ import functools
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy import stats
 
-from benchmark import report
+from benchmark import differences, report
 from benchmark.report import (
     ALGORITHMS,
     BEST_OF_N,
@@ -20,6 +21,7 @@ from benchmark.report import (
 )
 
 BOUNDS = {0.3: "below 0.3", 0.45: "0.3 to 0.45", 1.0: "above 0.45"}  # of accuracies
+HELD_OUT = 512  # labels, on which accuracies are measured
 COLLAPSED = -0.5
 POOR = 0.3  # accuracies below this are shown once more
 KINDS = ("true_score", "reward", "kl")
@@ -48,6 +50,24 @@ def fits(record: Record) -> list[Row]:
     """Runs without a penalty as means over seeds, by their labels; best of n after the policies."""
     rows = [row | {"name": labels_of(row["labels"])} for row in record["table"]]
     return sorted(rows, key=lambda row: (int(row["labels"].split(":")[0]), row["name"]))
+
+
+def best_of_128(record: Record) -> Row:
+    """The true score of the best of 128 responses, by reward models of 4,000 labels, and its KL."""
+    rows = [row for row in record["best_of_n"] if row["labels"] == "4000"]
+    scores = [row["true_score"][-1] for row in rows]
+    return {
+        "mean": float(np.mean(scores)),
+        "low": min(scores),
+        "high": max(scores),
+        "kl": rows[0]["kl"][-1],
+    }
+
+
+def constant(record: Record) -> Row:
+    """How often a constant answer is right, with its interval over the held-out labels."""
+    share = record["reward_models"][0]["constant"]
+    return {"share": share} | differences.wilson(share, HELD_OUT)
 
 
 def ends(*records: Record) -> list[Row]:
@@ -85,6 +105,55 @@ def gamble(*records: Record) -> list[Row]:
     rows = []
     for (penalty, bound), runs in group(ends(*records), "kl_coef", "bound").items():
         rows.append({"penalty": WORDS[penalty], "bound": bound} | counts(runs))
+    return rows
+
+
+def versus(first: list[int], second: list[int]) -> float:
+    """Fisher's exact test: how likely two groups of runs differ so by chance, if all runs were
+    independent. Each has how many runs end in a way, and how many there are."""
+    table = [[count, total - count] for count, total in (first, second)]
+    return float(stats.fisher_exact(table).pvalue)
+
+
+def of_collapses(free: Row, held: Row) -> float:
+    """The same of how many runs collapse."""
+    return versus([free["low"], free["runs"]], [held["low"], held["runs"]])
+
+
+def chances(first: Record, second: Record) -> list[Row]:
+    """Which differences between runs without a penalty (first) and with it may be chance."""
+    both = {}
+    for row in gamble(first, second):
+        both[row["bound"], row["penalty"]] = row
+    free = both["below 0.3", "none"]
+    held = both["below 0.3", "default"]
+    far = free["low"] + free["high"]
+    far_held = held["low"] + held["high"]
+    alone = ends(second)
+    poor = [row for row in alone if row["accuracy"] < POOR]
+    weak = {row["labels"] for row in second["rows"]}
+    every = [row for row in ends(first, second) if row["labels"] in weak]
+    rows = [
+        {"name": "ends", "p": versus([far, free["runs"]], [far_held, held["runs"]])},
+        {"name": "collapses", "p": of_collapses(free, held)},
+        {"name": "high or low", "p": stats.binomtest(free["high"], far).pvalue},
+    ]
+    for name, runs in (("second series", poor), ("all accuracies", every)):
+        free = counts([row for row in runs if not row["kl_coef"]])
+        held = counts([row for row in runs if row["kl_coef"]])
+        rows.append({"name": name, "p": of_collapses(free, held)})
+    return rows
+
+
+def chances_of_kinds(record: Record) -> list[Row]:
+    """Whether kinds of rewards differ from one reward model, in collapses and in ends far out."""
+    found = {row["rewards"]: row for row in kinds(record)}
+    one = found.pop("one")
+    far = [one["runs"] - one["between"], one["runs"]]
+    several = [sum(row[name] for row in found.values()) for name in ("low", "runs")]
+    rows = [{"name": "collapses", "p": versus([one["low"], one["runs"]], several)}]
+    for name, row in found.items():
+        rows.append({"name": name, "p": versus(far, [row["runs"] - row["between"], row["runs"]])})
     return rows
 
 

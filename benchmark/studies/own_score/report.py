@@ -3,9 +3,9 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmark import report
+from benchmark import differences, report
 from benchmark.report import RLOO, START, Record, Row
-from benchmark.studies.four_seeds.report import interval, row_of, shares
+from benchmark.studies.four_seeds.report import row_of, shares
 
 SHOWN = 5  # openings on the page
 MODEL = "reward model"  # RLOO's run of four_seeds
@@ -36,7 +36,7 @@ def arms(*records: Record) -> list[Row]:
             row = {name: found[name] for name in MEASURES}
             for name, share in shares(found["duel"]).items():
                 row[name] = share.mean()
-            row |= {"run": arm, "seed": found["seed"], "gain": interval([gain])}
+            row |= {"run": arm, "seed": found["seed"], "gain": differences.with_interval(gain)}
             rows.append(row)
     return rows
 

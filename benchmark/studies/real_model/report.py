@@ -3,7 +3,7 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmark import report
+from benchmark import differences, report
 from benchmark.report import ALGORITHMS, PPO, RLOO, START, Record, Row, smooth
 
 SIX = (  # arm, rate, seed of the runs in the findings
@@ -16,6 +16,7 @@ SIX = (  # arm, rate, seed of the runs in the findings
 )
 GROUPS = ("Reward model that never saw the openings", "Reward model with labels for the openings")
 GROUPS += ("VADER's own score as the reward", "Chat, with VADER's own score")
+LAST_LABELS = 512  # over which the accuracy of a reward model is a mean
 CURVES = {
     "objective/scores": "reward (reward model)",
     "objective/kl": report.SHORT_KL,
@@ -69,6 +70,14 @@ def samples(record: Record) -> list[Row]:
         row = sample | {"rloo": afters[sample["query"]]}
         rows.append({kind: " ".join(text.split()) for kind, text in row.items()})
     return rows
+
+
+def of_right(record: Record) -> Row:
+    """Half the width of the interval of a reward model's accuracy over its last labels, in points
+    of a hundred."""
+    share = report.look_up(record, "rows > PPO, reward model > reward_accuracy")
+    found = differences.wilson(share, LAST_LABELS)
+    return {"points": 100 * (found["high"] - found["low"]) / 2}
 
 
 def memory(record: Record) -> list[Row]:

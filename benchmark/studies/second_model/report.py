@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmark import differences
 from benchmark.report import ALGORITHMS, Record, Row, look_up
 from benchmark.studies.four_seeds import report as four_seeds
-from benchmark.studies.four_seeds.report import BETWEEN, duel_of, gain, interval, shares
+from benchmark.studies.four_seeds.report import BETWEEN, duel_of, gain, shares
 
 OTHERS = Path(__file__).resolve().parents[1] / "four_seeds"
 TITLE = "gemma-3-270m improves, too, and again RLOO ends higher"
@@ -55,9 +56,9 @@ def comparisons(record: Record) -> list[Row]:
         duel = duel_of(record, run)
         row = {"run": run if run == BETWEEN else f"{run} against the starting model"}
         for name, share in shares(duel).items():
-            row[name] = interval([share])
+            row[name] = differences.with_interval(share)
         row["controlled"] = duel["controlled"]
-        row["gain"] = interval([gain(record, run)])
+        row["gain"] = differences.with_interval(gain(record, run))
         rows.append(row)
     return rows
 

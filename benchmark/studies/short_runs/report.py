@@ -1,24 +1,22 @@
 """Rows and pictures of this study: `python benchmark/report.py short_runs`. full_length/ and
 slow_rate/ use them, too."""
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy import stats
 
 from benchmark import differences, report
 from benchmark.report import CRITIC, PPO, RLOO, Record, Row
 
 # The choices in chosen.png, and those in the findings.
-CHOSEN_FULL = ("RLOO, K 4", "critic from the reward model", "1 epoch (default: 4)")
-CHOSEN_FULL += ("no value function", "advantages not whitened", "lambda 1 (default: 0.95)")
-CHOSEN_FULL += ("temperature 1 (default: 0.7)", "k3 as the KL penalty", "GRPO")
-CHOSEN_SHORT = ("critic from the reward model, warmed up", "critic from the policy")
-CHOSEN_SHORT += ("no penalty for a missing end", "rewards not whitened", "no ratio clipping")
-CHOSEN_SHORT += ("whitening per process, of 4", "reward model not normalised", "PyTorch's Adam")
-CHOSEN_SHORT += ("fixed KL coefficient", "constant learning rate", "8 minibatches (default: 1)")
-CHOSEN_SHORT += ("settings of InstructGPT", "KL over the vocabulary as the penalty")
-MATTERS_FULL = ("default", "critic from the reward model", "no value function", "GRPO")
-MATTERS_SHORT = ("default", "critic from the reward model, warmed up")
-MATTERS_SHORT += ("8 minibatches (default: 1)", "settings of InstructGPT", "dropout left on")
+CHOSEN_FULL = ("RLOO, K 4", "critic from the reward model", "no value function", "GRPO")
+CHOSEN_SHORT = ("critic from the reward model, warmed up", "no penalty for a missing end")
+CHOSEN_SHORT += ("fixed KL coefficient", "rewards not whitened", "PyTorch's Adam")
+CHOSEN_SHORT += ("no ratio clipping", "8 minibatches (default: 1)", "settings of InstructGPT")
+MATTERS_SHORT = ("critic from the reward model, warmed up", "8 minibatches (default: 1)")
+MATTERS_SHORT += ("settings of InstructGPT", "dropout left on")
+MATTERS_FULL = ("critic from the reward model", "no value function", "GRPO")
 MASKED = ("truncated tokens masked", "settings of Qwen", "settings of Llama 2")
 MASKED += ("settings of DeepSpeed-Chat", "settings of TRL 0.9", "settings of InstructGPT")
 DIFFERENCE = "difference in true score at the same KL (better \N{RIGHTWARDS ARROW})"
@@ -26,7 +24,7 @@ PASSES = "passes Holm's correction: bold, by its own deviation; *, by the pooled
 FULL = "Full runs: 12,800 episodes, 3 seeds"
 SHORT = "Short runs: 2,560 episodes, 4 seeds"
 POOLED = "95% interval by the pooled deviation (line: by its own)"
-TITLE = "A critic that starts as the reward model is the one change that passes the strict test"
+TITLE = "In short runs one change clearly helps: a critic that starts as the reward model"
 HOLLOW = {"markerfacecolor": "white", "alpha": 0.6}
 
 
@@ -46,39 +44,153 @@ def with_bold(row: Row) -> Row:
     return row | {f"bold_{kind}": "**" if row[f"{kind}_holds"] else "" for kind in kinds}
 
 
+def base_of(choice: str) -> str:
+    """The choice that a choice is compared with."""
+    if choice.startswith(("RLOO", "GRPO")) and choice != "RLOO, K 4":
+        return "RLOO, K 4"
+    return "default"
+
+
+def tested(record: Record) -> list[Row]:
+    """The table of a record, in which pooled intervals take into account that rows share runs."""
+    rows = [row | {"pair": (row["choice"], base_of(row["choice"]))} for row in record["table"]]
+    differences.add_tests(rows, "equal_kl", differences.freedom_of(rows, "equal_kl"))
+    return [with_bold(row) for row in rows]
+
+
 def choices(record: Record) -> list[Row]:
     """The choices of a record by their effect."""
-    return [with_bold(row) for row in sorted(record["table"], key=by_effect)]
+    return sorted(tested(record), key=by_effect)
 
 
-def pooled(record: Record) -> dict[str, float]:
-    """The pooled deviation of the differences at equal KL, and its degrees of freedom."""
-    rows = [row["equal_kl_differences"] for row in compared(record)]
-    deviation, freedom = differences.pooled_deviation(rows)
-    return {"deviation": deviation, "freedom": freedom}
+def pooled(record: Record) -> Row:
+    """The pooled deviation of the differences at equal KL, its degrees of freedom, and how many it
+    would have if no rows shared runs; what Holm's method keeps with either deviation; and the
+    p-values by their own."""
+    rows = compared(record)
+    found = [row["equal_kl_differences"] for row in rows]
+    deviation, independent = differences.pooled_deviation(found)
+    freedom = differences.freedom_of(rows, "equal_kl")
+    own = {}
+    for row in rows:
+        values = row["equal_kl_differences"]
+        spread = float(np.std(values, ddof=1))
+        own[row["choice"]] = differences.p_value(values, spread, len(values) - 1)
+    return {
+        "deviation": deviation,
+        "freedom": freedom,
+        "independent": independent,
+        "kept_pooled": sum(row["equal_kl_pooled_holds"] for row in rows),
+        "first_must_be": differences.LEVEL / len(rows),
+        "p": own,
+    } | power(rows, deviation, freedom)
+
+
+def power(rows: list[Row], deviation: float, freedom: float) -> Row:
+    """How far the deviations of the rows are apart, and whether they may be one. How many times its
+    half interval the first difference must be to pass Holm's method, and how large that is. What
+    planned comparisons could tell. How many intervals exclude 0."""
+    found = [row["equal_kl_differences"] for row in rows if row["equal_kl_pooled_interval"]]
+    deviations = [float(np.std(values, ddof=1)) for values in found]
+    num_seeds = max(map(len, found))
+    tail = differences.LEVEL / len(rows) / 2
+    half = differences.LEVEL / 2
+    own = stats.t.isf(tail, num_seeds - 1)
+    both = stats.t.isf(tail, freedom)
+    exclude = {}
+    for name in ("equal_kl_interval", "equal_kl_pooled_interval"):
+        exclude[name] = sum(abs(row["equal_kl"]) > (row[name] or np.inf) for row in rows)
+    error = deviation / num_seeds**0.5
+    return {
+        "least": min(deviations),
+        "most": max(deviations),
+        "bartlett": float(stats.bartlett(*found).pvalue),
+        "own_factor": own / stats.t.isf(half, num_seeds - 1),
+        "pooled_factor": both / stats.t.isf(half, freedom),
+        "can_miss": own * error,
+        "can_miss_pooled": both * error,
+        "four_seeds": differences.half_width(deviation, 4, 3),
+        "ten_seeds": differences.half_width(deviation, 10, 9),
+        "exclude": exclude["equal_kl_interval"],
+        "exclude_pooled": exclude["equal_kl_pooled_interval"],
+    }
+
+
+def scores_at(run: Row, levels: list[float], width: int) -> np.ndarray:
+    """True scores where the KL first passes each level, or NaN; of moving averages over so many
+    points of a run's curves."""
+    weights = np.full(width, 1 / width)
+    curves = {}
+    for name in ("kl", "true_score"):
+        curves[name] = np.convolve(run["fine_curve"][name], weights, mode="valid")
+    passed = np.maximum.accumulate(curves["kl"])
+    return np.interp(levels, passed, curves["true_score"], left=np.nan, right=np.nan)
+
+
+def smoothed_rows(record: Record, width: int) -> list[Row]:
+    """The differences at equal KL of smoothed curves, tested as one family."""
+    levels = record["table"][0]["levels"]
+    of_run = {}
+    for choice in dict.fromkeys(row["choice"] for row in record["rows"]):
+        for run in report.runs_of(record, choice):
+            of_run[choice, run["seed"]] = scores_at(run, levels, width)
+    rows = []
+    for line in compared(record):
+        base = base_of(line["choice"])
+        found = []
+        for (choice, seed), scores in of_run.items():
+            reached = scores - of_run[base, seed]
+            if choice == line["choice"] and not np.isnan(reached).all():
+                found.append(float(np.nanmean(reached)))
+        row = {"choice": line["choice"], "pair": (line["choice"], base)}
+        rows.append(row | {"equal_kl_differences": found, "equal_kl": np.mean(found)})
+    differences.add_tests(rows, "equal_kl", differences.freedom_of(rows, "equal_kl"))
+    return rows
+
+
+def smoothed(record: Record) -> list[Row]:
+    """What depends on how the passing of a level is found: a row for each smoothing."""
+    first = {row["choice"]: row["equal_kl"] for row in smoothed_rows(record, 1)}
+    rows = []
+    for width in (1, 2, 3):
+        table = smoothed_rows(record, width)
+        of_choice = {row["choice"]: row for row in table}
+        moved = [abs(row["equal_kl"] - first[row["choice"]]) for row in table]
+        row = {"points": width, "moved": max(moved)}
+        row["critic"] = of_choice["critic from the reward model, warmed up"]
+        row["kept"] = sum(row["equal_kl_holds"] for row in table)
+        row["kept_pooled"] = sum(row["equal_kl_pooled_holds"] for row in table)
+        rows.append(row)
+    return rows
 
 
 def matters(short: Record, full: Record) -> list[Row]:
-    """The choices that most readers ask for, full runs before short ones."""
+    """The choices that most readers ask for, each beside what it is compared with. Short runs come
+    before full ones."""
     rows = []
-    for record, names in ((full, MATTERS_FULL), (short, MATTERS_SHORT)):
+    for record, names in ((short, MATTERS_SHORT), (full, MATTERS_FULL)):
         of_choice = {row["choice"]: row for row in choices(record)}
-        more = {"episodes": record["args"]["episodes"]}
-        rows += [of_choice[name] | more for name in names]
+        for name in names:
+            base = of_choice[base_of(name)]
+            more = {"episodes": record["args"]["episodes"], "base": base}
+            more["base_name"] = report.NAMES[base["choice"]]
+            rows.append(of_choice[name] | more)
     return rows
 
 
 # --- pictures -------------------------------------------------------------------------------------
 def compared(record: Record) -> list[Row]:
     """What has a difference at equal KL, sorted by it."""
-    found = [row for row in record["table"] if row["equal_kl_interval"] is not None]
+    found = [row for row in tested(record) if row["equal_kl_interval"] is not None]
     return sorted(found, key=lambda row: row["equal_kl"])
 
 
 def name_of(row: Row) -> str:
-    """The choice, how many of its runs ended or failed, and a star if it passes with the pooled
-    deviation."""
+    """The choice, what it is compared with if that is RLOO, how many of its runs ended or failed,
+    and a star if it passes with the pooled deviation."""
     name = row["choice"]
+    if base_of(name) != "default":
+        name += " (compared with RLOO)"
     if row["equal_kl_seeds"] < row["seeds"]:
         name += f" ({row['equal_kl_seeds']} of {row['seeds']} runs ended)"
     elif row["num_failed"] > 0:
@@ -154,8 +266,8 @@ def of_both(full: Record, short: Record) -> Figure:
 
 def chosen(full: Record, short: Record) -> Figure:
     """The choices that most readers ask for."""
-    panels_of = {FULL: [row for row in compared(full) if row["choice"] in CHOSEN_FULL]}
-    panels_of[SHORT] = [row for row in compared(short) if row["choice"] in CHOSEN_SHORT]
+    panels_of = {SHORT: [row for row in compared(short) if row["choice"] in CHOSEN_SHORT]}
+    panels_of[FULL] = [row for row in compared(full) if row["choice"] in CHOSEN_FULL]
     return forest(TITLE, panels_of, 0.21, has_hollow=True)
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy import stats
 
 from benchmark import differences, report
 from benchmark.report import CHOICES, NAMES, Record, Row
@@ -17,15 +16,40 @@ def tested(records: tuple[Record, ...], kind: str) -> list[Row]:
     """The differences of this kind in all records, tested as one family."""
     rows = []
     for record in records:
-        more = {"episodes": record["args"]["episodes"]}
-        rows += [row | more for row in record["table"] if row[f"{kind}_differences"]]
-    differences.add_tests(rows, kind)
+        episodes = record["args"]["episodes"]
+        for row in record["table"]:
+            run = (row["choice"], episodes)
+            base = (short_runs.base_of(row["choice"]), episodes)
+            if kind == "beside":
+                base = (row["choice"], "at the default's rate")
+            if row[f"{kind}_differences"]:
+                rows.append(row | {"episodes": episodes, "pair": (run, base)})
+    differences.add_tests(rows, kind, differences.freedom_of(rows, kind))
     return [short_runs.with_bold(row) for row in rows]
 
 
 def beside(*records: Record) -> list[Row]:
     """Each choice at this rate minus the same at the default's."""
     return tested(records, "beside")
+
+
+def pooled(*records: Record) -> Row:
+    """The pooled deviation of the differences from the default's rate, and its degrees of freedom;
+    how many of them Holm's method keeps, and the smallest p-value by their own deviations."""
+    rows = beside(*records)
+    found = [row["beside_differences"] for row in rows]
+    deviation, _ = differences.pooled_deviation(found)
+    own = []
+    for each in found:
+        own.append(differences.p_value(each, float(np.std(each, ddof=1)), len(each) - 1))
+    return {
+        "deviation": deviation,
+        "freedom": differences.freedom_of(rows, "beside"),
+        "kept": sum(row["beside_holds"] for row in rows),
+        "kept_pooled": sum(row["beside_pooled_holds"] for row in rows),
+        "smallest_p": min(own),
+        "first_must_be": differences.LEVEL / len(rows),
+    }
 
 
 def bases(*records: Record) -> list[Row]:
@@ -48,28 +72,46 @@ def scores(run: Row) -> list[float]:
     return [*found, run["true_score"]]
 
 
-def draw_differences(axes: Axes, slow: Record, full: Record) -> None:
-    """The true score at the lower rate minus that at the default's, within seeds, with 95 %
-    intervals. Levels that a single seed reaches are left out."""
-    for choice, shift in zip(NAMES, (-0.12, 0.12), strict=True):
+def by_level(slow: Record, full: Record) -> list[Row]:
+    """The true score at the lower rate minus that at the default's, within seeds: at each level of
+    KL that at least three seeds reach, and at the end."""
+    rows = []
+    for choice, name in NAMES.items():
         base = {run["seed"]: scores(run) for run in report.runs_of(full, choice)}
-        rows = []
+        found = []
         for run in report.runs_of(slow, choice):
-            rows.append(np.subtract(scores(run), base[run["seed"]]))
-        differences = np.array(rows)  # (seeds, levels and end)
-        for y, column in enumerate(differences.T):
-            found = column[~np.isnan(column)]
-            if len(found) < 2:
-                continue
-            quantile = stats.t.ppf(0.975, len(found) - 1)
-            axes.errorbar(
-                found.mean(),
-                y + shift,
-                xerr=stats.sem(found) * quantile,
-                fmt="o",
-                color=CHOICES[choice],
-                capsize=3,
-            )
+            found.append(np.subtract(scores(run), base[run["seed"]]))
+        row = {"method": name, "choice": choice}
+        for where, column in zip((*LEVELS, "end"), np.transpose(found), strict=True):
+            reached = column[~np.isnan(column)]
+            if len(reached) >= 3:
+                row[f"at {where}"] = differences.with_interval(reached)
+        rows.append(row)
+    return rows
+
+
+def levels(long: Record, slow: Record, full: Record) -> list[Row]:
+    """Those of the runs with twice the episodes and of those with as many."""
+    rows = []
+    for record in (long, slow):
+        more = {"episodes": record["args"]["episodes"]}
+        rows += [row | more for row in by_level(record, full)]
+    return rows
+
+
+def draw_differences(axes: Axes, slow: Record, full: Record) -> None:
+    """Those differences, with 95 % intervals."""
+    for row, shift in zip(by_level(slow, full), (-0.12, 0.12), strict=True):
+        for y, where in enumerate((*LEVELS, "end")):
+            if found := row.get(f"at {where}"):
+                axes.errorbar(
+                    found["mean"],
+                    y + shift,
+                    xerr=found["width"],
+                    fmt="o",
+                    color=CHOICES[row["choice"]],
+                    capsize=3,
+                )
     axes.axvline(0, color="black", linewidth=1)
     names = [f"at {level} nats" for level in LEVELS]
     axes.set_yticks(range(4), [*names, "at the end"])

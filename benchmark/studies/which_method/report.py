@@ -51,6 +51,7 @@ def line_of(choice: str, record: Record) -> Row:
     worse = [row for row in ended if row["true_score"] < base[row["seed"]]["true_score_before"]]
     seeds = sum(row["choice"] == choice for row in record["rows"])
     line = {"method": name_of(choice), "choice": choice, "seeds": seeds}
+    line["pair"] = (choice, BASE)
     line["failed"] = seeds - len(ended) + len(worse)
     for kind in ("true_score", "reward", "kl", "distinct"):
         line[kind] = mean([row[kind] for row in ended])
@@ -76,7 +77,7 @@ def lines(record: Record) -> list[Row]:
     choices = dict.fromkeys(row["choice"] for row in record["rows"])
     found = [line_of(choice, record) for choice in choices]
     for kind in ("equal_kl", "end"):
-        differences.add_tests(found, kind)
+        differences.add_tests(found, kind, differences.freedom_of(found, kind))
         for line in found:
             line[f"bold_{kind}"] = "**" if line[f"{kind}_holds"] else ""
             line[f"bold_{kind}_pooled"] = "**" if line[f"{kind}_pooled_holds"] else ""
@@ -108,10 +109,13 @@ def repeated(record: Record) -> list[Row]:
 
 
 def pooled(record: Record) -> dict[str, float]:
-    """The pooled deviation of the differences at equal KL, and its degrees of freedom."""
-    rows = [line["equal_kl_differences"] for line in lines(record)]
-    deviation, freedom = differences.pooled_deviation(rows)
-    return {"deviation": deviation, "freedom": freedom}
+    """The pooled deviation of the differences at equal KL, its degrees of freedom, and how many it
+    would have if the rows did not share RLOO's runs."""
+    found = lines(record)
+    rows = [line["equal_kl_differences"] for line in found]
+    deviation, independent = differences.pooled_deviation(rows)
+    freedom = differences.freedom_of(found, "equal_kl")
+    return {"deviation": deviation, "freedom": freedom, "independent": independent}
 
 
 # --- the picture ----------------------------------------------------------------------------------
