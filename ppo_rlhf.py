@@ -102,18 +102,22 @@ class Args:
     # Continue the run in --output_dir (required), or start it if the folder has none
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
-    eval_queries: PositiveInt = 64  # Held-out queries, answered before and after the training
+    # Held-out queries, answered before and after the training (RLOO: --rloo_k times each)
+    eval_queries: PositiveInt = 64
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
 
     # models
     base_model: str = "tiny/model"  # Policy and reference start from it: a folder or hub id
-    # Classifier with one label: a folder or hub id (None: the preset's newest in runs/)
+    # Classifier with one label: a folder or hub id (None: the newest one that is finished, in
+    # runs/train_reward-<preset>-*)
     reward_model: str | None = None
-    # Takes the place of --reward_model: `module:function`, called as TRL calls reward functions
+    # Takes the place of --reward_model: `module:function`, called with prompts, completions and the
+    # table's columns, as TRL calls reward functions (but without completion_ids)
     reward_fn: str | None = None
     # tf32: GPUs multiply matrices in TF32. bf16: autocast, and frozen linear layers held in bf16
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
-    # Recompute activations in the backward pass: less memory, a third more time
+    # Recompute activations in the backward pass: less memory, a third more time (RLOO and
+    # train_reward.py: more than that, as each response reads its query again)
     gradient_checkpointing: bool = False
     # Train LoRA adapters of this rank in place of the policy's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
@@ -139,7 +143,7 @@ class Args:
     # The token that ends a response (`eos`: the tokenizer's; None: every response is complete)
     truncate_token: str | None = "."
     truncate_after: NonNegativeInt = 16  # The token ends a response only at this index or later
-    penalty_reward_value: float = -1.0  # For a response without a truncate token
+    penalty_reward_value: float = -1.0  # For a response that no truncate token ends
     # --penalty_reward_value replaces the score (original) or is added to it
     penalty_mode: Literal["replace", "add"] = "replace"
     # Tokens after the truncate token are left out of KL and loss (original: they count)
@@ -180,8 +184,8 @@ class Args:
     lam: NonNegativeFloat = 0.95  # Lambda of generalised advantage estimation
     whiten_rewards: bool = True  # Scale rewards to variance 1, but keep their mean
     whiten_advantages: bool = True  # Shift and scale advantages to mean 0, variance 1
-    # What the value head reads: the policy's trunk (shared), or a trunk of its own, which starts as
-    # that of --base_model (policy) or of --reward_model (reward)
+    # What the value head reads: the policy's trunk (shared), or a second trunk, trained whole, that
+    # starts as the one of --base_model (policy) or of --reward_model (reward)
     critic: Literal["shared", "policy", "reward"] = "shared"
     critic_lr: NonNegativeFloat | None = None  # Learning rate of value head and critic (None: --lr)
     critic_warmup: NonNegativeInt = 0  # First updates in which only value head and critic learn
@@ -345,7 +349,7 @@ def main(preset: str, args: Args) -> None:
         save_policy(policy, weights, tokenizer, args.output_dir)
     after = evaluation(policy).drop(columns="query").add_suffix("_after")
     if rank == 0:
-        write_samples(before.join(after), args.output_dir)
+        write_samples(before.join(after), run.folder)
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # ends DDP, else gloo can hang
     accelerator.end_training()
 
@@ -455,7 +459,8 @@ def ppo_update(
     num_minibatches, b) says which rows are in which minibatch."""
     once = torch.ones((), device=batch.responses.device)  # a mask for what is a single number
     # check_update compares log-probabilities of sampling with those of set_logprobs, by the mean of
-    # each response: in bf16 the error of one token among many can be large by chance.
+    # each response: in bf16 the error of one token among many can be large by chance. The largest
+    # over all processes is the same on each of them, so reduce_means does not change it.
     sampling_errors = (batch.logprobs - batch.sampled_logprobs).abs().mean(1)  # (B,)
     records = [sums_over(once, {"sampling_error": gather(sampling_errors).max()})]
     ratio_errors = []
@@ -579,8 +584,9 @@ def set_logprobs(
 ) -> None:
     """Sets the batch's log-probabilities, by policy and reference, and values. Rows go through the
     models in the micro-batches of minibatches (num_minibatches, b)."""
-    # Three tensors (B, R) of any numbers: the loop below writes every row.
-    batch.logprobs, batch.ref_logprobs, batch.values = batch.sampled_logprobs.repeat(3, 1, 1)
+    batch.logprobs = torch.empty_like(batch.sampled_logprobs)  # the loop writes every row
+    batch.ref_logprobs = torch.empty_like(batch.sampled_logprobs)
+    batch.values = torch.empty_like(batch.sampled_logprobs)
     for minibatch in minibatches:
         for rows in micro_batches(minibatch, batch.contexts, args.micro_batch_size):
             micro = select(batch, rows)
@@ -614,8 +620,9 @@ def sample(
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). The sum is
-    in fp64: in fp32 the steps of rare tokens would be rounded away. For NaN, clamp gives the last
-    token, and the run is stopped later."""
+    in fp64: in fp32 the steps of rare tokens would be rounded away. (u has 24 bits, so what is far
+    rarer than 6e-8 is still rounded.) For NaN, clamp gives the last token, and the run is stopped
+    later."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
 
@@ -628,8 +635,8 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
         return everything, everything.all(1)
     is_end = responses == token
     is_end[:, :after] = False
-    ends_before = is_end.cumsum(1) - is_end.long()  # (B, R), ends among earlier tokens
-    return ends_before == 0, is_end.any(1)
+    # How many ends there are up to a token: 0 before the first end, where is_end is 0, and 1 at it.
+    return is_end.cumsum(1) == is_end, is_end.any(1)
 
 
 def truncated(batch: Batch) -> TokenRows:
@@ -695,8 +702,9 @@ def evaluate(
     args: Args,
     policy: Module,
 ) -> pd.DataFrame:
-    """A row for each of the queries: response, score (with its penalty, as in training) and KL. All
-    calls and all processes use the same uniforms. main binds all arguments but the policy."""
+    """A row for each of the queries: response, score (with its penalty, as in training) and KL. The
+    policy comes last, since main binds all other arguments. All calls and all processes use the
+    same uniforms."""
     u = uniforms(args.seed, 0, len(queries), args.response_length)
     batch = rollout(policy, queries, u, truncate_id, args)
     set_logprobs(batch, policy, ref, torch.arange(len(queries))[None], args)
@@ -741,7 +749,7 @@ class ActorCritic(Module):
         self.lm = lm
         self.num_tokens = num_tokens
         self.critic = getattr(critic, "base_model", None)
-        self.value_head = nn.Linear(lm.get_output_embeddings().weight.shape[1], 1)
+        self.value_head = nn.Linear(lm.get_output_embeddings().in_features, 1)
         for p in self.value_head.parameters():
             nn.init.zeros_(p)  # as in the original
         if hasattr(critic, "score"):  # a reward model
@@ -899,8 +907,10 @@ def load_model(
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
 
     # transformers only warns about weights that are missing, left over or of another size. What is
-    # left over may belong to another head, but not to a layer (`h.3.`) or to this head (a bias).
-    wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
+    # left over may belong to another head, or be the attention mask of an old file (attn.bias), but
+    # nothing else of a layer (`h.3.`) or of this head (a bias).
+    left_over = rf"\.\d+\.(?!.*\b(attn|attention)\.(masked_)?bias$)|^{head}\."
+    wrong = {key for key in info["unexpected_keys"] if re.search(left_over, key)}
     wrong |= info["missing_keys"]
     if flag == "base_model":
         wrong.discard("score.weight")
@@ -980,7 +990,9 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
     suffix = encode(args.query_suffix or "", tokenizer)
     start = token_id("start_text", tokenizer, args)
     end = token_id("end_text", tokenizer, args)
-    long = args.long_queries or ("drop" if end is None else "keep_start")
+    long = args.long_queries
+    if long is None:
+        long = "drop" if end is None else "keep_start"
     table = load_table(flag, args)["train"]
     queries = []
     for i in np.random.default_rng([args.seed, QUERIES]).permutation(len(table)).tolist():
@@ -1031,16 +1043,16 @@ def prompt_of(row: dict) -> str | list:
     without the answer. If `chosen` is a chat, this is the longer of two: the prompt column, or all
     messages of `chosen` but the last."""
     column = next((name for name in PROMPTS if name in row), "chosen")
-    if column not in row or (column == "chosen" and isinstance(row[column], str)):
+    chosen = row.get("chosen")
+    if column not in row or (column == "chosen" and isinstance(chosen, str)):
         raise UserError(f"a row needs one of the columns {PROMPTS}, or a chat in `chosen`: {row}")
     if any(map(row.get, NOT_READ)):
         raise UserError(f"{NOT_READ} are not read, put them into messages: {row}")
-    if "chosen" in row and not row["chosen"]:  # an empty cell does not tell if it is a chat
+    if "chosen" in row and not chosen:  # an empty cell does not tell if it is a chat
         return ""
     prompt = row[column] or ""
     if column == "instruction" and row.get("input"):
         prompt = f"{prompt}\n{row['input']}"
-    chosen = row.get("chosen")
     if not is_chat(prompt) and not is_chat(chosen):
         return prompt
     if isinstance(prompt, str):
@@ -1165,7 +1177,7 @@ def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str
             if name not in getattr(module, "all_tied_weights_keys", ())  # tied: saved once
         }
         if hasattr(module, "save_pretrained"):
-            folder = f"{parent}/{part.replace('lm', 'policy')}"  # the critic's is critic/
+            folder = f"{parent}/{part.replace('lm', 'policy')}"  # lm is saved as policy/
             module.save_pretrained(folder, state_dict=own)
             tokenizer.save_pretrained(folder)
         else:
@@ -1173,11 +1185,11 @@ def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str
             save_file(own, f"{parent}/{reads}/{part}.safetensors")
 
 
-def write_samples(samples: pd.DataFrame, folder: str) -> None:
+def write_samples(samples: pd.DataFrame, folder: Path) -> None:
     """Writes samples.jsonl, the last file: it marks a finished run. Prints three queries with their
     responses before and after the training, and mean scores."""
     text = samples.to_json(orient="records", lines=True, double_precision=15)
-    write(Path(folder) / "samples.jsonl", text)
+    write(folder / "samples.jsonl", text)
     for row in samples.drop_duplicates("query").head(3).itertuples():
         print(f"\nquery: {row.query!r}\nbefore: {row.response!r}\nafter: {row.response_after!r}")
     print(f"\nmean score {samples.score.mean():.2f} before, {samples.score_after.mean():.2f} after")

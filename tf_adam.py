@@ -325,7 +325,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
     """A record: for each term a tensor (2,), its sum over mask and the size of mask. reduce_means
     adds such records and divides. So a mask (b, R) gives a mean over tokens, and a mask of one
-    element a mean over records and processes. Sums are in fp64, so that adding many loses little.
+    element a mean over records and processes. Records are added in fp64, so that many lose little.
     """
     count = mask.sum()
     return {
@@ -376,13 +376,17 @@ def choose_folder(script: Path, preset: str, args: Any) -> None:
                 raise UserError(f"--{name} {value}: {folder} was started with {value_before}")
 
 
+SEVEN_DIGITS = "[0-9]" * 7  # a checkpoint's folder, and not a user's copy with another name
+
+
 @dataclass
 class Run:
     """The folder of a run: args.json, copies of the script and of tf_adam.py, metrics.jsonl,
     checkpoints/, and at the end samples.jsonl.
 
-    SIGINT and SIGTERM are noted: the run stops at the end of the update, with a checkpoint. After
-    the last update a signal changes nothing. Press Ctrl-C twice to stop at once."""
+    SIGINT and SIGTERM are noted: the run stops at the end of the update, with a checkpoint (if the
+    launcher waits that long: see docs/running.md). After the last update a signal changes nothing.
+    Press Ctrl-C twice to stop at once."""
 
     accelerator: Accelerator
     script: Path
@@ -471,8 +475,7 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """The folders of complete checkpoints, checkpoints/<updates made>, the newest last."""
-        digits = "[0-9][0-9][0-9][0-9][0-9][0-9][0-9]"  # not a user's copies with other names
-        found = self.folder.glob(f"checkpoints/{digits}/state.json")
+        found = self.folder.glob(f"checkpoints/{SEVEN_DIGITS}/state.json")
         return sorted(path.parent for path in found)
 
     def end_update(self) -> None:
@@ -490,7 +493,7 @@ class Run:
             self.save_checkpoint(self.folder / f"checkpoints/{made:07d}", state)
         if any(stops):  # a signal may reach one process only
             words = f"{shlex.join(sys.argv)} --resume --output_dir {shlex.quote(str(self.folder))}"
-            self.accelerator.print(f"stopped by a signal; to go on:\n{words}")
+            self.accelerator.print(f"stopped by a signal; to go on (behind python):\n{words}")
             raise SystemExit(130)
 
     def state_as_json(self) -> str:
@@ -501,19 +504,20 @@ class Run:
         return text
 
     def save_checkpoint(self, path: Path, state: str) -> None:
-        """Writes a checkpoint, and removes all but the newest two."""
+        """Writes a checkpoint, and removes all but the newest two, also what kills have left."""
         self.accelerator.save_state(str(path))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             write(path / "state.json", state)  # last: from now on it is a checkpoint
-            for old in self.checkpoints()[:-2]:
-                (old / "state.json").unlink()  # first: from now on it is none
+            kept = self.checkpoints()[-2:]
+            for old in set(path.parent.glob(SEVEN_DIGITS)) - set(kept):
+                (old / "state.json").unlink(missing_ok=True)  # first: from now on it is none
                 shutil.rmtree(old)
         self.accelerator.wait_for_everyone()  # no process goes on before it is written
 
 
 def write(path: Path, text: str) -> None:
-    """Writes the file so that after a kill it is there as a whole or not at all."""
+    """Writes the file so that a kill leaves the old text or the new one, but no part of it."""
     unfinished = path.with_suffix(".tmp")
     unfinished.unlink(missing_ok=True)  # a link would be followed
     unfinished.write_text(text)

@@ -104,7 +104,8 @@ class Args:
     base_model: str = "tiny/model"  # Reward model and reference start from it: a folder or hub id
     # tf32: GPUs multiply matrices in TF32. bf16: autocast, and frozen linear layers held in bf16
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
-    # Recompute activations in the backward pass: less memory, a third more time
+    # Recompute activations in the backward pass: less memory, a third more time (RLOO and
+    # train_reward.py: more than that, as each response reads its query again)
     gradient_checkpointing: bool = False
 
     # the task
@@ -130,7 +131,7 @@ class Args:
     response_length: PositiveInt = 24
     temperature: PositiveFloat = 0.7  # Logits of tokens are divided by it
     # Chosen and rejected responses end after this token (`eos`: the tokenizer's, which is added if
-    # it is missing; None: they are not cut)
+    # it is missing; None: no token ends them). A special token ends samples, too
     truncate_token: str | None = "."
     truncate_after: NonNegativeInt = 16  # The token ends a response only at this index or later
     # Samples that set gain and bias, before and after training (0: gain starts at 1, bias at 0)
@@ -138,7 +139,7 @@ class Args:
 
     # updates and optimizer
     batch_size: PositiveInt = 8  # Comparisons per update, over all devices
-    # Labels, or sampled rows, per pass on one device; gradients accumulate
+    # Labels (of N rows each), or sampled rows, per pass on a device; gradients accumulate
     micro_batch_size: PositiveInt = 128
     lr: NonNegativeFloat = 2e-3  # The highest learning rate, see --lr_schedule
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # --lr decays to 0, or stays
@@ -258,9 +259,8 @@ def main(preset: str, args: Args) -> None:
     # FSDP's modules have `reshard`: autocast must not keep bf16 copies of their gathered weights.
     torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
 
-    run = Run(
-        accelerator, FILE, args, num_updates, {"data": crc32(str([labels, queries]).encode())}
-    )
+    texts = [labels, [query.context for query in queries]]
+    run = Run(accelerator, FILE, args, num_updates, {"data": crc32(str(texts).encode())})
     run.start()
     order = np.random.RandomState(args.seed).permutation(len(labels))
     for update in range(run.state["update"], num_updates):
@@ -446,8 +446,9 @@ def sample(
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). The sum is
-    in fp64: in fp32 the steps of rare tokens would be rounded away. For NaN, clamp gives the last
-    token, and the run is stopped later."""
+    in fp64: in fp32 the steps of rare tokens would be rounded away. (u has 24 bits, so what is far
+    rarer than 6e-8 is still rounded.) For NaN, clamp gives the last token, and the run is stopped
+    later."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
 
@@ -460,8 +461,8 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
         return everything, everything.all(1)
     is_end = responses == token
     is_end[:, :after] = False
-    ends_before = is_end.cumsum(1) - is_end.long()  # (B, R), ends among earlier tokens
-    return ends_before == 0, is_end.any(1)
+    # How many ends there are up to a token: 0 before the first end, where is_end is 0, and 1 at it.
+    return is_end.cumsum(1) == is_end, is_end.any(1)
 
 
 # --- forward passes -------------------------------------------------------------------------------
@@ -585,8 +586,10 @@ def load_model(
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
 
     # transformers only warns about weights that are missing, left over or of another size. What is
-    # left over may belong to another head, but not to a layer (`h.3.`) or to this head (a bias).
-    wrong = {key for key in info["unexpected_keys"] if re.search(rf"\.\d+\.|^{head}\.", key)}
+    # left over may belong to another head, or be the attention mask of an old file (attn.bias), but
+    # nothing else of a layer (`h.3.`) or of this head (a bias).
+    left_over = rf"\.\d+\.(?!.*\b(attn|attention)\.(masked_)?bias$)|^{head}\."
+    wrong = {key for key in info["unexpected_keys"] if re.search(left_over, key)}
     wrong |= info["missing_keys"]
     if flag == "base_model":
         wrong.discard("score.weight")
@@ -666,7 +669,9 @@ def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) 
     suffix = encode(args.query_suffix or "", tokenizer)
     start = token_id("start_text", tokenizer, args)
     end = token_id("end_text", tokenizer, args)
-    long = args.long_queries or ("drop" if end is None else "keep_start")
+    long = args.long_queries
+    if long is None:
+        long = "drop" if end is None else "keep_start"
     table = load_table(flag, args)["train"]
     queries = []
     for i in np.random.default_rng([args.seed, QUERIES]).permutation(len(table)).tolist():
@@ -707,16 +712,16 @@ def prompt_of(row: dict) -> str | list:
     without the answer. If `chosen` is a chat, this is the longer of two: the prompt column, or all
     messages of `chosen` but the last."""
     column = next((name for name in PROMPTS if name in row), "chosen")
-    if column not in row or (column == "chosen" and isinstance(row[column], str)):
+    chosen = row.get("chosen")
+    if column not in row or (column == "chosen" and isinstance(chosen, str)):
         raise UserError(f"a row needs one of the columns {PROMPTS}, or a chat in `chosen`: {row}")
     if any(map(row.get, NOT_READ)):
         raise UserError(f"{NOT_READ} are not read, put them into messages: {row}")
-    if "chosen" in row and not row["chosen"]:  # an empty cell does not tell if it is a chat
+    if "chosen" in row and not chosen:  # an empty cell does not tell if it is a chat
         return ""
     prompt = row[column] or ""
     if column == "instruction" and row.get("input"):
         prompt = f"{prompt}\n{row['input']}"
-    chosen = row.get("chosen")
     if not is_chat(prompt) and not is_chat(chosen):
         return prompt
     if isinstance(prompt, str):

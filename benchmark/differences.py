@@ -49,15 +49,25 @@ def with_interval(values: Sequence[float]) -> dict[str, float]:
     """The mean of values, of seeds or of the items of one seed, and its interval."""
     mean = float(np.mean(values))
     width = interval(values)
-    return {"mean": mean, "low": mean - width, "high": mean + width, "width": width}
+    return {
+        "mean": mean,
+        "low": mean - width,
+        "high": mean + width,
+        "width": width,
+    }
 
 
 def wilson(share: float, num_items: int) -> dict[str, float]:
     """A share of independent items, and its 95 % interval (Wilson 1927)."""
     found = stats.norm.ppf(1 - LEVEL / 2) ** 2 / num_items
     middle = (share + found / 2) / (1 + found)
-    width = (found * share * (1 - share) + found**2 / 4) ** 0.5 / (1 + found)
-    return {"mean": share, "low": middle - width, "high": middle + width}
+    variance = found * share * (1 - share) + found**2 / 4
+    width = variance**0.5 / (1 + found)
+    return {
+        "mean": share,
+        "low": middle - width,
+        "high": middle + width,
+    }
 
 
 def pooled_deviation(rows: Sequence[Sequence[float]]) -> tuple[float, int]:

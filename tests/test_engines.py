@@ -163,7 +163,7 @@ def test_a_launch_of_the_default_that_is_stopped_leaves_a_checkpoint(tmp_path):
     printed, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     assert printed.startswith("2 x cpu")
-    assert "stopped by a signal; to go on:\n" in printed
+    assert "stopped by a signal; to go on (behind python):\n" in printed
     (log,) = logs
     rows = read_lines(log)
     assert rows[0]["objective/scores"] > 1  # letters

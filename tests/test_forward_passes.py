@@ -2,6 +2,7 @@
 
 import importlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models as tiny
@@ -231,6 +232,19 @@ def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(name,
     assert unused.grad is not None
     assert not unused.grad.any()
     assert used.grad.any()
+
+
+def test_sampling_reads_a_query_once_with_checkpointing_too(monkeypatch):
+    Accelerator(cpu=True)
+    read = mock.Mock(wraps=rloo_rlhf.read)
+    monkeypatch.setattr(rloo_rlhf, "read", read)
+    args = rloo_rlhf.Args(rloo_k=2, gradient_checkpointing=True)
+    policy = rloo_rlhf.Actor(tiny.make_lm("gpt2"), tiny.VOCABULARY, args)
+    contexts = rows_of("1 2 3 / 1 2 3")
+    u = torch.full((2, 2), 0.5)
+    rloo_rlhf.sample(policy, contexts, u, 1.0)
+    shapes = [tuple(call.args[1].shape) for call in read.call_args_list]
+    assert shapes == [(1, 2), (2, 1), (2, 1)]
 
 
 def test_a_head_gets_states_without_gaps():

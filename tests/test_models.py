@@ -318,6 +318,26 @@ def test_a_new_head_is_no_fault_but_layers_too_many_and_two_labels_are(tmp_path)
         load(tmp_path / "two", classifier=True)
 
 
+FITS = contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "expected"),
+    [
+        ("gpt2", "transformer.h.10.attn.masked_bias", FITS),
+        ("gpt2", "transformer.h.10.attn.attention.bias", FITS),
+        ("llama", "model.layers.10.self_attn.bias", pytest.raises(UserError)),
+        ("llama", "lm_head.bias", pytest.raises(UserError)),
+    ],
+)
+def test_only_the_attention_masks_of_an_old_file_may_be_left_over(name, key, expected, tmp_path):
+    file = tiny.save_model(tmp_path, name) / "model.safetensors"
+    weights = load_file(file) | {key: torch.ones(1)}
+    save_file(weights, file, metadata={"format": "pt"})
+    with expected:
+        load(tmp_path)
+
+
 def with_top_token(token):
     """As much of a tokenizer as check_model reads."""
     return SimpleNamespace(get_vocab=lambda: {"a": 0, "b": token})

@@ -118,8 +118,10 @@ def test_typed_numbers_name_their_records(page):
             continue
         origin = re.search(r"<!-- from ([^:]*?)(?:: .*?)? -->", block)
         assert origin, block
-        for name in report.expand(origin[1].replace(", ", " ")):
-            assert (ROOT / page).parent.joinpath(name).exists(), name
+        names = origin[1].replace(", ", " ")
+        folder = (ROOT / page).parent
+        for name in report.expand(names):
+            assert (folder / name).exists(), name
 
 
 def test_the_numbers_of_the_summary_are_those_of_the_findings():

@@ -34,6 +34,7 @@ from safetensors.torch import load_file
 
 import ppo_rlhf
 import tf_adam
+import train_reward
 
 # Moments inside the writing of something: what happens; part of a line in the log of
 # fork_tools.strike, and which of such lines. metrics.jsonl is opened when it is made and after each
@@ -179,7 +180,7 @@ def test_kills_and_interruptions_change_no_bit(script, world, folder):
             assert errors.splitlines()[-1] == f"{script}: [Errno 28] No space left on device"
         if is_signal:
             says, command = printed.splitlines()[-2:]
-            assert says == "stopped by a signal; to go on:"
+            assert says == "stopped by a signal; to go on (behind python):"
             given = [str(ROOT / script), *words, *every, "--resume", "--output_dir", folder / "out"]
             assert command == shlex.join(map(str, given))
             assert "Traceback" not in errors
@@ -334,6 +335,20 @@ def test_a_finished_run_is_not_overwritten(script, tmp_path):
     shutil.rmtree(folder / "out/checkpoints")
     (folder / "out/checkpoints").mkdir()
     refuse(folder, script, [*WORDS[script], "--resume"], NOT_EMPTY)
+
+
+def test_what_prints_with_its_address_is_no_other_data(tmp_path, monkeypatch):
+    """An image in a table's column, for example."""
+    load = train_reward.load_queries
+
+    def with_objects(*args: Any) -> Any:
+        queries = load(*args)
+        for query in queries:
+            query.columns["image"] = object()
+        return queries
+
+    monkeypatch.setattr(train_reward, "load_queries", with_objects)
+    call(REWARD, [*WORDS[REWARD], "--resume"], copy(plain(REWARD, 1), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -661,7 +676,9 @@ def test_a_users_copies_of_checkpoints_are_no_checkpoints(small, tmp_path):
     copies = ["0000001_good", "best", "00000099", "9", "0000002.bak", "my_best"]
     for name in copies:
         shutil.copytree(own / "0000002", own / name)
+    (own / "0000099").mkdir()  # what a kill has left
     small(tmp_path / "out", updates=5)
+    assert not (own / "0000099").exists()
     assert checkpoints(tmp_path) == sorted([*copies, "0000004", "0000005"])
     assert len(read_lines(tmp_path / "out/metrics.jsonl")) == 5
 

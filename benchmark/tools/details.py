@@ -499,7 +499,7 @@ OPTIONS = [
         "`--truncate_after 1` gives the penalty to an answer that is only an EOS, unless another "
         "EOS follows (DeepSpeed-Chat leaves such answers out).",
         PPO,
-        "ends_before == 0",
+        "is_end.cumsum(1) == is_end",
         "is_end.cumsum(1) == 0",
         PPO_RUNS,
     ),

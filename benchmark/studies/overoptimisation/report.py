@@ -1,6 +1,7 @@
 """Rows and pictures of this study: `python benchmark/report.py overoptimisation`."""
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -23,6 +24,8 @@ from benchmark.report import (
 BOUNDS = {0.3: "below 0.3", 0.45: "0.3 to 0.45", 1.0: "above 0.45"}  # of accuracies
 HELD_OUT = 512  # labels, on which accuracies are measured
 COLLAPSED = -0.5
+LOW = ["low"]  # ends of runs, as counts() names them
+FAR = ["low", "high"]
 POOR = 0.3  # accuracies below this are shown once more
 KINDS = ("true_score", "reward", "kl")
 WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
@@ -49,7 +52,12 @@ def set_of(row: Row) -> str:
 def fits(record: Record) -> list[Row]:
     """Runs without a penalty as means over seeds, by their labels; best of n after the policies."""
     rows = [row | {"name": labels_of(row["labels"])} for row in record["table"]]
-    return sorted(rows, key=lambda row: (int(row["labels"].split(":")[0]), row["name"]))
+
+    def order(row: Row) -> tuple[int, str]:
+        count, *_ = row["labels"].split(":")
+        return int(count), row["name"]
+
+    return sorted(rows, key=order)
 
 
 def best_of_128(record: Record) -> Row:
@@ -108,16 +116,14 @@ def gamble(*records: Record) -> list[Row]:
     return rows
 
 
-def versus(first: list[int], second: list[int]) -> float:
-    """Fisher's exact test: how likely two groups of runs differ so by chance, if all runs were
-    independent. Each has how many runs end in a way, and how many there are."""
-    table = [[count, total - count] for count, total in (first, second)]
+def versus(first: Row, second: Row, ways: Sequence[str]) -> float:
+    """Fisher's exact test: how likely two groups of runs differ so by chance in how many end in
+    these ways, if all runs were independent."""
+    table = []
+    for row in (first, second):
+        count = sum(row[way] for way in ways)
+        table.append([count, row["runs"] - count])
     return float(stats.fisher_exact(table).pvalue)
-
-
-def of_collapses(free: Row, held: Row) -> float:
-    """The same of how many runs collapse."""
-    return versus([free["low"], free["runs"]], [held["low"], held["runs"]])
 
 
 def chances(first: Record, second: Record) -> list[Row]:
@@ -128,33 +134,33 @@ def chances(first: Record, second: Record) -> list[Row]:
     free = both["below 0.3", "none"]
     held = both["below 0.3", "default"]
     far = free["low"] + free["high"]
-    far_held = held["low"] + held["high"]
-    alone = ends(second)
-    poor = [row for row in alone if row["accuracy"] < POOR]
+    found = {
+        "ends": versus(free, held, FAR),
+        "collapses": versus(free, held, LOW),
+        "high or low": stats.binomtest(free["high"], far).pvalue,
+    }
+    poor = [row for row in ends(second) if row["accuracy"] < POOR]
     weak = {row["labels"] for row in second["rows"]}
     every = [row for row in ends(first, second) if row["labels"] in weak]
-    rows = [
-        {"name": "ends", "p": versus([far, free["runs"]], [far_held, held["runs"]])},
-        {"name": "collapses", "p": of_collapses(free, held)},
-        {"name": "high or low", "p": stats.binomtest(free["high"], far).pvalue},
-    ]
     for name, runs in (("second series", poor), ("all accuracies", every)):
         free = counts([row for row in runs if not row["kl_coef"]])
         held = counts([row for row in runs if row["kl_coef"]])
-        rows.append({"name": name, "p": of_collapses(free, held)})
-    return rows
+        found[name] = versus(free, held, LOW)
+    return [{"name": name, "p": p} for name, p in found.items()]
 
 
 def chances_of_kinds(record: Record) -> list[Row]:
     """Whether kinds of rewards differ from one reward model, in collapses and in ends far out."""
-    found = {row["rewards"]: row for row in kinds(record)}
-    one = found.pop("one")
-    far = [one["runs"] - one["between"], one["runs"]]
-    several = [sum(row[name] for row in found.values()) for name in ("low", "runs")]
-    rows = [{"name": "collapses", "p": versus([one["low"], one["runs"]], several)}]
-    for name, row in found.items():
-        rows.append({"name": name, "p": versus(far, [row["runs"] - row["between"], row["runs"]])})
-    return rows
+    several = {row["rewards"]: row for row in kinds(record)}
+    one = several.pop("one")
+    joined = {
+        "low": sum(row["low"] for row in several.values()),
+        "runs": sum(row["runs"] for row in several.values()),
+    }
+    found = {"collapses": versus(one, joined, LOW)}
+    for name, row in several.items():
+        found[name] = versus(one, row, FAR)
+    return [{"name": name, "p": p} for name, p in found.items()]
 
 
 def members(record: Record) -> list[Row]:
