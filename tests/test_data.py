@@ -319,6 +319,13 @@ def test_a_query_is_cut_at_the_first_start_and_the_last_end(cut):
     assert found == [int(token) for token in query]
 
 
+def test_longer_queries_are_kept_only_if_there_is_an_end_text():
+    row = {"text": words(3, 5, 6, 7)}
+    query = read_query(row, end_text="w5", query_length=3)
+    assert query == [3, 5]
+    refuse(read_queries, row, "no query is left", start_text="w3", query_length=2)
+
+
 def test_the_seed_orders_queries_and_more_than_are_needed_are_not_read():
     """One is read even if none is needed."""
     rows = [{"text": words(5 + i)} for i in range(40)]
@@ -335,6 +342,8 @@ def test_the_seed_orders_queries_and_more_than_are_needed_are_not_read():
 @BOTH
 def test_no_query_is_held_out_and_trained_on(script):
     queries = make_queries(rows_of("5 / 6 / 7 / 5 / 8 / 6"))
+    for i, query in enumerate(queries):
+        query.columns = {"row": i}
     held_out, others = script.hold_out(queries, 2)
     assert held_out == queries[:2]
     assert others == [queries[2], queries[4]]
@@ -459,6 +468,7 @@ LAYOUTS = {
     "whole chats": (CHATS, FAR),
     "prompt and whole chats": (CHATS | {"prompt": FAR}, FAR),
     "prompt and answers": (ASKED, FAR),
+    "one whole chat": (ASKED | {"rejected": FAR + YARDS}, FAR),
     "prompt as a text": (ANSWERS | {"prompt": HOW}, FAR),
     "answers as texts": (TEXTS | {"prompt": FAR}, FAR),
     "messages with an answer": (ANSWERS | {"messages": FAR + TALL}, FAR),
@@ -601,6 +611,7 @@ def test_the_number_of_a_bad_row_is_named():
     [
         ({"question": HOW}, HOW),
         ({"instruction": "How tall is it?", "input": ""}, "How tall is it?"),
+        ({"prompt": "How tall is it?", "input": "tower 0"}, "How tall is it?"),
         ({"instruction": "How tall is it?", "input": "tower 0"}, "How tall is it?\ntower 0"),
         ({"prompt": "Tower \U0001f469\u200d\U0001f467"}, "Tower \U0001f469\u200d\U0001f467"),
     ],

@@ -6,6 +6,7 @@ the option it is done for two rows.
 """
 
 import ast
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,12 @@ def test_the_tables_are_up_to_date():
 def test_every_fault_can_be_made(detail):
     assert detail.place()
     assert ast.dump(details.parse(detail.code)) != ast.dump(details.Fault(detail).fault)
+
+
+def test_code_that_stands_twice_is_no_place():
+    twice = dataclasses.replace(DETAILS[0], script="ppo_rlhf.py", code="args.temperature")
+    with pytest.raises(ValueError, match="^ppo_rlhf.py has `args.temperature` in "):
+        twice.place()
 
 
 def start(nodes, folder, detail=None):

@@ -77,7 +77,7 @@ def test_three_samples_are_printed_as_they_are(script, tmp_path, capsys):
         texts = {"query": f"[red]q{i}", "response": f"[/x]\x1b]0;{i}"}
         texts["response_after"] = f"{{b}}\n{i}"
         rows += [texts | {"score": i / 7, "score_after": 2 * i / 7}] * 2
-    script.write_samples(pd.DataFrame(rows), str(tmp_path))
+    script.write_samples(pd.DataFrame(rows), tmp_path)
     written = read_lines(tmp_path / "samples.jsonl")
     for mine, row in zip(written, rows, strict=True):
         scores = {name: pytest.approx(row[name], rel=1e-14) for name in ("score", "score_after")}
@@ -193,3 +193,9 @@ def test_the_newest_reward_model_is_taken(tmp_path, monkeypatch, capsys):
             path = f"{tmp_path}/{path}"
         assert args.reward_model == path
         assert capsys.readouterr().out == f"--reward_model {path}\n"
+    # What the first process sees counts.
+    seen = tmp_path / "runs/train_reward-tiny-2-20260102-030405/samples.jsonl"
+    monkeypatch.setattr(ppo_rlhf, "broadcast_object_list", lambda _: [seen])
+    args = ppo_rlhf.Args()
+    ppo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, 24)
+    assert args.reward_model == str(seen.with_name("reward_model"))

@@ -260,6 +260,11 @@ def test_a_head_gets_states_without_gaps():
         for policy in policies:
             policy(*ppo_rlhf.pad_rows(CONTEXTS), last=2)
             assert given[-1].is_contiguous() == is_patched
+            assert given[-1].shape[1] == 2
+    ids, mask = ppo_rlhf.pad_rows(CONTEXTS)
+    reference = train_reward.Reference(lm, tiny.VOCABULARY)
+    reference(ids, mask, None)
+    assert given[-1].shape[1] == 1
 
 
 def test_micro_batches_have_rows_of_similar_length_and_keep_those_of_a_query_together():

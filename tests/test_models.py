@@ -11,7 +11,7 @@ import tiny_models as tiny
 import torch
 import transformers
 from accelerate import Accelerator
-from fork_tools import PPO, RLOO, WORDS, kit
+from fork_tools import PPO, REWARD, RLOO, WORDS, kit
 from run_tools import call, read_metrics, to_lines
 from safetensors.torch import load_file, save_file
 from tiny_models import ANY_TOKENIZER, CONFIGS, LONGEST, VOCABULARY, folder_of, load, random_rows
@@ -178,6 +178,16 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(n
     assert torch.equal(trained, held)
 
 
+def test_under_bf16_the_reference_of_a_reward_model_is_held_in_bf16(tmp_path, monkeypatch):
+    made = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(train_reward, "Reference", made)
+    words = [*WORDS[REWARD], "--dtype", "bf16"]
+    with pytest.raises(InterruptedError):
+        call(REWARD, words, fork_tools.copy(kit(), tmp_path), monkeypatch)
+    lm = made.call_args.args[0]
+    assert lm.transformer.h[0].mlp.c_fc.weight.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", WITH_CLASSIFIER)
 def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast(name):
     folder = folder_of(name)
@@ -316,6 +326,11 @@ def test_a_new_head_is_no_fault_but_layers_too_many_and_two_labels_are(tmp_path)
     tiny.save_classifier(tmp_path / "two", "gpt2", num_labels=2)
     with pytest.raises(UserError, match=r"^--base_model .*two: .*score\.weight"):
         load(tmp_path / "two", classifier=True)
+
+
+def test_a_bf16_file_is_trained_in_fp32(tmp_path):
+    tiny.make_lm("llama").bfloat16().save_pretrained(tmp_path)
+    assert {p.dtype for p in load(tmp_path).parameters()} == {torch.float32}
 
 
 FITS = contextlib.nullcontext()

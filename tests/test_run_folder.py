@@ -318,6 +318,7 @@ def test_a_finished_run_that_is_resumed_writes_the_same_files(script, world, tmp
     fewer = "--total_episodes 8" if script != REWARD and world == 1 else ""
     folder = copy(plain(script, world), tmp_path)
     before = contents(folder / "out/checkpoints")
+    (folder / "out" / Path(script).name).unlink()  # as if the script had another name now
     words = [*WORDS[script], "--resume", *fewer.split()]
     fork_tools.succeed(script, words, folder, world=world)
     assert_same_results(folder, plain(script, world))
@@ -333,7 +334,7 @@ def test_a_finished_run_is_not_overwritten(script, tmp_path):
         words = [*WORDS[other], "--resume"]
         refuse(folder, other, words, "^--[a-z_]+ .*: .* was started with ")
     shutil.rmtree(folder / "out/checkpoints")
-    (folder / "out/checkpoints").mkdir()
+    (folder / "out/checkpoints/0000004").mkdir(parents=True)
     refuse(folder, script, [*WORDS[script], "--resume"], NOT_EMPTY)
 
 

@@ -80,9 +80,9 @@ def test_defaults_of_all_flags_are_the_preset_tiny_and_flags_win(module):
 def test_words_of_a_command_line(module, capsys):
     """`none` in any form, the largest seed, and -h, which is no preset."""
     given = "--end_text none --start_text=none --truncate_token None --seed 3999999999".split()
-    _, args = parse(module, given)
+    _, args = parse(module, [*given, "--output_dir=a-none"])
     assert args.end_text is args.start_text is args.truncate_token is None
-    assert args.seed == 3_999_999_999
+    assert (args.seed, args.output_dir) == (3_999_999_999, "a-none")
     for word in ("-h", "--help"):
         with pytest.raises(SystemExit) as end:
             parse(module, [word])

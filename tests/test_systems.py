@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO, UPDATES, WORDS, copy, kit, parse, plain
 from patched import make
-from run_tools import call, read_lines, read_metrics
+from run_tools import call, read_lines, read_metrics, to_lines
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, full_logits, make_lm, random_rows
 from torch import Tensor
@@ -275,6 +275,17 @@ def test_scores_are_scaled_or_whitened(name):
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen"])
+def test_scores_are_whitened_over_all_processes(name, monkeypatch):
+    """The other one has 6 and 8. All five have mean 4 and variance 8."""
+    script = patched.module(name)
+    of_other = iter([2, 6 + 8, 2**2 + 4**2])  # their count, sum and squares
+    monkeypatch.setattr(script, "sum_over_ranks", lambda x: x.sum() + next(of_other))
+    args = script.Args(score_norm="whiten")
+    found = script.normalize_scores(torch.tensor([0.0, 2.0, 4.0]), args)
+    assert found.tolist() == pytest.approx([-(2**0.5), -(0.5**0.5), 0])
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen"])
 def test_whitened_scores_are_what_is_paid(name, tmp_path):
     before, *_ = plain_metrics(PPO)
     after, *_ = metrics_of(patched.script(name), PPO, "--score_norm whiten", tmp_path)
@@ -400,6 +411,17 @@ def watch(name: str, function: str, pick: Callable, flags: str, folder: Path) ->
         patch.setattr(script, function, noted)
         call(f"{name}.py", [*WORDS[PPO], *flags.split()], folder, patch)
     return picked
+
+
+def test_pretraining_texts_are_whole_and_others_in_every_update(tmp_path):
+    folder = copy(kit(), tmp_path)
+    rows = [{"text": f"w5 w3 w{i} w4 w6"} for i in range(10, 40)]
+    (folder / "queries.jsonl").write_text(to_lines(*rows))
+    flags = "--start_text w3 --end_text w4 --ptx_coef 0.1 --ptx_dataset queries.jsonl"
+    batches = watch("instructgpt", "ppo_update", lambda *given: given[3].texts, flags, folder)
+    texts = [tuple(text) for batch in batches for text in batch]
+    assert {len(text) for text in texts} == {5}
+    assert len(set(texts)) == len(texts) == 4 * UPDATES
 
 
 @pytest.mark.parametrize("name", ["instructgpt", "deepspeed_chat"])

@@ -16,7 +16,7 @@ from fork_tools import REWARD, SCRIPTS, plain
 from run_tools import read_lines, to_lines
 
 from benchmark.studies.real_model import report as real_model
-from benchmark.tools import plot, win_rate, worked_example
+from benchmark.tools import plot, vader, win_rate, worked_example
 from benchmark.tools.win_rate import Pairs
 
 LINE = '{"train/loss": 1}\n'
@@ -82,6 +82,23 @@ def test_a_line_that_is_being_written_waits():
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"objective/scores": 3')
     assert plot.read_metrics(folder) == [{"objective/scores": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("ppo/val/error", "val/error"),
+        ("rloo/loss/policy", "loss/policy"),
+        ("rloo/entropy", "policy/entropy"),
+    ],
+)
+def test_metrics_of_old_runs_have_the_names_of_today(old, new):
+    assert plot.new_name(old) == new
+
+
+def test_vader_scores_good_texts_above_0_and_bad_ones_below():
+    good, bad = vader.sentiment([], ["She was happy.", "She wept and was sad."])
+    assert bad < 0 < good
 
 
 def test_a_picture_of_two_runs_of_one_name(capsys):
