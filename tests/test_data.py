@@ -315,7 +315,9 @@ def test_a_query_is_cut_at_the_first_start_and_the_last_end(cut):
     it where nothing is behind the start, and nothing where there is no start or end."""
     start, end, length, long, *query = cut.split()
     known = {"-": None, "1": 1, "3": 3, "5": 5, "6": 6}
-    found = ppo_rlhf.cut_query([1, 2, 3, 4, 3, 5], int(length), known[start], known[end], long)
+    begin = known[start]
+    stop = known[end]
+    found = ppo_rlhf.cut_query([1, 2, 3, 4, 3, 5], int(length), begin, stop, long)
     assert found == [int(token) for token in query]
 
 
