@@ -762,7 +762,12 @@ class ActorCritic(Module):
         token id plus 1; some models have more embeddings. And values (b, last), or None with a
         cache, which is for sampling."""
         output = read(
-            self.lm, ids, mask, cache, logits_to_keep=last, output_hidden_states=cache is None
+            self.lm,
+            ids,
+            mask,
+            cache,
+            logits_to_keep=last,
+            output_hidden_states=cache is None,
         )
         logits = output.logits
         # Only if there is something to cut: a view takes more memory in the backward pass.

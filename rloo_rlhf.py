@@ -256,7 +256,7 @@ def main(preset: str, args: Args) -> None:
     set_seed(args.seed)
     tokenizer = load_tokenizer("base_model", args)
     truncate_id = token_id("truncate_token", tokenizer, args)
-    num_queries = args.eval_queries + num_updates * args.batch_size
+    num_queries = args.eval_queries + num_updates * args.batch_size // args.rloo_k
     queries = load_queries("query_dataset", args, tokenizer, num_queries)
     contexts = [query.context for query in queries]
     longest = max(map(len, contexts)) + args.response_length
@@ -683,7 +683,13 @@ class Actor(Module):
         if n > 0 and self.k > 1 and (self.reads_once or cache is not None):  # a cache: sampling
             cache = read_queries(self.lm, ids[:: self.k, :n], mask[:: self.k, :n], self.k, cache)
             ids = ids[:, n:]
-        output = read(self.lm, ids, mask, cache, logits_to_keep=last)
+        output = read(
+            self.lm,
+            ids,
+            mask,
+            cache,
+            logits_to_keep=last,
+        )
         logits = output.logits
         # Only if there is something to cut: a view takes more memory in the backward pass.
         if logits.shape[1:] != (last, self.num_tokens):

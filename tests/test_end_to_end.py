@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import MODEL, PPO, REWARD, SCRIPTS, UPDATES, WORDS, copy, kit, plain, succeed
+from fork_tools import MODEL, PPO, REWARD, RLOO, SCRIPTS, UPDATES, WORDS, copy, kit, plain, succeed
 from run_tools import OF_MACHINE, assert_same_metrics, call, read_lines
 from tiny_models import save_classifier
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -67,6 +67,14 @@ def test_a_run_leaves_these_files(script, world, tmp_path):
         columns = ["response", "score", "kl", "found_end"]
         columns = ["query", *columns, *[f"{column}_after" for column in columns]]
         assert list(read_lines(out / "samples.jsonl")[0]) == columns
+
+
+@pytest.mark.skipif(fork_tools.is_copy(RLOO), reason="a copy may read more")
+def test_rloo_reads_a_query_for_k_episodes():
+    """Two are held out, and there are 16 episodes."""
+    folder = plain(RLOO, 1)
+    assert "rloo_k 2" in " ".join(WORDS[RLOO])
+    assert "--query_dataset: 10 of 16 rows, " in Path(f"{folder}-run.out").read_text()
 
 
 @pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
