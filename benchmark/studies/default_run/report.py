@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmark import report
+from benchmark import differences, report
 from benchmark.report import CHOICES, NAMES, Record, Row
 
 
@@ -23,6 +23,16 @@ def start(record: Record) -> Row:
         "least": min(gains),
         "most": max(gains),
     }
+
+
+def gains(record: Record) -> list[Row]:
+    """What training added to the true score on the held-out queries, with each algorithm: the mean
+    over seeds and its interval."""
+    rows = []
+    for (algorithm,), runs in report.group(record["rows"], "algorithm").items():
+        found = [run["true_score_after"] - run["true_score_before"] for run in runs]
+        rows.append({"algorithm": algorithm} | differences.with_interval(found))
+    return rows
 
 
 def draw_bands(axes: Axes, record: Record, kind: str) -> None:
