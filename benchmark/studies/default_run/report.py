@@ -25,14 +25,15 @@ def start(record: Record) -> Row:
     }
 
 
-def gains(record: Record) -> list[Row]:
-    """What training added to the true score on the held-out queries, with each algorithm: the mean
-    over seeds and its interval."""
-    rows = []
+def gains(record: Record) -> Row:
+    """The true score on the held-out queries, before training and after it with each algorithm; and
+    what training added to it. Means over seeds, and the interval of what was added."""
+    row: Row = {"start": start(record)["true_score"]}
     for (algorithm,), runs in report.group(record["rows"], "algorithm").items():
-        found = [run["true_score_after"] - run["true_score_before"] for run in runs]
-        rows.append({"algorithm": algorithm} | differences.with_interval(found))
-    return rows
+        after = [run["true_score_after"] for run in runs]
+        added = [run["true_score_after"] - run["true_score_before"] for run in runs]
+        row[algorithm] = {"after": np.mean(after)} | differences.with_interval(added)
+    return row
 
 
 def draw_bands(axes: Axes, record: Record, kind: str) -> None:

@@ -136,6 +136,14 @@ def measures(*records: Record) -> list[Row]:
     return rows
 
 
+def moved(*records: Record) -> Row:
+    """How far each algorithm moves, in nats: the mean over the seeds."""
+    found = {}
+    for run in ALGORITHMS:
+        found[run] = np.mean([row_of(record, run)["kl"] for record in records])
+    return found
+
+
 def reward_at(run: str, seed: int, level: float, width: int) -> float:
     """The reward on a run's training responses, with its penalty, where its KL first passes a
     level; of curves that are moving averages over so many updates."""

@@ -31,8 +31,9 @@ LOW = ["low"]  # ends of runs, as counts() names them
 FAR = ["low", "high"]
 POOR = 0.3  # accuracies below this are shown once more
 KINDS = ("true_score", "reward", "kl")
-FIRST = "first two"  # series, and the later ones by their kind of reward
-SERIES = {"one": "later, one model", "averaged weights": "later, averaged weights"}
+FIRST = "first two"  # series
+LATER = "later"
+SINGLE = ("one", "averaged weights")  # kinds of rewards that are one model
 WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 # Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
 SHOWN = (("128", "PPO", 0.0, 3), ("4000:0.5", "RLOO", 0.0, 2))
@@ -87,16 +88,16 @@ def single(record: Record) -> list[Row]:
     """The runs of a record with the accuracy of their reward model and their series. Of
     ensembles.json those whose reward is one model, by the seed of its labels."""
     if "rewards" not in record["rows"][0]:
-        return [row | {"series": FIRST} for row in record["rows"]]
+        return [row | {"series": FIRST, "rewards": "one"} for row in record["rows"]]
     accuracies = {}
     for row in record["reward_models"]:
         accuracies[row["labels"], row["seed"]] = row["accuracy"]
     rows = []
     for row in record["rows"]:
         kind = row["rewards"]
-        if kind not in SERIES:
+        if kind not in SINGLE:
             continue
-        more = {"kl_coef": 0.0, "series": SERIES[kind]}
+        more = {"kl_coef": 0.0, "series": LATER}
         more["seed"] = row["labels_seed"]
         more["accuracy"] = accuracies[row["labels"], row["labels_seed"]][kind]
         rows.append(row | more)
@@ -110,36 +111,36 @@ def ends(*records: Record) -> list[Row]:
         bound = next(words for most, words in BOUNDS.items() if row["accuracy"] < most)
         rows.append(row | {"bound": bound})
     bounds = list(BOUNDS.values())
-    series = [FIRST, *SERIES.values()]
 
     def order(row: Row) -> tuple[Any, ...]:
-        place = bounds.index(row["bound"])
-        return row["kl_coef"], place, series.index(row["series"]), row["accuracy"]
+        return bounds.index(row["bound"]), row["kl_coef"], row["series"], row["accuracy"]
 
     return sorted(rows, key=order)
 
 
-def poorest(*records: Record) -> list[Row]:
+def poorest(*records: Record) -> dict[str, Row]:
     """How runs against the poorest reward models end, by two bounds: without a penalty, with it,
-    and those without it of the first series and of the later ones."""
+    and those without it of the first series and of the later ones, whose rewards are of two
+    kinds."""
     rows = [row for row in ends(*records) if row["accuracy"] < POOR]
     free = [row for row in rows if not row["kl_coef"]]
     groups = {
         "none": free,
         "default": [row for row in rows if row["kl_coef"]],
         "first": [row for row in free if row["series"] == FIRST],
-        "later": [row for row in free if row["series"] != FIRST],
+        "later": [row for row in free if row["series"] == LATER],
     }
-    found = []
+    for kind in SINGLE:
+        groups[kind] = [row for row in groups["later"] if row["rewards"] == kind]
+    found = {}
     for name, runs in groups.items():
         scores = [run["end"]["true_score"] for run in runs]
         row = {
-            "name": name,
             "lowest": min(scores),
             "highest": max(scores),
             "wider": counts(runs, 0.6),
         }
-        found.append(row | counts(runs))
+        found[name] = row | counts(runs)
     return found
 
 
@@ -203,7 +204,7 @@ def chances(first: Record, second: Record, third: Record) -> list[Row]:
     poor = [row for row in ends(first, second, third) if row["accuracy"] < POOR]
     one_series = [row for row in ends(second) if row["accuracy"] < POOR]
     two_series = [row for row in poor if row["series"] == FIRST]
-    with_one = [row for row in poor if row["series"] != SERIES["averaged weights"]]
+    with_one = [row for row in poor if row["rewards"] == "one"]
     free = counts([row for row in two_series if not row["kl_coef"]])
     far = free["low"] + free["high"]
     found = {
@@ -221,10 +222,10 @@ def chances(first: Record, second: Record, third: Record) -> list[Row]:
     return [{"name": name, "p": p} for name, p in found.items()]
 
 
-def repeats(record: Record) -> list[Row]:
+def repeats(record: Record) -> dict[str, Row]:
     """In how many responses, one of each run, more than a fifth of the pairs of neighbouring words
     stood in it before; with and without a penalty."""
-    rows = []
+    rows = {}
     for (coef,), runs in group(record["rows"], "kl_coef").items():
         found = 0
         for run in runs:
@@ -233,12 +234,7 @@ def repeats(record: Record) -> list[Row]:
             pairs = list(itertools.pairwise(words))
             num_repeated = len(pairs) - len(set(pairs))
             found += num_repeated / len(pairs) > 0.2
-        row = {
-            "penalty": WORDS[coef],
-            "runs": len(runs),
-            "repeat": found,
-        }
-        rows.append(row)
+        rows[WORDS[coef]] = {"runs": len(runs), "repeat": found}
     return rows
 
 
