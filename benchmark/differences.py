@@ -18,6 +18,7 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.05
+LEAST = 3  # seeds, for an interval
 
 
 def half_width(deviation: float, num_seeds: int, freedom: float) -> float:
@@ -106,7 +107,7 @@ def freedom_of(table: list[dict[str, Any]], kind: str) -> float:
     for line in table:
         found = line[f"{kind}_differences"]
         run, base = line["pair"]
-        if len(found) > 1 and any(found):
+        if len(found) >= LEAST and any(found):
             rows.append([((run, seed), (base, seed)) for seed in range(len(found))])
     return shared_freedom(rows)
 
@@ -123,9 +124,10 @@ def holm(p_values: Sequence[float]) -> list[bool]:
 
 def add_tests(table: list[dict[str, Any]], kind: str, freedom: float | None = None) -> None:
     """Adds to each line of a table, which has `<kind>_differences`, their intervals by their own
-    deviation and by the pooled one, and whether Holm's method keeps them. Lines with fewer than two
-    seeds are not tested. Pages give the `freedom` of the pooled deviation. Tables of records have
-    that of independent rows, which is too many."""
+    deviation and by the pooled one, and whether Holm's method keeps them. A line with one seed is
+    not compared. One with two counts as a comparison that does not hold: it has no interval, and no
+    part in the pooled deviation. Pages give the `freedom` of the pooled deviation. Tables of
+    records have that of independent rows, which is too many."""
     for line in table:
         line[f"{kind}_interval"] = None
         line[f"{kind}_holds"] = False
@@ -133,11 +135,16 @@ def add_tests(table: list[dict[str, Any]], kind: str, freedom: float | None = No
         line[f"{kind}_pooled_holds"] = False
     tested = [line for line in table if len(line[f"{kind}_differences"]) > 1]
     rows = [line[f"{kind}_differences"] for line in tested]
-    deviation, of_independent_rows = pooled_deviation(rows)
+    enough = [differences for differences in rows if len(differences) >= LEAST]
+    deviation, of_independent_rows = pooled_deviation(enough)
     freedom = freedom or of_independent_rows
     own = []
     pooled = []
     for line, differences in zip(tested, rows, strict=True):
+        if len(differences) < LEAST:
+            own.append(1.0)
+            pooled.append(1.0)
+            continue
         own_deviation = float(np.std(differences, ddof=1))
         own.append(p_value(differences, own_deviation, len(differences) - 1))
         pooled.append(p_value(differences, deviation, freedom))

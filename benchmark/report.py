@@ -20,7 +20,9 @@ record: into a field, or to the items of a list that have this value in one of t
 
     <!-- full.json: table > default > kl .1f -->5.8<!-- / -->
     <!-- {tiny,penalty}.json: chances > collapses > p .2f -->0.25<!-- / -->
+    <!-- runs.json: gains > PPO {mean:+.2f} ± {width:.2f} -->+0.70 ± 0.05<!-- / -->
 
+The last one is of several fields, with the words between them, as in the cells of a table.
 PICTURES in a folder's report.py has the function and the records of each picture. A PNG keeps the
 digest of its records.
 """
@@ -55,7 +57,7 @@ TABLE = re.compile(
     r"(<!-- table ([^:\n]*) (\w+):([^\n]*) -->\n(?:\|[^\n]*\n){2}).*?(<!-- /table -->)", re.S
 )
 COPY = re.compile(r"(<!-- table (\S+) (\w+) ?(\d*) -->\n).*?(<!-- /table -->)", re.S)
-NUMBER = re.compile(r"(<!-- (\S+\.json): ([^\n]*?) (\S+) -->)[^\n]*?(<!-- / -->)")
+NUMBER = re.compile(r"(<!-- (\S+\.json): ([^\n{]*?) (\{[^\n]*?|\S+) -->)[^\n]*?(<!-- / -->)")
 # PPO, RLOO, the starting model, best of n and a critic that starts as the reward model have the
 # same colours everywhere.
 PPO = "#0072B2"
@@ -208,11 +210,15 @@ def copied(found: re.Match, folder: Path) -> str:
 
 
 def number(found: re.Match, folder: Path) -> str:
-    """A number with its markers, made anew."""
+    """A number, or several fields with words between them, with its markers, made anew."""
     head, name, path, spec, end = found.groups()
     part, _, rest = path.partition(" > ")
     paths = [folder / each for each in expand(name)]
-    value = look_up(part_of(part, paths), rest)
+    value = part_of(part, paths)
+    if rest:
+        value = look_up(value, rest)
+    if spec.startswith("{"):
+        return head + Cells().vformat(spec, (), value) + end
     return head + Cells().format_field(value, spec) + end
 
 

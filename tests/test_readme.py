@@ -46,6 +46,11 @@ def test_a_table_that_is_not_that_of_its_records_is_an_error():
         changed = whole.replace(old, new, 1)
         assert changed != whole
         assert report.written(page, changed) == whole
+    of_fields = report.BENCHMARK / "README.md"
+    right = of_fields.read_text()
+    wrong = right.replace("(+0.70 ± 0.05)", "(+0.70 ± 0.04)", 1)
+    assert wrong != right
+    assert report.written(of_fields, wrong) == right
     for end in ("<!-- /table -->", "<!-- / -->"):
         unclosed = end.join(whole.split(end)[:-1])
         with pytest.raises(SystemExit, match="marker that is not closed"):

@@ -93,6 +93,21 @@ def test_what_no_record_shows():
     assert ablations.true_score_at(points, 0.2) is None
 
 
+def test_two_seeds_are_a_comparison_without_an_interval():
+    """They are counted by Holm's method, and have no part in the pooled deviation."""
+    three = [0.10, 0.11, 0.12]
+    table = [{"x_differences": values} for values in (three, [0.5, 0.9], [0.2])]
+    differences.add_tests(table, "x")
+    assert table[0]["x_interval"] == pytest.approx(4.3027 * 0.01 / 3**0.5, abs=1e-5)
+    assert table[0]["x_pooled_interval"] == pytest.approx(table[0]["x_interval"])
+    for line in table[1:]:
+        assert line["x_interval"] is None
+        assert line["x_pooled_interval"] is None
+        assert not line["x_holds"]
+    own = differences.p_value(three, 0.01, 2)
+    assert table[0]["x_holds"] == (own < 0.05 / 2)
+
+
 def test_rows_that_share_a_base_have_fewer_degrees_of_freedom():
     """Of k rows of n seeds that share one base, Satterthwaite's are 4k (n - 1) / (k + 3): the
     covariance of their noise is 1 + I. Without shared runs they are k (n - 1)."""

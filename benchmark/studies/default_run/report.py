@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmark import report
+from benchmark import differences, report
 from benchmark.report import CHOICES, NAMES, Record, Row
 
 
@@ -23,6 +23,17 @@ def start(record: Record) -> Row:
         "least": min(gains),
         "most": max(gains),
     }
+
+
+def gains(record: Record) -> Row:
+    """The true score on the held-out queries, before training and after it with each algorithm; and
+    what training added to it. Means over seeds, and the interval of what was added."""
+    row: Row = {"start": start(record)["true_score"]}
+    for (algorithm,), runs in report.group(record["rows"], "algorithm").items():
+        after = [run["true_score_after"] for run in runs]
+        added = [run["true_score_after"] - run["true_score_before"] for run in runs]
+        row[algorithm] = {"after": np.mean(after)} | differences.with_interval(added)
+    return row
 
 
 def draw_bands(axes: Axes, record: Record, kind: str) -> None:

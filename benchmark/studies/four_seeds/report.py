@@ -12,6 +12,7 @@ from benchmark.report import ALGORITHMS, START, Record, Row
 RECORDS = tuple(f"seed-{seed}.json" for seed in (11, 12, 13, 14))
 DRAWS = 2_000
 LEVELS = (1.0, 1.5, 2.0)  # of KL, which all eight runs pass
+LABELS_OF_STEP = 32
 SMOOTHED = 3  # updates in a moving average
 BETWEEN = "RLOO against PPO"
 SHIFTS = {"PPO": -0.18, "RLOO": 0.18}  # of their lines in the picture
@@ -78,7 +79,9 @@ def seeds(*records: Record) -> list[Row]:
     for record in records:
         start = row_of(record, "starting model")
         for run in ALGORITHMS:
-            row = row_of(record, run) | record["reward_model"]
+            model = record["reward_model"]
+            row = row_of(record, run) | model
+            row["right"] = differences.wilson(model["accuracy"], model["decided"])
             for name, share in shares(row["duel"]).items():
                 row[name] = share.mean()
             row["before"] = start["true_score"]
@@ -86,6 +89,17 @@ def seeds(*records: Record) -> list[Row]:
             row["gib"] = row["memory"] / 2**30
             rows.append(row)
     return rows
+
+
+def labels(*records: Record) -> Row:
+    """How many labels the reward models were trained on, at least and at most, as their steps
+    show."""
+    found = []
+    for record in records:
+        seed = record["rows"][0]["seed"]
+        steps = common.read_lines(Path(__file__).with_name(f"reward-{seed}.jsonl"))
+        found.append(len(steps) * LABELS_OF_STEP)
+    return {"fewest": min(found), "most": max(found)}
 
 
 def together(*records: Record) -> list[Row]:
@@ -120,6 +134,14 @@ def measures(*records: Record) -> list[Row]:
             }
         rows.append(row)
     return rows
+
+
+def moved(*records: Record) -> Row:
+    """How far each algorithm moves, in nats: the mean over the seeds."""
+    found = {}
+    for run in ALGORITHMS:
+        found[run] = np.mean([row_of(record, run)["kl"] for record in records])
+    return found
 
 
 def reward_at(run: str, seed: int, level: float, width: int) -> float:

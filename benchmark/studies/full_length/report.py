@@ -22,10 +22,20 @@ VALUES = {
 def pairs(*records: Record) -> list[Row]:
     """RLOO beside PPO in each record."""
     rows = []
+    settings = []
     for record in records:
         row = {line["choice"]: line for line in record["table"]}
         args = {"lr": "2e-4"} | {name: x for name, x in record["args"].items() if x is not None}
-        rows.append({"args": args, "ppo": row["default"], "rloo": row["RLOO, K 4"]})
+        setting = (args["lr"], args["episodes"])
+        again = ", repeated" if setting in settings else ""
+        settings.append(setting)
+        pair = {
+            "args": args,
+            "again": again,
+            "ppo": row["default"],
+            "rloo": row["RLOO, K 4"],
+        }
+        rows.append(pair)
     return rows
 
 

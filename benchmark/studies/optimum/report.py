@@ -20,6 +20,12 @@ def closed(record: Record) -> Row:
     return {"least": min(shares), "most": max(shares)}
 
 
+def closed_at_most(*records: Record) -> Row:
+    """The share of the estimated gap that PPO and RLOO close; at most, as the optimum is estimated
+    from below."""
+    return {row["algorithm"]: row["closed"] for row in estimated(*records)}
+
+
 def estimated(*records: Record) -> list[Row]:
     """The estimates for the policies of PPO and RLOO, with intervals over queries."""
     rows = []

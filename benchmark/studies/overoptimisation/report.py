@@ -1,7 +1,10 @@
 """Rows and pictures of this study: `python benchmark/report.py overoptimisation`."""
 
 import functools
+import itertools
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -28,6 +31,9 @@ LOW = ["low"]  # ends of runs, as counts() names them
 FAR = ["low", "high"]
 POOR = 0.3  # accuracies below this are shown once more
 KINDS = ("true_score", "reward", "kl")
+FIRST = "first two"  # series
+LATER = "later"
+SINGLE = ("one", "averaged weights")  # kinds of rewards that are one model
 WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 # Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
 SHOWN = (("128", "PPO", 0.0, 3), ("4000:0.5", "RLOO", 0.0, 2))
@@ -78,13 +84,64 @@ def constant(record: Record) -> Row:
     return {"share": share} | differences.wilson(share, HELD_OUT)
 
 
+def single(record: Record) -> list[Row]:
+    """The runs of a record with the accuracy of their reward model and their series. Of
+    ensembles.json those whose reward is one model, by the seed of its labels."""
+    if "rewards" not in record["rows"][0]:
+        return [row | {"series": FIRST, "rewards": "one"} for row in record["rows"]]
+    accuracies = {}
+    for row in record["reward_models"]:
+        accuracies[row["labels"], row["seed"]] = row["accuracy"]
+    rows = []
+    for row in record["rows"]:
+        kind = row["rewards"]
+        if kind not in SINGLE:
+            continue
+        more = {"kl_coef": 0.0, "series": LATER}
+        more["seed"] = row["labels_seed"]
+        more["accuracy"] = accuracies[row["labels"], row["labels_seed"]][kind]
+        rows.append(row | more)
+    return rows
+
+
 def ends(*records: Record) -> list[Row]:
     """All runs by the accuracy of their reward models, those without a penalty first."""
     rows = []
-    for row in sum([record["rows"] for record in records], []):
+    for row in sum([single(record) for record in records], []):
         bound = next(words for most, words in BOUNDS.items() if row["accuracy"] < most)
         rows.append(row | {"bound": bound})
-    return sorted(rows, key=lambda row: (row["kl_coef"], row["accuracy"]))
+    bounds = list(BOUNDS.values())
+
+    def order(row: Row) -> tuple[Any, ...]:
+        return bounds.index(row["bound"]), row["kl_coef"], row["series"], row["accuracy"]
+
+    return sorted(rows, key=order)
+
+
+def poorest(*records: Record) -> dict[str, Row]:
+    """How runs against the poorest reward models end, by two bounds: without a penalty, with it,
+    and those without it of the first series and of the later ones, whose rewards are of two
+    kinds."""
+    rows = [row for row in ends(*records) if row["accuracy"] < POOR]
+    free = [row for row in rows if not row["kl_coef"]]
+    groups = {
+        "none": free,
+        "default": [row for row in rows if row["kl_coef"]],
+        "first": [row for row in free if row["series"] == FIRST],
+        "later": [row for row in free if row["series"] == LATER],
+    }
+    for kind in SINGLE:
+        groups[kind] = [row for row in groups["later"] if row["rewards"] == kind]
+    found = {}
+    for name, runs in groups.items():
+        scores = [run["end"]["true_score"] for run in runs]
+        row = {
+            "lowest": min(scores),
+            "highest": max(scores),
+            "wider": counts(runs, 0.6),
+        }
+        found[name] = row | counts(runs)
+    return found
 
 
 def penalty(record: Record) -> list[Row]:
@@ -100,19 +157,25 @@ def penalty(record: Record) -> list[Row]:
     return rows
 
 
-def counts(runs: list[Row]) -> Row:
+def counts(runs: list[Row], bound: float = -COLLAPSED) -> Row:
     """How many runs end low, high and in between."""
     scores = np.array([run["end"]["true_score"] for run in runs])
-    low = int((scores < COLLAPSED).sum())
-    high = int((scores > -COLLAPSED).sum())
+    low = int((scores < -bound).sum())
+    high = int((scores > bound).sum())
     return {"runs": len(runs), "low": low, "high": high, "between": len(runs) - low - high}
 
 
 def gamble(*records: Record) -> list[Row]:
     """How runs end, by the accuracy of their reward models, with and without a penalty."""
     rows = []
-    for (penalty, bound), runs in group(ends(*records), "kl_coef", "bound").items():
-        rows.append({"penalty": WORDS[penalty], "bound": bound} | counts(runs))
+    for key, runs in group(ends(*records), "kl_coef", "bound", "series").items():
+        coef, bound, series = key
+        row = {
+            "penalty": WORDS[coef],
+            "bound": bound,
+            "series": series,
+        }
+        rows.append(row | counts(runs))
     return rows
 
 
@@ -126,27 +189,74 @@ def versus(first: Row, second: Row, ways: Sequence[str]) -> float:
     return float(stats.fisher_exact(table).pvalue)
 
 
-def chances(first: Record, second: Record) -> list[Row]:
-    """Which differences between runs without a penalty (first) and with it may be chance."""
-    both = {}
-    for row in gamble(first, second):
-        both[row["bound"], row["penalty"]] = row
-    free = both["below 0.3", "none"]
-    held = both["below 0.3", "default"]
-    far = free["low"] + free["high"]
-    found = {
-        "ends": versus(free, held, FAR),
-        "collapses": versus(free, held, LOW),
-        "high or low": stats.binomtest(free["high"], far).pvalue,
-    }
-    poor = [row for row in ends(second) if row["accuracy"] < POOR]
+def compare(rows: list[Row], ways: Sequence[str], bound: float = -COLLAPSED) -> float:
+    """The same of runs without a penalty and with it."""
+    free = [row for row in rows if not row["kl_coef"]]
+    held = [row for row in rows if row["kl_coef"]]
+    return versus(counts(free, bound), counts(held, bound), ways)
+
+
+def chances(first: Record, second: Record, third: Record) -> list[Row]:
+    """Which differences between runs without a penalty and with it may be chance: in the second
+    record, which has both; together with the first; and with single models of the third."""
     weak = {row["labels"] for row in second["rows"]}
     every = [row for row in ends(first, second) if row["labels"] in weak]
-    for name, runs in (("second series", poor), ("all accuracies", every)):
-        free = counts([row for row in runs if not row["kl_coef"]])
-        held = counts([row for row in runs if row["kl_coef"]])
-        found[name] = versus(free, held, LOW)
+    poor = [row for row in ends(first, second, third) if row["accuracy"] < POOR]
+    one_series = [row for row in ends(second) if row["accuracy"] < POOR]
+    two_series = [row for row in poor if row["series"] == FIRST]
+    with_one = [row for row in poor if row["rewards"] == "one"]
+    free = counts([row for row in two_series if not row["kl_coef"]])
+    far = free["low"] + free["high"]
+    found = {
+        "ends": compare(one_series, FAR),
+        "ends, both series": compare(two_series, FAR),
+        "ends beyond 0.6": compare(two_series, FAR, 0.6),
+        "ends, with one": compare(with_one, FAR),
+        "ends, with all": compare(poor, FAR),
+        "collapses": compare(two_series, LOW),
+        "collapses, with all": compare(poor, LOW),
+        "second series": compare(one_series, LOW),
+        "all accuracies": compare(every, LOW),
+        "high or low": stats.binomtest(free["high"], far).pvalue,
+    }
     return [{"name": name, "p": p} for name, p in found.items()]
+
+
+def repeats(record: Record) -> dict[str, Row]:
+    """In how many responses, one of each run, more than a fifth of the pairs of neighbouring words
+    stood in it before; with and without a penalty."""
+    rows = {}
+    for (coef,), runs in group(record["rows"], "kl_coef").items():
+        found = 0
+        for run in runs:
+            response = run["samples"][0]["response"]
+            words = re.findall(r"\w+", response.lower())
+            pairs = list(itertools.pairwise(words))
+            num_repeated = len(pairs) - len(set(pairs))
+            found += num_repeated / len(pairs) > 0.2
+        rows[WORDS[coef]] = {"runs": len(runs), "repeat": found}
+    return rows
+
+
+def falls(record: Record) -> list[Row]:
+    """The run whose reward falls most on the way, in means of five updates: from where and to
+    where; with and without a penalty."""
+    rows = []
+    for (coef,), runs in group(record["rows"], "kl_coef").items():
+        found = []
+        for run in runs:
+            reward = smooth(run["reward"], 5)
+            top = np.maximum.accumulate(reward)
+            i = int((top - reward).argmax())
+            found.append((top[i] - reward[i], top[i], reward[i]))
+        _, before, after = max(found)
+        row = {
+            "penalty": WORDS[coef],
+            "from": before,
+            "to": after,
+        }
+        rows.append(row)
+    return rows
 
 
 def chances_of_kinds(record: Record) -> list[Row]:
@@ -302,38 +412,50 @@ def with_penalty(record: Record) -> Figure:
 
 def draw_end(axes: Axes, x: float, row: Row) -> None:
     """A mark for the true score at the end of a run."""
-    hollow = {"markerfacecolor": "white", "markeredgewidth": 1.6}
-    styles = {0.0: ("o", {}), 0.15: ("^", hollow)}
-    mark, style = styles[row["kl_coef"]]
+    mark, style = MARKS[kind_of(row)]
     colour = ALGORITHMS[row["algorithm"]]
     axes.plot(x, row["end"]["true_score"], mark, alpha=0.6, color=colour, **style)
+
+
+def kind_of(row: Row) -> str:
+    """The runs that share a mark."""
+    if row["kl_coef"]:
+        return "default penalty"
+    if row["series"] == FIRST:
+        return "no KL penalty"
+    return "no KL penalty, later"
 
 
 def draw_twins(axes: Axes, rows: list[Row]) -> None:
     """The runs of each set of labels, side by side; a line joins the two that differ only by their
     machine."""
     sets = list(group(rows, "labels", "seed"))
-    for (labels, seed, algorithm, coef), twins in group(
-        rows, "labels", "seed", "algorithm", "kl_coef"
-    ).items():
-        x = sets.index((labels, seed)) + PLACES[algorithm, coef]
+    runs = [row | {"kind": kind_of(row)} for row in rows]
+    for key, twins in group(runs, "labels", "seed", "algorithm", "kind").items():
+        labels, seed, algorithm, kind = key
+        x = sets.index((labels, seed)) + PLACES[kind] + SIDES[algorithm]
         for row in twins:
             draw_end(axes, x, row)
-        scores = [row["end"]["true_score"] for row in twins]
-        axes.plot([x] * len(twins), scores, color=ALGORITHMS[algorithm], linewidth=0.8)
+        if kind == "no KL penalty":
+            scores = [row["end"]["true_score"] for row in twins]
+            axes.plot([x] * len(twins), scores, color=ALGORITHMS[algorithm], linewidth=0.8)
     names = []
     for members in group(rows, "labels", "seed").values():
-        names.append(f"{np.mean([row['accuracy'] for row in members]):.2f}")
-    axes.set_xticks(range(len(sets)), names)
+        found = sorted({f"{row['accuracy']:.2f}" for row in members})
+        name = set_of(members[0]).replace(", seed", "\nseed")
+        accuracies = " to ".join(dict.fromkeys([found[0], found[-1]]))
+        names.append(f"{name}\n{accuracies}")
+    axes.set_xticks(range(len(sets)), names, fontsize=9)
     axes.set_xlim(-0.5, len(sets) - 0.5)
+    axes.grid(visible=False, axis="x")
 
 
 def over_accuracy(*records: Record) -> Figure:
-    """All runs, without a KL penalty, of both series, and with the default's; and once more those
-    of the poorest reward models, by their sets of labels."""
+    """All runs against one reward model, without a KL penalty, in both series and later, and with
+    the default's; and once more those of the poorest reward models, by their sets of labels."""
     text = "Without a KL penalty, a reward model near chance makes training a gamble"
     more = {"sharey": True, "width_ratios": (2, 3)}
-    figure, panels = report.new(text, 1, 2, 4.2, **more)
+    figure, panels = report.new(text, 1, 2, 4.6, **more)
     poor, every = panels[0]
     rows = ends(*records)
     for row in rows:
@@ -352,21 +474,14 @@ def over_accuracy(*records: Record) -> Figure:
         alpha=0.25,
         linewidth=0,
     )
-    for axes in panels[0]:
-        axes.set_xlabel("accuracy of the reward model (best of four)")
+    poor.set_xlabel("labels, and accuracies of their reward models")
+    every.set_xlabel("accuracy of the reward model (best of four)")
     poor.set_ylabel(f"{TRUE_SCORE} at the end")
     poor.set_ylim(-1, 1.05)
-    marks = ((0.0, "no KL penalty", "o", START), (0.15, "default penalty", "^", "white"))
-    for coef, name, mark, face in marks:
-        count = sum(row["kl_coef"] == coef for row in rows)
-        words = f"{name} ({count} runs)"
-        report.name_colours(
-            every,
-            {words: START},
-            mark,
-            markerfacecolor=face,
-            linestyle="",
-        )
+    for kind, (mark, style) in MARKS.items():
+        count = sum(kind_of(row) == kind for row in rows)
+        words = f"{kind} ({count} runs)"
+        report.name_colours(every, {words: START}, mark, linestyle="", **style)
     report.name_colours(every, ALGORITHMS, "s")
     every.legend(loc="lower right")
     return figure
@@ -435,13 +550,19 @@ def coefficients(fixed: Record, slow: Record, free: Record) -> Figure:
     return figure
 
 
-# Where the marks of a set of labels stand beside its place.
-PLACES = {
-    ("PPO", 0.0): -0.24,
-    ("RLOO", 0.0): -0.08,
-    ("PPO", 0.15): 0.08,
-    ("RLOO", 0.15): 0.24,
+# Marks of runs, and where they stand beside the place of their set of labels.
+HOLLOW = {"markerfacecolor": "white", "markeredgewidth": 1.6}
+MARKS = {
+    "no KL penalty": ("o", {}),
+    "no KL penalty, later": ("D", {"markersize": 5}),
+    "default penalty": ("^", HOLLOW),
 }
+PLACES = {
+    "no KL penalty": -0.28,
+    "no KL penalty, later": 0.0,
+    "default penalty": 0.28,
+}
+SIDES = {"PPO": -0.06, "RLOO": 0.06}
 ENSEMBLES = "Several weak reward models: no run collapses, but ends range from -0.5 to 1.0"
 WEAK = "The reward ends higher in every run; the true score does not"
 MORE = "With 1,024 labels no run collapses; with half of 4,000 at random one does"
@@ -451,7 +572,7 @@ PICTURES = {
     "curves.png": (curves, "tiny.json"),
     "more.png": (more_curves, "tiny.json"),
     "penalty.png": (with_penalty, "penalty.json"),
-    "gamble.png": (over_accuracy, "tiny.json", "penalty.json"),
+    "gamble.png": (over_accuracy, "tiny.json", "penalty.json", "ensembles.json"),
     "ensembles.png": (of_ensembles, "ensembles.json"),
     "frontier.png": (coefficients, "frontier.json", "slow.json", "tiny.json"),
 }

@@ -69,8 +69,11 @@ def runs(record: Record) -> list[Row]:
 
 
 def reward_models(record: Record) -> list[Row]:
-    """How often the reward model names VADER's favourite."""
-    return [{"name": "gemma"} | record["reward_model"]]
+    """How often the reward model names VADER's favourite, with Wilson's interval over the openings
+    that have one."""
+    model = record["reward_model"]
+    right = differences.wilson(model["accuracy"], model["decided"])
+    return [{"name": "gemma", "right": right} | model]
 
 
 def draw(*records: Record) -> Figure:
