@@ -210,6 +210,9 @@ def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(
     for text, token in {".": 3, "\n": 6, "eos": 0, "</s>": 0, "a": 2}.items():
         args = script.Args(truncate_token=text)
         assert script.token_id("truncate_token", tokenizer, args) == token
+    tokenizer, args = start(script, base_model="bytes", truncate_token="Ġ")
+    with pytest.raises(script.UserError, match="^--truncate_token 'Ġ' must be one token"):
+        script.token_id("truncate_token", tokenizer, args)  # its vocabulary's word for a space
 
 
 @pytest.mark.parametrize("size", [50_257, 50_259, 50_260, 60_000])
@@ -219,6 +222,13 @@ def test_the_padding_of_gpt2s_ids_is_a_token_of_larger_models(size):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     expected = [5, PAD] if size > PAD else [5]
     assert [script.encode([5, PAD], tokenizer) for script in SCRIPTS] == [expected] * 3
+
+
+def test_ids_of_tokens_that_were_added_are_known():
+    tokenizer, _ = start(train_reward)
+    tokenizer.add_tokens("new")
+    ids = [5, tokenizer.get_vocab()["new"]]
+    assert [script.encode(ids, tokenizer) for script in SCRIPTS] == [ids] * 3
 
 
 def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay():
@@ -271,6 +281,12 @@ def test_a_table_is_a_split_that_is_named_or_train():
     def load(name):
         return ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
 
+    (found,) = load("tiny/queries::test").values()  # beside the script
+    assert len(found) > 0
+    Path("of_csv").mkdir()
+    Path("of_csv/train.csv").write_text("text\nw5\n")
+    Path("of_csv/dataset_info.json").write_text("{}")
+    assert load("of_csv")["train"]["text"][:] == ["w5"]
     for name, text in (("set", "set/train"), ("set::test", "set/test"), ("a:b", "a:b/train")):
         splits = load(name)
         assert splits["train"]["text"][:] == [text]
@@ -470,6 +486,7 @@ LAYOUTS = {
     "whole chats": (CHATS, FAR),
     "prompt and whole chats": (CHATS | {"prompt": FAR}, FAR),
     "prompt and answers": (ASKED, FAR),
+    "empty prompt": (CHATS | {"prompt": ""}, FAR),
     "one whole chat": (ASKED | {"rejected": FAR + YARDS}, FAR),
     "prompt as a text": (ANSWERS | {"prompt": HOW}, FAR),
     "answers as texts": (TEXTS | {"prompt": FAR}, FAR),
@@ -830,11 +847,20 @@ def test_a_function_gets_chats_where_the_table_has_chats(script):
     text = tokenizer(YARDS[0]["content"], add_special_tokens=False).input_ids
     script.score_by_function(keep, tokenizer, queries, make_responses([[*text, EOS]]))
     assert seen == [[FAR], [YARDS], [FAR + TALL]]
+
+
+@BOTH
+def test_a_function_gets_prompts_without_bos_and_whole_numbers_as_they_are(script):
+    def keep(prompts, number, **_):
+        assert prompts == ["w5 <|endoftext|> w6", "w7"]
+        assert repr(number) == "[1, None]"
+        return [1.0, 2.0]
+
     tokenizer, _ = start(script, base_model="llama")
-    script.score_by_function(
-        lambda prompts, **_: seen.append(prompts) or [1.0],
-        tokenizer,
-        [script.Query([BOS, 5, EOS, 6], [5], {"query": ""})],
-        make_responses([[7]]),
-    )
-    assert seen[-1] == ["w5 <|endoftext|> w6"]  # without the BOS
+    queries = [
+        script.Query([BOS, 5, EOS, 6], [5], {"query": "", "number": 1}),
+        script.Query([BOS, 7], [7], {"query": "", "number": None}),
+    ]
+    responses = make_responses([[7], [8]])
+    scores = script.score_by_function(keep, tokenizer, queries, responses)
+    assert scores.tolist() == [1, 2]

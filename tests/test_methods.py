@@ -361,6 +361,13 @@ def test_flags_are_as_published(name):
     assert {flag: args[flag] for flag in PUBLISHED[name]} == PUBLISHED[name]
 
 
+def test_rewards_that_differ_by_rounding_are_equal():
+    dapo = patched.module("dapo")
+    rewards = torch.tensor([[0.0, 0.0, 1e-6], [0.0, 0.0, 1e-2]])
+    _, differs = dapo.group_advantages(rewards)
+    assert differs.tolist() == [False] * 3 + [True] * 3
+
+
 def test_a_dual_clip_limits_the_loss_where_the_advantage_is_negative():
     """Ye et al. 2020, equation 5, with ratios on both sides of all three limits."""
     dapo = patched.module("dapo")

@@ -285,6 +285,17 @@ def test_scores_are_whitened_over_all_processes(name, monkeypatch):
     assert found.tolist() == pytest.approx([-(2**0.5), -(0.5**0.5), 0])
 
 
+def test_advantages_of_trls_rloo_are_divided_by_the_deviation_of_all(monkeypatch):
+    """Those of another process are 3 and -3."""
+    script = patched.module("trl_rloo")
+    of_other = iter([2, 3**2 + 3**2])
+    monkeypatch.setattr(script, "sum_over_ranks", lambda x: x.sum() + next(of_other))
+    args = script.Args(normalize_advantages=True)
+    found = script.rloo_advantages(torch.tensor([[0.0, 1.0]]), args)
+    deviation = ((1 + 1 + 9 + 9) / (4 - 1)) ** 0.5
+    assert found.flatten().tolist() == pytest.approx([-1 / deviation, 1 / deviation], rel=1e-3)
+
+
 @pytest.mark.parametrize("name", ["llama2", "qwen"])
 def test_whitened_scores_are_what_is_paid(name, tmp_path):
     before, *_ = plain_metrics(PPO)
@@ -463,7 +474,7 @@ def test_a_resumed_run_goes_on_with_its_average(tmp_path):
 # --- trlX's frozen layers, and rewards of tokens --------------------------------------------------
 def test_frozen_layers_are_shared_with_the_reference(tmp_path):
     folder = copy(kit(), tmp_path)
-    flags = "--unfrozen_layers 1"
+    flags = "--unfrozen_layers 1 --dtype bf16"  # shared layers are not held in bf16
     models = watch("trlx", "set_logprobs", lambda *given: given[1:3], flags, folder)
     policy, ref = models[-1]
     base = load_file(folder / "model/model.safetensors")

@@ -281,6 +281,14 @@ def test_the_command_prints_and_writes_the_results(capsys):
     assert '"pairs": 2' in Path("found.json").read_text()
 
 
+def test_columns_of_both_files_may_differ(capsys):
+    write_two()
+    text = Path("other").read_text()
+    Path("other").write_text(text.replace("response_after", "mine"))
+    call(win_rate, f". other --other_column mine {JUDGE}count_a")
+    assert "win rate                 100.0% " in capsys.readouterr().out
+
+
 def test_wins_ties_and_losses_stand_apart_in_the_tables():
     """Of seven comparisons three are won, and two are ties."""
     wins = [1, 0.5, 0, 1, 0.5, 0, 1]
@@ -308,6 +316,12 @@ def differences(shown: str, expected: str) -> list[str]:
         if error > 1.5 * 10 ** -len(decimals):
             found.append(f"{text} is {other}")
     return found
+
+
+def test_lines_between_two_are_those_after_the_first(tmp_path, monkeypatch):
+    (tmp_path / "f.py").write_text('def f():\n    """F."""\n    b\n    a\n    b\n    c\n')
+    monkeypatch.setattr(worked_example, "ROOT", tmp_path)
+    assert worked_example.code_of("f.py", "f", "a", "b") == "```python\na\nb\n```"
 
 
 def test_the_pages_have_the_numbers_and_the_code_of_the_scripts(examples):
