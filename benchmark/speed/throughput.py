@@ -463,7 +463,9 @@ def main() -> None:
     for part, words in parts.items():
         if words is not None:
             name, folder = words
-            answer = PARTS[part](name, Setting(options, folder))
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers
+                setting = Setting(options, folder)
+            answer = PARTS[part](name, setting)
             sys.stdout.write(json.dumps(answer) + "\n")
             return
 
