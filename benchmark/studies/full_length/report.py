@@ -103,8 +103,8 @@ def beside_rloo(record: Record) -> list[Row]:
 
 
 def across(critic: Record, full: Record) -> Row:
-    """PPO with the warmed-up critic minus the default's run of the same seed in the other record, at
-    the same KL."""
+    """PPO with the warmed-up critic minus the default's run of the same seed, which is in the other
+    record, at the same KL."""
     base = {run["seed"]: scores_of(run) for run in report.runs_of(full, "default")}
     found = []
     for run in report.runs_of(critic, WARMED_UP):

@@ -220,7 +220,7 @@ def compare(rows: list[Row], ways: Sequence[str], bound: float = -COLLAPSED) -> 
 
 def sign_test(rows: list[Row]) -> float:
     """The exact sign test of twins, which differ only in the penalty. It counts those of which one
-    ends far out and the other does not, and in how many of these it is the one without a penalty."""
+    ends far out and the other does not, and how often that is the one without a penalty."""
     split = []
     for twins in group(rows, "labels", "seed", "algorithm").values():
         is_far = {}
@@ -511,7 +511,7 @@ def draw_twins(axes: Axes, rows: list[Row]) -> None:
         places += [x + shift for shift in PLACES.values()]
     axes.xaxis.remove_overlapping_locs = False  # the middle columns stand at the sets' names
     axes.set_xticks(places, COLUMNS * len(sets), minor=True, rotation=90, fontsize=8)
-    axes.tick_params(axis="x", which="major", length=0, pad=42)
+    axes.tick_params(axis="x", which="major", length=0, pad=38)
     axes.set_xlim(-0.5, len(sets) - 0.5)
     axes.grid(visible=False, axis="x")
 
@@ -521,7 +521,7 @@ def over_accuracy(*records: Record) -> Figure:
     the default's; and once more those of the poorest reward models, by their sets of labels."""
     text = "Without a KL penalty, a reward model near chance makes training a gamble"
     more = {"sharey": True, "width_ratios": (2, 3)}
-    figure, panels = report.new(text, 1, 2, 4.6, **more)
+    figure, panels = report.new(text, 1, 2, 5, **more)
     poor, every = panels[0]
     rows = ends(*records)
     for row in rows:
@@ -540,7 +540,7 @@ def over_accuracy(*records: Record) -> Figure:
         alpha=0.25,
         linewidth=0,
     )
-    poor.set_xlabel("KL penalty; labels, and accuracies of their reward models")
+    poor.set_xlabel(AXIS)
     every.set_xlabel("accuracy of the reward model (best of four)")
     poor.set_ylabel(f"{TRUE_SCORE} at the end")
     poor.set_ylim(-1, 1.05)
@@ -625,6 +625,7 @@ MARKS = {
 }
 # Names of these places, below them.
 COLUMNS = ("none", "later", "default")
+AXIS = "columns: KL penalty (later: none, too)\nlabels, and accuracies of their reward models"
 PLACES = {
     "no KL penalty": -0.28,
     "no KL penalty, later": 0.0,

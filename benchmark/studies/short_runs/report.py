@@ -197,17 +197,19 @@ def smoothings(runs: Runs, pairs: Pairs, levels: list[float]) -> list[Row]:
     """What depends on how the passing of a level is found: a row for each smoothing, which has the
     differences under `of`, by choice."""
     rows = []
+    first: dict[str, float] = {}
     for width in (1, 2, 3):
         table = smoothed_rows(runs, pairs, levels, width)
-        of_choice = {row["choice"]: row for row in table}
-        first = rows[0]["of"] if rows else of_choice
-        moved = [abs(row["equal_kl"] - first[name]["equal_kl"]) for name, row in of_choice.items()]
+        moved = []
+        for line in table:
+            unsmoothed = first.setdefault(line["choice"], line["equal_kl"])
+            moved.append(abs(line["equal_kl"] - unsmoothed))
         row = {
             "points": width,
-            "of": of_choice,
+            "of": {line["choice"]: line for line in table},
             "moved": max(moved),
-            "kept": sum(row["equal_kl_holds"] for row in table),
-            "kept_pooled": sum(row["equal_kl_pooled_holds"] for row in table),
+            "kept": sum(line["equal_kl_holds"] for line in table),
+            "kept_pooled": sum(line["equal_kl_pooled_holds"] for line in table),
         }
         rows.append(row)
     return rows
