@@ -177,9 +177,11 @@ def scores_at(run: Row, levels: list[float], width: int) -> np.ndarray:
 def smoothed_rows(runs: Runs, pairs: Pairs, levels: list[float], width: int) -> list[Row]:
     """The differences at equal KL of smoothed curves between the two choices of each pair, within
     seeds, tested as one family."""
-    scores = {}
-    for choice, found in runs.items():
-        scores[choice] = {run["seed"]: scores_at(run, levels, width) for run in found}
+    scores: dict[str, dict[int, np.ndarray]] = {}
+    for choice, its_runs in runs.items():
+        scores[choice] = {}
+        for run in its_runs:
+            scores[choice][run["seed"]] = scores_at(run, levels, width)
     rows = []
     for choice, base in pairs:
         found = []
@@ -187,8 +189,13 @@ def smoothed_rows(runs: Runs, pairs: Pairs, levels: list[float], width: int) -> 
             reached = mine - scores[base][seed]
             if not np.isnan(reached).all():
                 found.append(float(np.nanmean(reached)))
-        row = {"choice": choice, "pair": (choice, base)}
-        rows.append(row | {"equal_kl_differences": found, "equal_kl": np.mean(found)})
+        row = {
+            "choice": choice,
+            "pair": (choice, base),
+            "equal_kl_differences": found,
+            "equal_kl": float(np.mean(found)),
+        }
+        rows.append(row)
     differences.add_tests(rows, "equal_kl", differences.freedom_of(rows, "equal_kl"))
     return rows
 
@@ -219,7 +226,8 @@ def smoothed(record: Record) -> list[Row]:
     """Those of the differences in the table of a record."""
     names = dict.fromkeys(row["choice"] for row in record["rows"])
     runs = {name: report.runs_of(record, name) for name in names}
-    pairs = [(line["choice"], base_of(line["choice"])) for line in compared(record)]
+    changes = [line["choice"] for line in compared(record)]
+    pairs = [(change, base_of(change)) for change in changes]
     return smoothings(runs, pairs, record["table"][0]["levels"])
 
 
