@@ -9,6 +9,7 @@ from benchmark.studies.short_runs import report as short_runs
 
 choices = short_runs.choices
 pooled = short_runs.pooled
+smoothed = short_runs.smoothed
 
 LEVELS = (2, 4, 6)
 WARMED_UP = "critic from the reward model, warmed up"
@@ -53,6 +54,22 @@ def all_pairs(*records: Record) -> Row:
     return found
 
 
+def jointly(*records: Record) -> Row:
+    """RLOO minus PPO at the same KL in all records: within each seed the mean of the records, and
+    of these the mean and its interval."""
+    of_seed: dict[int, list[float]] = {}
+    for record in records:
+        levels = record["table"][0]["levels"]
+        ppo = {}
+        for run in report.runs_of(record, "default"):
+            ppo[run["seed"]] = short_runs.scores_at(run, levels, 1)
+        for run in report.runs_of(record, "RLOO, K 4"):
+            lead = short_runs.scores_at(run, levels, 1) - ppo[run["seed"]]
+            of_seed.setdefault(run["seed"], []).append(float(np.nanmean(lead)))
+    means = [float(np.mean(leads)) for leads in of_seed.values()]
+    return differences.with_interval(means) | {"seeds": len(means)}
+
+
 def scores_of(run: Row) -> np.ndarray:
     """The true scores of a run where its KL first passes each of LEVELS, and at its end."""
     curve = run["fine_curve"]
@@ -83,6 +100,17 @@ def beside_rloo(record: Record) -> list[Row]:
         }
         rows.append(row)
     return rows
+
+
+def across(critic: Record, full: Record) -> Row:
+    """PPO with the warmed-up critic minus the default's run of the same seed, which is in the other
+    record, at the same KL."""
+    base = {run["seed"]: scores_of(run) for run in report.runs_of(full, "default")}
+    found = []
+    for run in report.runs_of(critic, WARMED_UP):
+        lead = scores_of(run) - base[run["seed"]]
+        found.append(float(np.nanmean(lead[: len(LEVELS)])))
+    return differences.with_interval(found)
 
 
 def full_length(record: Record, others: Record) -> Figure:

@@ -144,6 +144,28 @@ def poorest(*records: Record) -> dict[str, Row]:
     return found
 
 
+def price(*records: Record) -> dict[str, Row]:
+    """How runs with and without a penalty end, against reward models of the second kind."""
+    rows = [row for row in ends(*records) if row["bound"] == "0.3 to 0.45"]
+    return {
+        "none": counts([row for row in rows if not row["kl_coef"]]),
+        "default": counts([row for row in rows if row["kl_coef"]]),
+    }
+
+
+def collapsed(*records: Record) -> Row:
+    """How many runs end low, and at which KLs."""
+    distances = []
+    for row in ends(*records):
+        if row["end"]["true_score"] < COLLAPSED:
+            distances.append(row["end"]["kl"])
+    return {
+        "runs": len(distances),
+        "nearest": min(distances),
+        "farthest": max(distances),
+    }
+
+
 def penalty(record: Record) -> list[Row]:
     """Runs of a kind, in the order of their seeds."""
     groups = group(record["rows"], "labels", "algorithm", "kl_coef")
@@ -196,6 +218,41 @@ def compare(rows: list[Row], ways: Sequence[str], bound: float = -COLLAPSED) -> 
     return versus(counts(free, bound), counts(held, bound), ways)
 
 
+def sign_test(rows: list[Row]) -> float:
+    """The exact sign test of twins, which differ only in the penalty. It counts those of which one
+    ends far out and the other does not, and how often that is the one without a penalty."""
+    split = []
+    for twins in group(rows, "labels", "seed", "algorithm").values():
+        is_far = {}
+        for row in twins:
+            is_far[WORDS[row["kl_coef"]]] = abs(row["end"]["true_score"]) > -COLLAPSED
+        if is_far["none"] != is_far["default"]:
+            split.append(is_far["none"])
+    return float(stats.binomtest(sum(split), len(split)).pvalue)
+
+
+def spreads(*records: Record) -> list[Row]:
+    """The deviation of the ends of runs against the poorest reward models, without a penalty and
+    with it, and whether they differ by chance (Brown and Forsythe 1974): of the later runs, and of
+    all."""
+    poor = [row for row in ends(*records) if row["accuracy"] < POOR]
+    held = [row["end"]["true_score"] for row in poor if row["kl_coef"]]
+    every = [row for row in poor if not row["kl_coef"]]
+    later = [row for row in every if row["series"] == LATER]
+    rows = []
+    for name, runs in (("later", later), ("all", every)):
+        free = [row["end"]["true_score"] for row in runs]
+        row = {
+            "name": name,
+            "runs": len(free),
+            "none": float(np.std(free, ddof=1)),
+            "default": float(np.std(held, ddof=1)),
+            "p": float(stats.levene(free, held, center="median").pvalue),
+        }
+        rows.append(row)
+    return rows
+
+
 def chances(first: Record, second: Record, third: Record) -> list[Row]:
     """Which differences between runs without a penalty and with it may be chance: in the second
     record, which has both; together with the first; and with single models of the third."""
@@ -204,6 +261,7 @@ def chances(first: Record, second: Record, third: Record) -> list[Row]:
     poor = [row for row in ends(first, second, third) if row["accuracy"] < POOR]
     one_series = [row for row in ends(second) if row["accuracy"] < POOR]
     two_series = [row for row in poor if row["series"] == FIRST]
+    later = [row for row in poor if row["series"] == LATER or row["kl_coef"]]
     with_one = [row for row in poor if row["rewards"] == "one"]
     free = counts([row for row in two_series if not row["kl_coef"]])
     far = free["low"] + free["high"]
@@ -211,6 +269,8 @@ def chances(first: Record, second: Record, third: Record) -> list[Row]:
         "ends": compare(one_series, FAR),
         "ends, both series": compare(two_series, FAR),
         "ends beyond 0.6": compare(two_series, FAR, 0.6),
+        "ends, twins": sign_test(one_series),
+        "ends, later": compare(later, FAR),
         "ends, with one": compare(with_one, FAR),
         "ends, with all": compare(poor, FAR),
         "collapses": compare(two_series, LOW),
@@ -446,6 +506,12 @@ def draw_twins(axes: Axes, rows: list[Row]) -> None:
         accuracies = " to ".join(dict.fromkeys([found[0], found[-1]]))
         names.append(f"{name}\n{accuracies}")
     axes.set_xticks(range(len(sets)), names, fontsize=9)
+    places = []
+    for x in range(len(sets)):
+        places += [x + shift for shift in PLACES.values()]
+    axes.xaxis.remove_overlapping_locs = False  # the middle columns stand at the sets' names
+    axes.set_xticks(places, COLUMNS * len(sets), minor=True, rotation=90, fontsize=8)
+    axes.tick_params(axis="x", which="major", length=0, pad=38)
     axes.set_xlim(-0.5, len(sets) - 0.5)
     axes.grid(visible=False, axis="x")
 
@@ -455,7 +521,7 @@ def over_accuracy(*records: Record) -> Figure:
     the default's; and once more those of the poorest reward models, by their sets of labels."""
     text = "Without a KL penalty, a reward model near chance makes training a gamble"
     more = {"sharey": True, "width_ratios": (2, 3)}
-    figure, panels = report.new(text, 1, 2, 4.6, **more)
+    figure, panels = report.new(text, 1, 2, 5, **more)
     poor, every = panels[0]
     rows = ends(*records)
     for row in rows:
@@ -465,7 +531,7 @@ def over_accuracy(*records: Record) -> Figure:
         report.line_at(axes, 0)
     chance = records[0]["reward_models"][0]["constant"]
     every.axvline(chance, color=OTHER, linestyle="--", linewidth=1)
-    poor.set_title("accuracies below 0.3; lines: two machines")
+    poor.set_title("accuracies below 0.3; a line joins\nthe same run on two machines")
     every.set_title("all runs; dashed: always the same answer")
     every.axvspan(
         0.24,
@@ -474,7 +540,7 @@ def over_accuracy(*records: Record) -> Figure:
         alpha=0.25,
         linewidth=0,
     )
-    poor.set_xlabel("labels, and accuracies of their reward models")
+    poor.set_xlabel(AXIS)
     every.set_xlabel("accuracy of the reward model (best of four)")
     poor.set_ylabel(f"{TRUE_SCORE} at the end")
     poor.set_ylim(-1, 1.05)
@@ -557,6 +623,9 @@ MARKS = {
     "no KL penalty, later": ("D", {"markersize": 5}),
     "default penalty": ("^", HOLLOW),
 }
+# Names of these places, below them.
+COLUMNS = ("none", "later", "default")
+AXIS = "columns: KL penalty (later: none, too)\nlabels, and accuracies of their reward models"
 PLACES = {
     "no KL penalty": -0.28,
     "no KL penalty, later": 0.0,

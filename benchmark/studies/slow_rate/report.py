@@ -57,6 +57,22 @@ def bases(*records: Record) -> list[Row]:
     return tested(records, "equal_kl")
 
 
+def smoothed(slow: Record, long: Record, full: Record) -> list[Row]:
+    """The differences from the default's rate, of smoothed curves."""
+    runs = {}
+    pairs = []
+    for record in (slow, long):
+        episodes = record["args"]["episodes"]
+        for row in record["table"]:
+            choice = row["choice"]
+            if row["beside_differences"]:
+                name = f"{NAMES.get(choice, choice)}, {episodes:,}"
+                runs[name] = report.runs_of(record, choice)
+                runs[choice] = report.runs_of(full, choice)
+                pairs.append((name, choice))
+    return short_runs.smoothings(runs, pairs, list(LEVELS))
+
+
 # --- the picture ----------------------------------------------------------------------------------
 def scores(run: Row) -> list[float]:
     """The true score where a run first passes each level of KL, or NaN; and that at its end."""
