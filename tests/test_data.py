@@ -283,6 +283,8 @@ def test_a_table_is_a_split_that_is_named_or_train():
 
     (found,) = load("tiny/queries::test").values()  # beside the script
     assert len(found) > 0
+    Path("no/below").mkdir()
+    Path("no/below/a.csv").write_text("text\nw5\n")
     Path("of_csv").mkdir()
     Path("of_csv/train.csv").write_text("text\nw5\n")
     Path("of_csv/dataset_info.json").write_text("{}")
@@ -291,7 +293,7 @@ def test_a_table_is_a_split_that_is_named_or_train():
         splits = load(name)
         assert splits["train"]["text"][:] == [text]
         assert ("test" in splits) == (name == "set"), "a split that is named is the only one"
-    for name, has in (("no", "'json', .*'test'"), ("set::no", "'json', "), ("mixed", "'csv'.*")):
+    for name, has in (("no", "'csv', .*"), ("set::no", "'json', "), ("mixed", "'csv'.*")):
         says = rf"^--query_dataset \S*{name} has \[.*{has}.*\]: name a file, or DATA::split$"
         with pytest.raises(ppo_rlhf.UserError, match=says):
             load(name)
@@ -694,6 +696,13 @@ def test_a_row_whose_chat_is_missing_is_left_out():
     row = CHATS | {"prompt": HOW}
     missing = row | {"chosen": None}
     assert read_queries([row, missing], CHATML) == [read_query(row, CHATML)]
+    without = CHATS | {"chosen": None}
+    assert read_queries([CHATS, without], CHATML) == [read_query(CHATS, CHATML)]
+
+
+def test_an_empty_row_of_ids_is_no_query():
+    rows = [{"query": [5]}, {"query": []}]
+    assert read_queries(rows) == [[5]]
 
 
 def test_a_file_in_another_encoding_is_an_error_of_its_row():

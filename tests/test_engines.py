@@ -175,6 +175,9 @@ def test_a_launch_of_the_default_that_is_stopped_leaves_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_the_settings_ask_for_their_engine(engine, monkeypatch):
     monkeypatch.chdir(ROOT)
+    kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}[engine]
+    settings = ROOT / f"benchmark/accelerate/{engine}.yaml"
+    assert f"\ndistributed_type: {kind}\n" in settings.read_text()
     env = environment(engine)
     assert env["ACCELERATE_MIXED_PRECISION"] == "no"  # --dtype decides
     assert (env.get("FSDP_VERSION") == "2") == (engine == "fsdp2")

@@ -143,6 +143,9 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (REWARD, ["--start_text", "w1 w2"], r"--start_text 'w1 w2' must be one token.*\[1, 2\]"),
     (PPO, "--truncate_token w1 --truncate_after 5", "@must be below --response_length"),
     (PPO, "--reward_fn functions:broken --reward_model none", "--critic reward needs --re"),
+    (PPO, ["--truncate_token", ""], "--truncate_token '' must be one token"),
+    (PPO, ["--adam_betas", "1.5", "0.9"], "optimizer: Invalid beta"),
+    (REWARD, "--lr_warmup 4", "@must be below 4 updates$"),
     (PPO, "--lr_warmup 4", "--lr_warmup and --critic_warmup must be below 4 updates$"),
     *((script, "--resume --output_dir none", "--resume needs --output_dir") for script in SCRIPTS),
     # models
@@ -261,6 +264,7 @@ def test_a_path_is_here_or_beside_the_script(script, tmp_path, monkeypatch):
         ("~/none", "~/none"),
         ("link/model", f"{tmp_path}/link/model"),
         ("tiny/model", beside),
+        ("tiny/model/config.json", f"{beside}/config.json"),
         ("an/owner", "an/owner"),
     ):
         assert module.local_path(name) == path

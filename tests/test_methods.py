@@ -222,7 +222,7 @@ TIS = {
     "set_leave_one_out": weigh_responses,
 }
 ENSEMBLE = {"make_judge": make_judges}
-GROUPS = f"--rloo_k 3 {TWO_UPDATES}"
+GROUPS = f"--rloo_k 3 --adaptive_kl_target 0.01 --kl_horizon 50 {TWO_UPDATES}"
 OF_DAPO = """--kl_coef 0 --reward_model none --reward_fn reference_tools:coarse
     --penalty_reward_value 0 --cliprange_high 0.08"""
 OF_GSPO = "--kl_coef 0 --cliprange 3e-3 --cliprange_high 4e-3"

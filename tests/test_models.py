@@ -328,6 +328,18 @@ def test_a_new_head_is_no_fault_but_layers_too_many_and_two_labels_are(tmp_path)
         load(tmp_path / "two", classifier=True)
 
 
+def test_a_model_is_checked_in_fp32(monkeypatch):
+    """In bf16 padding and a cache round differently."""
+    forwards = []
+
+    def note(model, *_):
+        forwards.append(model.get_decoder().forward)
+
+    monkeypatch.setattr(ppo_rlhf, "check_model", note)
+    model = load(folder_of("gpt2"), dtype="bf16")
+    assert forwards == [GPT2Model.forward.__get__(model.get_decoder())]
+
+
 def test_a_bf16_file_is_trained_in_fp32(tmp_path):
     tiny.make_lm("llama").bfloat16().save_pretrained(tmp_path)
     assert {p.dtype for p in load(tmp_path).parameters()} == {torch.float32}
@@ -437,6 +449,15 @@ def test_a_critic_can_start_from_the_reward_model_that_is_found_in_runs(tmp_path
     flags = {"base_model": str(folder_of("gpt2")), "critic": "reward"}
     given = main_until(ppo_rlhf, "load_critic", tmp_path, choose, **flags)
     assert given[0].reward_model == "chosen"
+
+
+def test_a_critic_can_start_from_a_reward_model_beside_a_reward_function(tmp_path):
+    judge = str(kit() / "judge")
+    flags = {"base_model": str(kit() / "model"), "critic": "reward", "reward_model": judge}
+    _, _, critic = main_until(
+        ppo_rlhf, "ActorCritic", tmp_path, lambda *_: None, reward_fn="a:function", **flags
+    )
+    assert critic.config.num_labels == 1
 
 
 # --- LoRA -----------------------------------------------------------------------------------------

@@ -248,7 +248,7 @@ def test_a_gradient_that_is_no_number_stops_before_it_reaches_a_file(
     rows = read_lines(folder / "out/metrics.jsonl")  # with those of the update that went wrong
     norms = [x for row in rows for name, x in row.items() if name.endswith("gradient_norm")]
     assert [math.isfinite(x) for x in norms] == [True] * updates + [False]
-    assert len(checkpoints(folder)) == updates
+    assert checkpoints(folder) == [f"{i:07d}" for i in range(1, updates + 1)]
     assert not (folder / "out" / fork_tools.MODEL[script]).exists()
 
 

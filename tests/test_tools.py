@@ -107,6 +107,7 @@ def test_a_picture_of_two_runs_of_one_name(capsys):
     make_run("c/run", [])
     assert plot.names_of([one, other]) == ["a/run", "b/run"]
     assert plot.names_of([one]) == ["run"]
+    assert plot.names_of([Path()]) == [Path.cwd().name]
     Path("d").mkdir()
     Path("d/lock").touch()
     call(plot, "a/run b/run c/run d --out two.png")
