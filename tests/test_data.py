@@ -700,9 +700,10 @@ def test_a_row_whose_chat_is_missing_is_left_out():
     assert read_queries([CHATS, without], CHATML) == [read_query(CHATS, CHATML)]
 
 
-def test_an_empty_row_of_ids_is_no_query():
+def test_an_empty_list_is_no_query_and_no_text():
     rows = [{"query": [5]}, {"query": []}]
     assert read_queries(rows) == [[5]]
+    assert read_label(PAIR | {"tags": []}) == READ
 
 
 def test_a_file_in_another_encoding_is_an_error_of_its_row():

@@ -56,7 +56,7 @@ def all_pairs(*records: Record) -> Row:
 
 def jointly(*records: Record) -> Row:
     """RLOO minus PPO at the same KL in all records: within each seed the mean of the records, and
-    of these the mean and its interval."""
+    of these the mean and its interval. The same of the seeds that are in all records."""
     of_seed: dict[int, list[float]] = {}
     for record in records:
         levels = record["table"][0]["levels"]
@@ -67,7 +67,14 @@ def jointly(*records: Record) -> Row:
             lead = short_runs.scores_at(run, levels, 1) - ppo[run["seed"]]
             of_seed.setdefault(run["seed"], []).append(float(np.nanmean(lead)))
     means = [float(np.mean(leads)) for leads in of_seed.values()]
-    return differences.with_interval(means) | {"seeds": len(means)}
+    complete = []
+    for leads in of_seed.values():
+        if len(leads) == len(records):
+            complete.append(float(np.mean(leads)))
+    return differences.with_interval(means) | {
+        "seeds": len(means),
+        "complete": differences.with_interval(complete),
+    }
 
 
 def scores_of(run: Row) -> np.ndarray:
