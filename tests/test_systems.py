@@ -533,7 +533,10 @@ def test_rewards_of_more_tokens_than_there_are_fail():
     batch = patched.batch("trlx", token_scores=torch.zeros(2, 4))
     batch.responses = torch.tensor([[5, 6, 7, 0], [7, 8, 9, 0]])
 
-    def of_lists(**_: Any) -> list[list[float]]:
+    seen = []
+
+    def of_lists(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+        seen.append(completion_ids)
         return [[1.0, 2.0], [1.0, 2.0, 3.0]]
 
     given = (of_lists, tokenizer, queries, batch)
@@ -543,3 +546,4 @@ def test_rewards_of_more_tokens_than_there_are_fail():
     batch.lengths = torch.tensor([2, 3])
     assert script.score_by_function(*given).tolist() == [3, 6]
     assert batch.token_scores.tolist() == [[1, 2, 0, 0], [1, 2, 3, 0]]
+    assert seen[-1] == [[5, 6], [7, 8, 9]]
