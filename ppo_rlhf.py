@@ -60,13 +60,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import ModelOutput
 
 from tf_adam import (
+    Cache,
     Run,
     UserError,
     add_adapters,
@@ -603,7 +604,7 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
     the log-probabilities of their tokens. All have R tokens; truncate finds their ends later."""
-    cache = DynamicCache(config=policy.lm.config)
+    cache = Cache(config=policy.lm.config)
     ids, mask = pad_rows(contexts)
     responses = []
     logprobs = []
@@ -756,7 +757,7 @@ class ActorCritic(Module):
             self.value_head = reward_head(critic)
 
     def forward(
-        self, ids: Tensor, mask: Tensor, last: int = 1, cache: DynamicCache | None = None
+        self, ids: Tensor, mask: Tensor, last: int = 1, cache: Cache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits (b, last, V), in fp32, at the last tokens of ids (b, T). V is the highest
         token id plus 1; some models have more embeddings. And values (b, last), or None with a
@@ -782,7 +783,7 @@ class ActorCritic(Module):
 
 
 def read(
-    model: Model, ids: Tensor, mask: Tensor, cache: DynamicCache | None = None, **options: int
+    model: Model, ids: Tensor, mask: Tensor, cache: Cache | None = None, **options: int
 ) -> ModelOutput:
     """The output of a model, or of its trunk, for ids (B, T). With a cache, ids follow what is in
     it, and mask covers both. Positions count real tokens, as the original's do."""
@@ -945,7 +946,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     numbers = torch.arange(min(longest, 64))[None]
     ids = numbers % top
     mask = numbers > 0
-    cache = DynamicCache(config=model.config)
+    cache = Cache(config=model.config)
     read(model.base_model, ids[:, :-1], mask[:, :-1], cache)
     cache.batch_repeat_interleave(1)  # changes nothing, but raises for recurrent models
     ours = read(model.base_model, ids[:, -1:], mask, cache).last_hidden_state

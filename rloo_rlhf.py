@@ -62,13 +62,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import ModelOutput
 
 from tf_adam import (
+    Cache,
     Run,
     UserError,
     add_adapters,
@@ -526,7 +527,7 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
     the log-probabilities of their tokens. All have R tokens; truncate finds their ends later."""
-    cache = DynamicCache(config=policy.lm.config)
+    cache = Cache(config=policy.lm.config)
     ids, mask = pad_rows(contexts)
     responses = []
     logprobs = []
@@ -675,7 +676,7 @@ class Actor(Module):
         self.reads_once = not args.gradient_checkpointing  # else a layer would fill the cache twice
 
     def forward(
-        self, ids: Tensor, mask: Tensor, last: int = 1, cache: DynamicCache | None = None
+        self, ids: Tensor, mask: Tensor, last: int = 1, cache: Cache | None = None
     ) -> tuple[Tensor, float]:
         """Logits (b, last, V), in fp32, at the last tokens of ids (b, T). V is the highest
         token id plus 1; some models have more embeddings. And 0, where PPO has values."""
@@ -698,12 +699,12 @@ class Actor(Module):
 
 
 def read_queries(
-    model: Model, queries: Tensor, mask: Tensor, k: int, cache: DynamicCache | None = None
-) -> DynamicCache:
+    model: Model, queries: Tensor, mask: Tensor, k: int, cache: Cache | None = None
+) -> Cache:
     """A cache of queries (b, T) for the k texts that follow each: a query is read once, and its
     entries are repeated k times. Gradients flow through the cache."""
     if cache is None:
-        cache = DynamicCache(config=model.config)
+        cache = Cache(config=model.config)
     unused = read(model.base_model, queries, mask, cache).last_hidden_state
     # With sharded weights every output needs a gradient: add the unused states, times zero.
     cache.layers[0].keys = cache.layers[0].keys + 0 * unused.sum()
@@ -712,7 +713,7 @@ def read_queries(
 
 
 def read(
-    model: Model, ids: Tensor, mask: Tensor, cache: DynamicCache | None = None, **options: int
+    model: Model, ids: Tensor, mask: Tensor, cache: Cache | None = None, **options: int
 ) -> ModelOutput:
     """The output of a model, or of its trunk, for ids (B, T). With a cache, ids follow what is in
     it, and mask covers both. Positions count real tokens, as the original's do."""
@@ -864,7 +865,7 @@ def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
     numbers = torch.arange(min(longest, 64))[None]
     ids = numbers % top
     mask = numbers > 0
-    cache = DynamicCache(config=model.config)
+    cache = Cache(config=model.config)
     read(model.base_model, ids[:, :-1], mask[:, :-1], cache)
     cache.batch_repeat_interleave(1)  # changes nothing, but raises for recurrent models
     ours = read(model.base_model, ids[:, -1:], mask, cache).last_hidden_state

@@ -40,7 +40,7 @@ from accelerate.utils import broadcast_object_list, gather_object, reduce
 from filelock import FileLock
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionMaskInterface, Conv1D, PreTrainedModel
+from transformers import AttentionMaskInterface, Conv1D, DynamicCache, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
@@ -114,9 +114,12 @@ def set_up_torch(dtype: str) -> None:
     """Settings for speed and memory, made before the first tensor: --dtype is "fp32", "tf32" or
     "bf16". They change results by rounding only."""
     # Each sampled token needs a slightly longer cache. This lets it reuse the shorter one's memory.
-    # The older name of the variable is the user's: torch would prefer the new one.
+    # Torch before 2.10 knows only the older name of the variable. If that is set, it is the user's:
+    # torch would prefer the new one.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        has_new_name = torch.__version__ >= (2, 10)
+        name = "PYTORCH_ALLOC_CONF" if has_new_name else "PYTORCH_CUDA_ALLOC_CONF"
+        os.environ.setdefault(name, "expandable_segments:True")
     # Every process reads its models itself: the reference is not sharded, so it needs all weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     libc = ctypes.CDLL(None)
@@ -213,6 +216,21 @@ def run_in_bf16(forward: Callable, *inputs: Any, **named: Any) -> ModelOutput:
         output = forward(*inputs, **named)
     output.last_hidden_state = output.last_hidden_state.float()
     return output
+
+
+class Cache(DynamicCache):
+    """The keys and values of all tokens that a model has read. Under autocast they are kept in
+    bf16. Rotary embeddings make keys fp32, and values would follow them: the cache would be twice
+    as large, and attention would round all of it again for every sampled token."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Adds these to a layer's (b, heads, tokens, size), and returns all."""
+        if torch.is_autocast_enabled(key_states.device.type):
+            key_states = key_states.bfloat16()
+            value_states = value_states.bfloat16()
+        return super().update(key_states, value_states, *args, **named)
 
 
 def add_adapters(model: PreTrainedModel, args: Any) -> None:

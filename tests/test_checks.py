@@ -163,7 +163,7 @@ def test_a_loss_of_another_shape_is_an_error(module, monkeypatch, request):
 FAULTS = {
     "a cache that is not used": (
         "policy(ids, mask, cache=cache)",
-        "policy(ids, mask[:, -ids.shape[1] :], cache=DynamicCache(config=policy.lm.config))",
+        "policy(ids, mask[:, -ids.shape[1] :], cache=Cache(config=policy.lm.config))",
     ),
     "positions off by one": (  # not in the one row that is read at load
         "position_ids=positions[:, -ids.shape[1] :]",

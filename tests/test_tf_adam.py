@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from golden_tools import load_golden
 from tiny_models import make_lm, values
 from torch import Tensor, nn
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, DynamicCache
 
 import tf_adam
 from tf_adam import AdamTF, UserError, explained, make_optimizer, reduce_means, sums_over
@@ -209,6 +209,18 @@ def test_a_users_settings_of_the_allocator_stay(name, monkeypatch):
     assert tf_adam.os.environ.keys() & {"PYTORCH_ALLOC_CONF"} <= chosen.keys()
 
 
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [("2.9.1+cu128", "PYTORCH_CUDA_ALLOC_CONF"), ("2.10.0", "PYTORCH_ALLOC_CONF")],
+)
+def test_settings_of_the_allocator_have_the_name_that_torch_knows(version, name, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    monkeypatch.setattr(tf_adam.os, "environ", {})
+    tf_adam.set_up_torch("fp32")
+    found = [key for key in tf_adam.os.environ if key.endswith("ALLOC_CONF")]
+    assert found == [name]
+
+
 def test_layers_are_patched():
     """Padding is an embedding like any other, GELU is one kernel, and some models are refused.
     Attention is eager where a cap, as Gemma 2's, may be lost."""
@@ -284,3 +296,19 @@ def test_states_of_a_trunk_in_bf16_come_in_fp32():
     assert states.dtype == torch.float32
     assert torch.equal(states, states.bfloat16().float())
     assert not torch.equal(states, layer(ids))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_under_bf16_a_cache_is_in_bf16_and_gives_the_same_states(name):
+    """As one that keeps the keys in fp32, in which rotary embeddings give them."""
+    lm = make_lm(name)
+    tf_adam.patch_layers(lm, with_settings(dtype="bf16", gradient_checkpointing=False))
+    states = {}
+    for kind, dtype in ((tf_adam.Cache, torch.bfloat16), (DynamicCache, torch.float32)):
+        cache = kind(config=lm.config)
+        for ids in torch.arange(1, 9).view(4, 1, 2):  # two tokens at a time
+            states[kind] = lm.base_model(ids, past_key_values=cache).last_hidden_state
+        for layer in cache.layers:
+            assert layer.keys.dtype == layer.values.dtype == dtype
+    assert (states[tf_adam.Cache] - states[DynamicCache]).abs().max() < 1e-4

@@ -196,10 +196,8 @@ def memory(config: AutoConfig, setting: Setting) -> dict[str, float]:
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     width = heads * hidden // config.num_attention_heads
     length = setting.query + setting.response
-    # Autocast leaves rotary embeddings in fp32, so the keys are, too, and then the values.
-    is_rotary = getattr(config, "rope_parameters", None) is not None
-    bytes_in_cache = 4 if is_rotary else setting.bytes_per_state
-    cache = 2 * config.num_hidden_layers * width * bytes_in_cache * length * setting.sampled
+    per_token = 2 * config.num_hidden_layers * width * setting.bytes_per_state
+    cache = per_token * length * setting.sampled
     drawing = setting.sampled * config.vocab_size * (4 * 4 + 8)  # logits thrice, a sum in fp64
     update = total + logits + whole
     sampling = cache + drawing + whole / 2

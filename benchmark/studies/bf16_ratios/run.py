@@ -35,7 +35,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache
 
 import ppo_rlhf
 import rloo_rlhf
@@ -80,7 +79,7 @@ def autocast_trunk(actor: Any, dtype: str) -> None:
 def sampler_logprobs(policy: Any, batch: Any) -> Tensor:
     """Log-probabilities (B, R) of the responses, as the sampling loop saw them token by token."""
     ids, mask = rloo_rlhf.pad_rows(batch.contexts)
-    cache = DynamicCache(config=policy.lm.config)
+    cache = rloo_rlhf.Cache(config=policy.lm.config)
     logprobs = []
     for tokens in batch.responses.split(1, dim=1):
         logits, _ = policy(ids, mask, cache=cache)
