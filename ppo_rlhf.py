@@ -1041,7 +1041,7 @@ PROMPTS = """
     content
 """.split()
 # A row with content in one of these is refused: without it the prompt would be another.
-NOT_READ = "system system_prompt history context tools".split()
+NOT_READ = "system system_prompt history context passage image images tools".split()
 
 
 def prompt_of(row: dict) -> str | list:

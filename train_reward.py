@@ -207,6 +207,7 @@ class Comparison:
     query: list[int]
     responses: TokenRows  # N rows of token ids, not padded
     best: int  # index of the one that people liked best
+    is_from_chat: bool = False  # whether a chat template made the query
 
 
 def main(preset: str, args: Args) -> None:
@@ -229,6 +230,9 @@ def main(preset: str, args: Args) -> None:
         raise UserError(f"--lr_warmup {args.lr_warmup} must be below {num_updates} updates")
     # The first half sets gain and bias before the training, the second half after it.
     queries = load_queries("query_dataset", args, tokenizer, 2 * args.normalization_samples)
+    if args.normalization_samples and labels[0].is_from_chat != has_chat(queries[0].columns):
+        # The reward model must learn from what PPO will ask.
+        raise UserError("--label_dataset and --query_dataset: both need chats, or both texts")
     # the longest text that a model reads
     longest = max(len(query.context) for query in queries) + args.response_length
     for label in labels + held_out:
@@ -705,7 +709,7 @@ PROMPTS = """
     content
 """.split()
 # A row with content in one of these is refused: without it the prompt would be another.
-NOT_READ = "system system_prompt history context tools".split()
+NOT_READ = "system system_prompt history context passage image images tools".split()
 
 
 def prompt_of(row: dict) -> str | list:
@@ -838,7 +842,7 @@ def read_labels(
         elif all(response == responses[0] for response in responses):
             counts["left out, for equal answers"] += 1
         else:
-            labels.append(Comparison(bos(tokenizer) + query, responses, best))
+            labels.append(Comparison(bos(tokenizer) + query, responses, best, has_chat(row)))
     if rows:
         PartialState().print(f"--{flag}: {len(labels)} of {len(rows)} rows", dict(counts))
     if len(labels) < 0.9 * len(rows):
@@ -866,9 +870,13 @@ def read_preference(
         return [], [], []
     if not (all(isinstance(x, str) for x in answers) or all(is_chat(x) for x in answers)):
         raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
-    lengths = sorted(len(answer) for answer in answers)
-    if is_chat(answers[0]) and 1 < lengths[0] < lengths[1]:  # they answer different turns
-        return [], [], []
+    if is_chat(answers[0]):
+        *before, chosen = contents(answers[0])
+        *before_rejected, rejected = contents(answers[1])
+        if not chosen or not rejected:
+            return [], [], []
+        if before and before_rejected and before != before_rejected:  # they answer different turns
+            return [], [], []
     texts = [value for value in row.values() if isinstance(value, str) or is_chat(value)]
     if set(PROMPTS) & set(row) or is_chat(answers[0]) or len(texts) > 2:
         # Texts in unknown columns are an error: one of them may be the prompt.
@@ -886,7 +894,7 @@ def read_preference(
             whole = render(chat, tokenizer)
             if not whole.startswith(begin):
                 raise UserError(f"an answer's chat is {whole!r}, and does not continue {begin!r}")
-            answers.append(whole.removeprefix(begin) if chat[-1]["content"] else "")
+            answers.append(whole.removeprefix(begin))
     elif isinstance(prompt, str) and all(answer.startswith(prompt) for answer in answers):
         answers = [answer.removeprefix(prompt) for answer in answers]
 
@@ -905,6 +913,16 @@ def read_preference(
                 tokens.append(end)
         parts.append(tokens[: args.response_length])
     return tuple(parts)
+
+
+def has_chat(row: dict) -> bool:
+    """Whether what is asked in this row is a chat, not a text."""
+    return any(is_chat(row.get(name)) for name in ["chosen", *PROMPTS])
+
+
+def contents(chat: list[dict]) -> list:
+    """What its messages say: texts, lists of parts, or calls of tools."""
+    return [message.get("content") or message.get("tool_calls") for message in chat]
 
 
 def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:

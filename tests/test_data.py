@@ -604,9 +604,7 @@ BAD_LABELS = [
     *((LABEL | {"best": best}, NEITHER) for best in (2, -1, None, 0.5)),
     *((json.loads(line), TWO) for line in NOT_TWO.strip().splitlines()),
     # chats about other questions, and answers of several turns without their question
-    ({"chosen": FAR + TALL, "rejected": EARLIER[:1] + YARDS}, "and does not continue "),
     (SAME | {"prompt": FAR}, "row 0: "),
-    (SAME | {"prompt": FAR, "rejected": YARDS + REST}, "row 0: "),
     (SAME | {"question": "How?"}, "row 0: "),
     # a column that may be the prompt, and samples that are no answers
     (TEXTS | {"riddle": "How tall is it?"}, "row 0: a row needs one of the columns ["),
@@ -655,6 +653,9 @@ brief {"prompt": [{"role": "user", "content": "How?"}], "system": "Be brief."}
 brief {"prompt": [{"role": "user", "content": "How?"}], "system_prompt": "Be brief."}
 brief {"prompt": [{"role": "user", "content": "How?"}], "history": ["Be brief."]}
 brief {"prompt": [{"role": "user", "content": "How?"}], "context": "Be brief."}
+brief {"prompt": [{"role": "user", "content": "How?"}], "passage": "Be brief."}
+tower {"prompt": [{"role": "user", "content": "How?"}], "image": "tower.png"}
+tower {"prompt": [{"role": "user", "content": "How?"}], "images": ["tower.png"]}
 'image' {"prompt": [{"role": "user", "content": [{"text": "How?"}, {"type": "image"}]}]}
 How? {"conversations": [{"from": "human", "value": "How?"}]}
 """.splitlines(),
@@ -665,7 +666,7 @@ def test_what_would_change_a_chat_in_silence_is_refused_with_its_row(line):
     row = json.loads(text)
     says = ("a message must be a role and a text, and no more: {", word)
     if len(row) > 1:
-        says = ("'context', 'tools'] are not read, put them into messages: {", word)
+        says = ("'images', 'tools'] are not read, put them into messages: {", word)
     refuse(read_labels, row | ANSWERS, "row 0: ", *says, chat=CHATML)
     refuse(read_queries, row, "row 0: ", *says, chat=CHATML)
     if "prompt" in row and word != "'image'":  # a column has one type
@@ -706,6 +707,23 @@ def test_an_empty_list_is_no_query_and_no_text():
     assert read_label(PAIR | {"tags": []}) == READ
 
 
+@pytest.mark.parametrize(
+    ("row", "is_from_chat"),
+    [
+        (ASKED, True),
+        (CHATS, True),
+        (TEXTS | {"prompt": FAR}, True),
+        (SAMPLES | {"query": FAR}, True),
+        (SAMPLES, False),
+        (TEXTS | {"prompt": HOW}, False),
+        (TEXTS, False),
+    ],
+)
+def test_a_label_says_if_it_is_from_a_chat(row, is_from_chat):
+    (label, _), _ = load_labels([row, row], CHATML)
+    assert label.is_from_chat == is_from_chat
+
+
 def test_a_file_in_another_encoding_is_an_error_of_its_row():
     Path("latin.jsonl").write_bytes(b'{"text": "w5 caf\xe9"}\n' * 2)
     for read, flag in ((read_queries, "query_dataset"), (load_labels, "label_dataset")):
@@ -742,7 +760,10 @@ USELESS = [
     (ASKED | {"rejected": turn("")}, EMPTY),
     (ASKED | {"chosen": turn(""), "rejected": turn("")}, EMPTY),
     (ASKED | {"rejected": []}, EMPTY),
+    (ASKED | {"chosen": [TALL[0] | {"content": None}]}, EMPTY),
     (CHATS | {"rejected": FAR + YARDS + REST}, EMPTY),
+    (CHATS | {"rejected": EARLIER[:1] + YARDS}, EMPTY),
+    (SAME | {"prompt": FAR, "rejected": YARDS + REST}, EMPTY),
 ]
 
 

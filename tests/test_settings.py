@@ -16,7 +16,7 @@ from conftest import GOLDEN
 from fork_tools import PPO, REWARD, RLOO, parse
 from hub_tools import LABELS
 from huggingface_hub import HfFileSystem
-from run_tools import call, read_lines, read_metrics
+from run_tools import call, read_lines, read_metrics, turn
 from tiny_models import Stop, values
 
 import ppo_rlhf
@@ -164,6 +164,33 @@ def test_the_window_holds_every_label_and_every_sample(sizes, held_out, query, l
         load.side_effect = (tiny.make_lm("gpt2"), Stop)
         train_reward.main("tiny", args)
     assert [one.args[-1] for one in load.call_args_list] == [longest] * 2
+
+
+@pytest.mark.parametrize(
+    ("is_from_chat", "asked", "num_samples", "fits"),
+    [
+        (True, "w1", 2, False),
+        (False, turn("w1"), 2, False),
+        (True, turn("w1"), 2, True),
+        (False, "w1", 2, True),
+        (True, "w1", 0, True),
+    ],
+)
+def test_labels_and_queries_are_both_chats_or_both_texts(
+    is_from_chat, asked, num_samples, fits, tmp_path
+):
+    """Unless no query is sampled from."""
+    labels = [train_reward.Comparison([1], [[2], [3]], 0, is_from_chat)]
+    queries = [train_reward.Query([1], [1], {"prompt": asked})]
+    given = {"normalization_samples": num_samples, "output_dir": str(tmp_path / "out")}
+    says = "^--label_dataset and --query_dataset: both need chats, or both texts$"
+    with (
+        mock.patch.object(train_reward, "load_queries", lambda *_: queries),
+        mock.patch.object(train_reward, "load_labels", lambda *_: (labels, [])),
+        mock.patch.object(train_reward, "load_model", side_effect=Stop),
+        pytest.raises(Stop) if fits else pytest.raises(train_reward.UserError, match=says),
+    ):
+        train_reward.main("tiny", train_reward.Args(batch_size=1, **given))
 
 
 # --- presets --------------------------------------------------------------------------------------
