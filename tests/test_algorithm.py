@@ -81,6 +81,13 @@ def test_gae_discounts_future_errors_by_gamma_times_lambda():
     assert_close(returns, "0.14 -1 0")
 
 
+def test_advantages_that_main_has_set_stay():
+    own = torch.ones(2, 3)
+    batch = olds(own, advantages=own, returns=own)
+    ppo_rlhf.set_advantages(batch, ppo_rlhf.Args())
+    assert batch.advantages is batch.returns is own
+
+
 def test_whiten_gives_the_table_of_the_n_implementation_details():
     # Huang et al. 2024, detail 9 of policy training: TensorFlow's numbers, mean 1.6, biased
     # variance 0.6 / 9

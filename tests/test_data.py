@@ -197,7 +197,7 @@ def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(script):
     """Llama 2's tokenizer puts a space before a text: `.` alone is not the one in a sentence."""
-    texts = "</s> ▁ a . ▁a ▁. <0x0A>".split()
+    texts = "</s> ▁ a . ▁a ▁. <0x0A> eos".split()
     vocabulary = {text: i for i, text in enumerate(texts)}
     merges = [("▁", "a"), ("▁", ".")]
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True))
@@ -273,7 +273,8 @@ def test_config_and_split_of_a_table_on_the_hub_are_passed_on(config, split):
 
 def test_a_table_is_a_split_that_is_named_or_train():
     """A folder has files of one kind. One that exists is no name with a split."""
-    for name in ("set/test", "set/validation", "set/train", "a:b/train", "mixed/train", "no/test"):
+    names = "set/test set/validation set/train a:b/train mixed/train no/test only/test"
+    for name in names.split():
         Path(name).parent.mkdir(exist_ok=True)
         Path(f"{name}.jsonl").write_text(to_lines({"text": name}))
     Path("mixed/a.csv").write_text("text\nw5\n")
@@ -293,7 +294,8 @@ def test_a_table_is_a_split_that_is_named_or_train():
         splits = load(name)
         assert splits["train"]["text"][:] == [text]
         assert ("test" in splits) == (name == "set"), "a split that is named is the only one"
-    for name, has in (("no", "'csv', .*"), ("set::no", "'json', "), ("mixed", "'csv'.*")):
+    bad = {"no": "'csv', .*", "only": "'test'", "set::no": "'json', ", "mixed": "'csv'.*"}
+    for name, has in bad.items():
         says = rf"^--query_dataset \S*{name} has \[.*{has}.*\]: name a file, or DATA::split$"
         with pytest.raises(ppo_rlhf.UserError, match=says):
             load(name)
@@ -686,6 +688,8 @@ def test_rows_that_ask_the_same():
     template = "{% for m in messages %}{{ m.tool_calls is defined or m.content }}{% endfor %}"
     row = {"messages": [FAR[0] | {"tool_calls": [], "thinking": None}]}
     assert read_query(row, template) == read_query({"prompt": HOW}, **BYTES)
+    for role in ("model", "bot"):
+        assert read_query({"prompt": FAR + turn("0 m", role)}, CHATML) == read_query(ASKED, CHATML)
     row = SAMPLES | {"query": FAR + TALL}
     assert read_label(row, CHATML)[0] == read_query(row, CHATML) == read_query(ASKED, CHATML)
     row = {"prompt": BRIEF + FAR}

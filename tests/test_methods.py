@@ -228,6 +228,7 @@ OF_DAPO = """--kl_coef 0 --reward_model none --reward_fn reference_tools:coarse
 OF_GSPO = "--kl_coef 0 --cliprange 3e-3 --cliprange_high 4e-3"
 OF_VAPO = "--cliprange_high 0.08 --lam_critic 1 --lam_alpha none"
 LATER = f"--lam_critic 0.9 --lam_alpha 0.4 --critic reward --critic_warmup 1 {TWO_UPDATES}"
+LATER += " --no-mask_truncated"
 JUDGES = "--more_reward_models judge2 judge3 --ensemble minimum"
 ADAPTED = f"--no-unbiased_kl --adaptive_kl_target 0.01 --kl_horizon 50 --seed 1 {TWO_UPDATES}"
 METHODS = {

@@ -11,7 +11,7 @@ import tiny_models as tiny
 import torch
 import transformers
 from accelerate import Accelerator
-from fork_tools import PPO, REWARD, RLOO, WORDS, kit
+from fork_tools import PPO, REWARD, RLOO, WORDS, copy, kit
 from run_tools import call, read_metrics, to_lines
 from safetensors.torch import load_file, save_file
 from tiny_models import ANY_TOKENIZER, CONFIGS, LONGEST, VOCABULARY, folder_of, load, random_rows
@@ -458,6 +458,35 @@ def test_a_critic_can_start_from_a_reward_model_beside_a_reward_function(tmp_pat
         ppo_rlhf, "ActorCritic", tmp_path, lambda *_: None, reward_fn="a:function", **flags
     )
     assert critic.config.num_labels == 1
+
+
+@BOTH
+def test_logits_go_up_to_the_highest_token_of_a_tokenizer_with_gaps(module, tmp_path):
+    folder = copy(kit(), tmp_path) / "model"
+    file = folder / "tokenizer.json"
+    backend = json.loads(file.read_text())
+    del backend["model"]["vocab"]["w7"]
+    file.write_text(json.dumps(backend))
+    actor = "Actor" if module is rloo_rlhf else "ActorCritic"
+    _, num_tokens, *_ = main_until(
+        module, actor, tmp_path, lambda *_: None, base_model=str(folder), truncate_token="w4"
+    )
+    assert num_tokens == 50
+
+
+@pytest.mark.parametrize(("special", "end"), [(["w4"], 4), ([], None)])
+def test_a_special_token_ends_the_samples_that_set_gain_and_bias(special, end, tmp_path):
+    """Also one that is not the eos."""
+    folder = copy(kit(), tmp_path)
+    tokenizer = train_reward.AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    with (
+        mock.patch.object(train_reward, "load_tokenizer", lambda *_: tokenizer),
+        mock.patch.object(train_reward, "reference_rewards", side_effect=tiny.Stop) as called,
+        pytest.raises(tiny.Stop),
+    ):
+        call(REWARD, WORDS[REWARD], folder)
+    assert called.call_args.args[5] == end
 
 
 # --- LoRA -----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import fork_tools
 import pytest
@@ -66,6 +67,13 @@ def test_cached_sampling_draws_what_full_forward_passes_give(name, attention):
         others, same = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
         assert torch.equal(others, responses)
         assert_close(same, logprobs, atol=1e-4, rtol=0)
+
+
+def test_while_sampling_no_states_are_kept():
+    policy = make_policy(tiny.make_lm("gpt2"), 1)
+    with mock.patch.object(ppo_rlhf, "read", wraps=ppo_rlhf.read) as read:
+        ppo_rlhf.sample(policy, random_rows([4, 2], seed=8), torch.zeros(2, 3), TEMPERATURE)
+    assert [call.kwargs["output_hidden_states"] for call in read.call_args_list] == [False] * 3
 
 
 @pytest.mark.parametrize("value", [0.0, LARGEST])

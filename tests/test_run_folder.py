@@ -673,6 +673,24 @@ def test_checkpoints_are_left_after_these_updates(every, expected, small, tmp_pa
     assert found == expected
 
 
+def test_processes_wait_until_a_checkpoint_is_written_and_choose_a_folder_with_its_lock(
+    small, tmp_path, monkeypatch
+):
+    def checked(*_):
+        assert FileLock(tmp_path / "new/lock", is_singleton=True).is_locked
+
+    monkeypatch.setattr(tf_adam, "choose_folder", checked)
+    one = small(tmp_path / "new")
+    written = []
+
+    def wait():
+        written.append(len(one.checkpoints()))
+
+    monkeypatch.setattr(one.accelerator, "wait_for_everyone", wait)
+    one.end_update()
+    assert written == [0, 1]
+
+
 def test_a_users_copies_of_checkpoints_are_no_checkpoints(small, tmp_path):
     own = tmp_path / "out/checkpoints"
     copies = ["0000001_good", "best", "00000099", "9", "0000002.bak", "my_best"]

@@ -87,7 +87,9 @@ def test_words_of_a_command_line(module, capsys):
         with pytest.raises(SystemExit) as end:
             parse(module, [word])
         assert end.value.code == 0
-        assert "A preset may come first" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert "A preset may come first" in printed
+        assert "--output_dir" in printed
 
 
 # --- what goes together ---------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """benchmark/systems: published settings of other systems are command lines that the scripts take,
 and what a system does beyond the scripts is a patch of one of them."""
 
+import contextlib
 import json
 import math
 import re
@@ -152,6 +153,15 @@ def test_patches_are_written_again_for_a_script_that_has_changed(tmp_path, monke
     assert file.read_text() != old
     again = make.patched("grpo", tmp_path / "grpo.py")
     assert again.read_text() == f"# a line\n{edited}"
+    # A line beside a change may differ, but not one that is changed itself.
+    hunks = old[old.index("@@") :]
+    beside, replaced = (re.search(rf"^{sign}( +\w.+)", hunks, re.M).group(1) for sign in " -")
+    for line, error in ((beside, None), (replaced, "grpo.patch does not apply")):
+        assert script.count(line) == 1
+        (tmp_path / RLOO).write_text(script.replace(line, f"{line}  # mine"))
+        with pytest.raises(SystemExit, match=error) if error else contextlib.nullcontext():
+            make.main()
+            assert make.patched("grpo", tmp_path / "grpo.py")
     (tmp_path / RLOO).write_text(script)
     make.main()
     assert file.read_text() == old
@@ -435,6 +445,22 @@ def test_pretraining_texts_are_whole_and_others_in_every_update(tmp_path):
     assert len(set(texts)) == len(texts) == 4 * UPDATES
 
 
+def test_two_processes_learn_from_different_texts_as_one_process_from_all(tmp_path):
+    """Texts have unequal lengths, and each token counts alike."""
+    folder = copy(kit(), tmp_path)
+    rows = [{"text": "w7 " * (2 + i % 5)} for i in range(20)]
+    (folder / "texts.jsonl").write_text(to_lines(*rows))
+    flags = "--ptx_coef 1 --ptx_dataset texts.jsonl --total_episodes 4 --num_epochs 1"
+    flags += " --no-whiten_rewards --no-whiten_advantages --output_dir"
+    found = []
+    for world in (1, 2):
+        words = [*WORDS[PPO], *flags.split(), f"out{world}"]
+        fork_tools.succeed(str(patched.script("instructgpt")), words, folder, world=world)
+        (row,) = read_lines(folder / f"out{world}/metrics.jsonl")
+        found.append([row["loss/ptx"], row["gradient_norm"]])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["instructgpt", "deepspeed_chat"])
 def test_the_average_of_weights_moves_after_each_update(name, tmp_path):
     folder = copy(kit(), tmp_path)
@@ -500,7 +526,8 @@ def test_of_a_model_with_images_the_top_layers_of_text_are_trained():
     config = Gemma3Config(text_config=text, vision_config=images, mm_tokens_per_image=4)
     model = Gemma3ForConditionalGeneration(config)
     trlx = patched.module("trlx")
-    trlx.freeze_lower_layers(model, trlx.Args(unfrozen_layers=1))
+    for number in (2, 1):  # all of them, and one
+        trlx.freeze_lower_layers(model, trlx.Args(unfrozen_layers=number))
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trained) > 10
     for name in trained:
@@ -534,15 +561,18 @@ def test_rewards_of_more_tokens_than_there_are_fail():
     batch.responses = torch.tensor([[5, 6, 7, 0], [7, 8, 9, 0]])
 
     seen = []
+    rewards = [[1.0, 2.0], [1.0, 2.0, 3.0]]
 
     def of_lists(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
         seen.append(completion_ids)
-        return [[1.0, 2.0], [1.0, 2.0, 3.0]]
+        return rewards
 
     given = (of_lists, tokenizer, queries, batch)
-    batch.lengths = torch.tensor([2, 2])
-    with pytest.raises(script.UserError, match="^--reward_fn must return a list, array or tensor"):
-        script.score_by_function(*given)
+    for lengths in ([2, 2], [2, 4]):
+        batch.lengths = torch.tensor(lengths)
+        says = "^--reward_fn must return a list, array or tensor"
+        with pytest.raises(script.UserError, match=says):
+            script.score_by_function(*given)
     batch.lengths = torch.tensor([2, 3])
     assert script.score_by_function(*given).tolist() == [3, 6]
     assert batch.token_scores.tolist() == [[1, 2, 0, 0], [1, 2, 3, 0]]

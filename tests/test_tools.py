@@ -96,6 +96,12 @@ def test_metrics_of_old_runs_have_the_names_of_today(old, new):
     assert plot.new_name(old) == new
 
 
+def test_seconds_add_up_to_the_end_of_each_update():
+    rows = [{"seconds": 2.0}, {"seconds": 3.0}]
+    plot.add_elapsed(rows, Path("run"))
+    assert [row["elapsed"] for row in rows] == [2, 5]
+
+
 def test_vader_scores_good_texts_above_0_and_bad_ones_below():
     good, bad = vader.sentiment([], ["She was happy.", "She wept and was sad."])
     assert bad < 0 < good
@@ -286,7 +292,8 @@ def test_columns_of_both_files_may_differ(capsys):
     write_two()
     text = Path("other").read_text()
     Path("other").write_text(text.replace("response_after", "mine"))
-    call(win_rate, f". other --other_column mine {JUDGE}count_a")
+    Path("here.py").write_text("from test_tools import count_a")
+    call(win_rate, ". other --other_column mine --judge here:count_a")
     assert "win rate                 100.0% " in capsys.readouterr().out
 
 
