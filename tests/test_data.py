@@ -608,6 +608,7 @@ BAD_LABELS = [
     # chats about other questions, and answers of several turns without their question
     (SAME | {"prompt": FAR}, "row 0: "),
     (SAME | {"question": "How?"}, "row 0: "),
+    (ASKED | {"chosen": [TALL[0] | {"content": "", "tool_calls": [{}]}]}, "a role and a text, and"),
     # a column that may be the prompt, and samples that are no answers
     (TEXTS | {"riddle": "How tall is it?"}, "row 0: a row needs one of the columns ["),
     (SAMPLES | {"sample0": TALL}, "row 0: samples must be texts or token ids, not chats: {"),

@@ -89,7 +89,7 @@ def test_words_of_a_command_line(module, capsys):
         assert end.value.code == 0
         printed = capsys.readouterr().out
         assert "A preset may come first" in printed
-        assert "--output_dir" in printed
+        assert "--output-dir" not in printed
 
 
 # --- what goes together ---------------------------------------------------------------------------

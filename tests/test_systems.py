@@ -153,6 +153,9 @@ def test_patches_are_written_again_for_a_script_that_has_changed(tmp_path, monke
     assert file.read_text() != old
     again = make.patched("grpo", tmp_path / "grpo.py")
     assert again.read_text() == f"# a line\n{edited}"
+    (tmp_path / RLOO).write_text(script)
+    make.main()
+    assert file.read_text() == old
     # A line beside a change may differ, but not one that is changed itself.
     hunks = old[old.index("@@") :]
     beside, replaced = (re.search(rf"^{sign}( +\w.+)", hunks, re.M).group(1) for sign in " -")
@@ -162,9 +165,6 @@ def test_patches_are_written_again_for_a_script_that_has_changed(tmp_path, monke
         with pytest.raises(SystemExit, match=error) if error else contextlib.nullcontext():
             make.main()
             assert make.patched("grpo", tmp_path / "grpo.py")
-    (tmp_path / RLOO).write_text(script)
-    make.main()
-    assert file.read_text() == old
 
 
 def comments(name: str) -> dict[str, str]:
@@ -436,12 +436,12 @@ def watch(name: str, function: str, pick: Callable, flags: str, folder: Path) ->
 
 def test_pretraining_texts_are_whole_and_others_in_every_update(tmp_path):
     folder = copy(kit(), tmp_path)
-    rows = [{"text": f"w5 w3 w{i} w4 w6"} for i in range(10, 40)]
+    rows = [{"text": f"w5 w3 w{i} w4 w6" + (i % 2) * " w7 w8"} for i in range(10, 40)]
     (folder / "queries.jsonl").write_text(to_lines(*rows))
     flags = "--start_text w3 --end_text w4 --ptx_coef 0.1 --ptx_dataset queries.jsonl"
     batches = watch("instructgpt", "ppo_update", lambda *given: given[3].texts, flags, folder)
     texts = [tuple(text) for batch in batches for text in batch]
-    assert {len(text) for text in texts} == {5}
+    assert {len(text) for text in texts} == {5, 6}  # of --query_length 6
     assert len(set(texts)) == len(texts) == 4 * UPDATES
 
 
@@ -536,7 +536,7 @@ def test_of_a_model_with_images_the_top_layers_of_text_are_trained():
 
 
 def of_tokens(completion_ids: list[list[int]], **_: Any) -> list[Tensor]:
-    return [torch.tensor(row) / 10 for row in completion_ids]
+    return [torch.tensor(row, dtype=torch.float32).requires_grad_() / 10 for row in completion_ids]
 
 
 def test_rewards_of_tokens_are_paid_at_their_tokens(tmp_path):
@@ -561,19 +561,19 @@ def test_rewards_of_more_tokens_than_there_are_fail():
     batch.responses = torch.tensor([[5, 6, 7, 0], [7, 8, 9, 0]])
 
     seen = []
-    rewards = [[1.0, 2.0], [1.0, 2.0, 3.0]]
+    rewards = [[1.0], [1.0, 2.0, 3.0]]
 
     def of_lists(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
         seen.append(completion_ids)
         return rewards
 
     given = (of_lists, tokenizer, queries, batch)
-    for lengths in ([2, 2], [2, 4]):
+    for lengths in ([1, 2], [2, 3]):
         batch.lengths = torch.tensor(lengths)
         says = "^--reward_fn must return a list, array or tensor"
         with pytest.raises(script.UserError, match=says):
             script.score_by_function(*given)
-    batch.lengths = torch.tensor([2, 3])
+    rewards[0].append(2.0)
     assert script.score_by_function(*given).tolist() == [3, 6]
     assert batch.token_scores.tolist() == [[1, 2, 0, 0], [1, 2, 3, 0]]
     assert seen[-1] == [[5, 6], [7, 8, 9]]

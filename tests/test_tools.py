@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import fork_tools
 import numpy as np
@@ -96,10 +97,23 @@ def test_metrics_of_old_runs_have_the_names_of_today(old, new):
     assert plot.new_name(old) == new
 
 
-def test_seconds_add_up_to_the_end_of_each_update():
-    rows = [{"seconds": 2.0}, {"seconds": 3.0}]
-    plot.add_elapsed(rows, Path("run"))
-    assert [row["elapsed"] for row in rows] == [2, 5]
+def test_curves_over_seconds_have_a_point_at_the_end_of_each_update():
+    """The legend has all runs, also one that is in no other panel; one update alone is a dot."""
+    runs = {"reward": ("train/loss", [2.0, 3.0]), "policy": ("objective/scores", [4.0])}
+    for name, (metric, seconds) in runs.items():
+        rows = [{"seconds": x, metric: 1.0} for x in seconds]
+        Path(name).mkdir()
+        Path(f"{name}/metrics.jsonl").write_text(to_lines(*rows))
+    with mock.patch.object(plot, "plot", wraps=plot.plot) as drawn:
+        call(plot, "reward policy --over seconds --window 7")
+    assert drawn.call_args.args[1] == 7
+    figure = plot.plot(*drawn.call_args.args)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["policy", "reward"]
+    found = {}
+    for panel in figure.axes:
+        for line in panel.get_lines()[1::2]:
+            found[line.get_label()] = (line.get_xdata().tolist(), line.get_marker())
+    assert found == {"reward": ([2, 5], "None"), "policy": ([4], ".")}
 
 
 def test_vader_scores_good_texts_above_0_and_bad_ones_below():
@@ -292,9 +306,20 @@ def test_columns_of_both_files_may_differ(capsys):
     write_two()
     text = Path("other").read_text()
     Path("other").write_text(text.replace("response_after", "mine"))
-    Path("here.py").write_text("from test_tools import count_a")
-    call(win_rate, ". other --other_column mine --judge here:count_a")
+    judge = "def f(prompts, completions, **_):\n    return [x.count('a') for x in completions]\n"
+    Path("here.py").write_text(judge)
+    call(win_rate, ". other --other_column mine --judge here:f")
     assert "win rate                 100.0% " in capsys.readouterr().out
+    call(win_rate, ". other --other_column mine --judge here:f --tie 1")
+    assert "win rate                 50.0% " in capsys.readouterr().out
+
+
+def test_an_interval_leaves_out_draws_without_a_rate():
+    def rate(pairs, drawn):
+        return np.where(drawn[..., 0] > 0, 0.7, np.nan)
+
+    found = win_rate.estimate(rate, make_pairs([1, 0, 1], np.ones(3), np.ones(3)))
+    assert (found.rate, found.low, found.high) == (0.7, 0.7, 0.7)
 
 
 def test_wins_ties_and_losses_stand_apart_in_the_tables():
