@@ -130,8 +130,10 @@ def test_a_mac_uses_its_cpu(has):
         mock.patch.object(torch.accelerator, "is_available", lambda: "acc" in has),
         mock.patch.object(torch.backends.mps, "is_available", lambda: "mps" in has),
         mock.patch.object(tf_adam, "Accelerator", return_value=Accelerator()) as made,
+        mock.patch.object(made.return_value, "wait_for_everyone") as wait,
     ):
         tf_adam.make_accelerator("fp32")
+    wait.assert_called_once()
     assert made.call_args.kwargs["cpu"] == (has != "accelerator")
     (settings,) = made.call_args.kwargs["kwargs_handlers"]
     assert settings.timeout == timedelta(hours=2)  # for slow disks and reward functions

@@ -733,13 +733,15 @@ def test_state_that_differs_between_processes_stops_after_the_update(folder):
 
 # --- records --------------------------------------------------------------------------------------
 def test_seconds_are_of_one_update_and_memory_is_in_gigabytes(small, tmp_path, monkeypatch):
+    """The first ones begin when all is ready."""
     clock = itertools.accumulate(itertools.count(1))  # 1, 3, 6, 10
     fake = SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime)
     monkeypatch.setattr(tf_adam, "time", fake)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5_000_000_000)
+    monkeypatch.setattr(tf_adam, "choose_folder", lambda *_: next(clock))
     small(tmp_path / "timed", updates=3)
     rows = read_lines(tmp_path / "timed/metrics.jsonl")
-    assert rows == [{"seconds": i, "peak_memory_gb": 5} for i in (2, 3, 4)]
+    assert rows == [{"seconds": i, "peak_memory_gb": 5} for i in (3, 4, 5)]
 
 
 # --- Weights & Biases -----------------------------------------------------------------------------

@@ -217,8 +217,8 @@ def test_settings_of_the_allocator_have_the_name_that_torch_knows(version, name,
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
     monkeypatch.setattr(tf_adam.os, "environ", {})
     tf_adam.set_up_torch("fp32")
-    found = [key for key in tf_adam.os.environ if key.endswith("ALLOC_CONF")]
-    assert found == [name]
+    found = {key: x for key, x in tf_adam.os.environ.items() if key.endswith("ALLOC_CONF")}
+    assert found == {name: "expandable_segments:True"}
 
 
 def test_layers_are_patched():
