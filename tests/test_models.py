@@ -376,7 +376,7 @@ def test_the_last_embedding_and_the_whole_window_can_be_used(make):
     size = VOCABULARY
     with torch.no_grad():
         ppo_rlhf.check_model(model, with_top_token(size - 1), WINDOW)
-        ppo_rlhf.check_model(make("gpt2", n_positions=9), ANY_TOKENIZER, 9)
+        ppo_rlhf.check_model(make("gpt2", max_position_embeddings=9), ANY_TOKENIZER, 9)
         for top, longest in ((size, WINDOW), (1, WINDOW + 1)):
             says = f"^token ids go up to {top}, with {size} embeddings; texts to {longest} "
             with pytest.raises(UserError, match=f"{says}tokens, in a window of {WINDOW}$"):
