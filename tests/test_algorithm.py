@@ -1,7 +1,6 @@
 """The arithmetic of PPO, RLOO and the reward model: cases computed by hand."""
 
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,7 +8,6 @@ import tiny_models as tiny
 import torch
 from accelerate import Accelerator
 from tiny_models import make_queries, random_rows
-from torch import Tensor
 
 import ppo_rlhf
 import rloo_rlhf
@@ -18,17 +16,17 @@ import train_reward
 BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
 
 
-def numbers(text: str) -> Tensor:
+def numbers(text):
     """(rows, columns) of numbers; a slash begins a new row."""
     rows = [list(map(float, row.split())) for row in text.split("/")]
     return torch.tensor(rows)
 
 
-def every(x: Tensor) -> Tensor:
+def every(x):
     return torch.ones_like(x, dtype=torch.bool)
 
 
-def assert_close(ours: Tensor, expected: Any, atol: float = 1e-6) -> None:
+def assert_close(ours, expected, atol=1e-6):
     """Equal shapes and numbers, which may be given as text."""
     if isinstance(expected, str):
         expected = numbers(expected)
@@ -37,7 +35,7 @@ def assert_close(ours: Tensor, expected: Any, atol: float = 1e-6) -> None:
     assert (ours.double() - expected).abs().max() <= atol
 
 
-def olds(like: Tensor, **fields: Tensor) -> Any:
+def olds(like, **fields):
     """A micro-batch in which all tokens count and all else is 0, but for these fields."""
     zeros = dict.fromkeys(("logprobs", "values", "advantages", "returns"), torch.zeros_like(like))
     return SimpleNamespace(**zeros | {"loss_mask": every(like)} | fields)
@@ -164,13 +162,13 @@ def test_loss_and_gradient_are_finite_where_policies_are_far_apart(module, sign)
 
 
 # --- updates --------------------------------------------------------------------------------------
-def fake_process() -> tuple[Any, list[bool]]:
+def fake_process():
     """An accelerator, and whether the gradients of each micro-batch are averaged."""
     Accelerator(cpu=True)
     averaged = []
-    process: Any = SimpleNamespace(num_processes=1, no_sync=lambda model: torch.no_grad())
+    process = SimpleNamespace(num_processes=1, no_sync=lambda model: torch.no_grad())
 
-    def backward(loss: Tensor) -> None:
+    def backward(loss):
         averaged.append(torch.is_grad_enabled())
         if loss.requires_grad:
             loss.backward()
@@ -206,14 +204,14 @@ def test_gradients_are_averaged_once_in_a_step(module, monkeypatch):
 
 
 # --- the reward model -----------------------------------------------------------------------------
-def make_reward(gain: float = 1.0, bias: float = 0.0) -> train_reward.RewardModel:
+def make_reward(gain=1.0, bias=0.0):
     reward = train_reward.RewardModel(tiny.make_classifier(), train_reward.Args())
     reward.gain.data.fill_(gain)
     reward.bias.data.fill_(bias)
     return reward
 
 
-def make_labels(count: int) -> list[train_reward.Comparison]:
+def make_labels(count):
     labels = []
     for i in range(count):
         query, *responses = random_rows((i % 4 + 1, 1, 2, 3), seed=i)
@@ -264,7 +262,7 @@ def test_rewards_for_normalization_come_in_micro_batches_without_a_graph():
     args.truncate_after = 1
     calls = []
     reward.register_forward_hook(lambda _, given, made: calls.append(given))
-    accelerator: Any = SimpleNamespace(num_processes=1, process_index=0, gather=lambda x: x)
+    accelerator = SimpleNamespace(num_processes=1, process_index=0, gather=lambda x: x)
     values = (accelerator, reward, ref, queries, 0)
     whole = train_reward.reference_rewards(*values, None, args)
     assert [len(ids) for ids, _, _, _ in calls] == [2] * 5

@@ -2,8 +2,6 @@
 
 import itertools
 import shutil
-from types import ModuleType
-from typing import Any
 
 import fork_tools
 import pytest
@@ -14,7 +12,6 @@ from conftest import ROOT
 from fork_tools import PPO, RLOO, WORDS, kit
 from run_tools import read_lines
 from tiny_models import make_policy, make_queries, random_rows
-from torch import Tensor, nn
 
 import ppo_rlhf
 import rloo_rlhf
@@ -50,9 +47,7 @@ def test_first_passes_that_differ_and_a_far_policy_stop_a_run(module, dtype, upd
             module.check_update(update, fine | {name: float(bad)}, args)
 
 
-def first_epoch(
-    module: ModuleType, policy: nn.Module, batch: Any, epochs: Tensor, args: Any
-) -> dict:
+def first_epoch(module, policy, batch, epochs, args):
     """Metrics of an update with steps of size 0."""
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
@@ -107,9 +102,7 @@ def test_first_ratio_is_exactly_one(module, dtype, name, num_minibatches, mask_t
         assert_largest_is_found(module, policy, batch, epochs, args)
 
 
-def assert_largest_is_found(
-    module: ModuleType, policy: nn.Module, batch: Any, epochs: Tensor, args: Any
-) -> None:
+def assert_largest_is_found(module, policy, batch, epochs, args):
     """A single shifted log-probability is found, in any micro-batch and outside the mask, too. That
     of ratios is of the first step, that of sampling a mean over the response, of the whole
     batch."""
@@ -146,10 +139,10 @@ def test_a_loss_of_another_shape_is_an_error(module, monkeypatch, request):
 
     is_copy = request.config.getoption("--script") is not None
 
-    def change(loss: Tensor) -> Tensor:
+    def change(loss):
         return torch.stack([loss, loss]) if is_copy else loss.mean(0)
 
-    def changed(*given: Any) -> tuple[Any, ...]:
+    def changed(*given):
         *losses, metrics = found(*given)
         return *map(change, losses), metrics
 

@@ -35,12 +35,12 @@ DIFFERENT_FIELDS = {  # between train_reward.py and the others, and why
 SECTIONS = "the algorithm, checks, rollout and scoring, forward passes, models, data, results"
 
 
-def read(script: str) -> str:
+def read(script):
     return (ROOT / script).read_text()
 
 
 @functools.cache
-def definitions(script: str) -> dict[str, str]:
+def definitions(script):
     """Source of every top-level function, class and constant by its name, with decorators and the
     comment right above. A constant that is built in several statements has all of them."""
     text = read(script)
@@ -68,7 +68,7 @@ def definitions(script: str) -> dict[str, str]:
 
 
 @functools.cache
-def helps(script: str) -> dict[str, str]:
+def helps(script):
     """What stands beside or above every field of Args."""
     found = {}
     comment = ""

@@ -84,7 +84,7 @@ def here(folders, tmp_path, monkeypatch):
     Accelerator(cpu=True)
 
 
-def words(*tokens: int) -> str:
+def words(*tokens):
     return " ".join(f"w{token}" for token in tokens)
 
 

@@ -27,7 +27,7 @@ import train_reward
 FOLDER = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
-def below(folder: str, names: set[str]) -> set[str]:
+def below(folder, names):
     return {f"{folder}/{name}" for name in names}
 
 

@@ -23,7 +23,7 @@ from torch.testing import assert_close
 import ppo_rlhf
 
 
-def environment(engine: str) -> dict[str, str]:
+def environment(engine):
     """What `accelerate launch --config_file <engine>.yaml --num_processes 2` says to its
     processes."""
     settings = ROOT / "benchmark" / "accelerate" / f"{engine}.yaml"

@@ -1,7 +1,6 @@
 """Passes over padded rows and through caches give what transformers gives for each text alone."""
 
 import importlib
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,7 +22,6 @@ from tiny_models import (
     random_rows,
     rows_of,
 )
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ppo_rlhf
@@ -42,9 +40,7 @@ ENDING = [3, EOS, 7, EOS, EOS, EOS]  # of a response
 WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
 
 
-def assert_as_alone(
-    policy: nn.Module, plain: nn.Module, contexts: list[list[int]], responses: list[list[int]]
-) -> None:
+def assert_as_alone(policy, plain, contexts, responses):
     """Log-probabilities, entropies and values are those of the plain model for a text alone."""
     batch = make_batch(contexts, responses)
     with torch.no_grad():
@@ -116,7 +112,7 @@ def test_every_batch_of_rloo_is_read_in_two_passes(contexts):
     assert len(calls) == 2
 
 
-def plain_rewards(judge: nn.Module, texts: list[list[int]]) -> list[Tensor]:
+def plain_rewards(judge, texts):
     """gain * logit + bias after each token of each text alone, in plain transformers."""
     states = full_states(judge, texts)
     return [(GAIN * judge.score(x) + BIAS).squeeze(1).detach() for x in states]
@@ -208,7 +204,7 @@ def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(name,
     passes = []
     read = script.read
 
-    def watched(*arguments: Any, **named: Any) -> Any:
+    def watched(*arguments, **named):
         output = read(*arguments, **named)
         made = output.logits if "logits" in output else output.last_hidden_state
         made.retain_grad()

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from golden_tools import (
     weights_from_tf,
 )
 from tiny_models import make_queries, make_responses
-from torch import Tensor
 from transformers import GPT2Tokenizer
 
 import ppo_rlhf
@@ -36,30 +34,29 @@ from tf_adam import make_optimizer, set_learning_rates
 LOGPROB_ATOL = 2e-5
 WEIGHT_ATOL = 2e-6
 RELATIVE_MOVE = 1e-4
-Arrays = dict[str, np.ndarray]
 
 
-def below(arrays: Arrays, prefix: str) -> Arrays:
+def below(arrays, prefix):
     """The arrays whose names begin so, by the rest of their names."""
     return {key.removeprefix(prefix): arrays[key] for key in arrays if key.startswith(prefix)}
 
 
-def batch_of(contexts: list[list[int]], arrays: Arrays) -> ppo_rlhf.Batch:
+def batch_of(contexts, arrays):
     """The batch of the recorded responses, all of whose tokens count."""
     return make_batch(ppo_rlhf, contexts, torch.from_numpy(arrays["responses"]).long())
 
 
-def steps_of(arrays: Arrays, pattern: str) -> list[str]:
+def steps_of(arrays, pattern):
     names = [key.split("/")[0] for key in arrays if re.match(pattern, key)]
     return sorted(set(names))
 
 
-def off(ours: Tensor, expected: np.ndarray) -> float:
+def off(ours, expected):
     assert ours.shape == expected.shape
     return np.abs(ours.detach().numpy() - expected).max()
 
 
-def assert_moved_alike(module: Any, before: dict, arrays: Arrays, prefix: str) -> None:
+def assert_moved_alike(module, before, arrays, prefix):
     """Weights equal to WEIGHT_ATOL, and the whole move equal to RELATIVE_MOVE (relative L2)."""
     after = named_weights(module)
     expected = weights_from_tf(arrays, prefix)
@@ -170,22 +167,20 @@ class AllRanks:
 
     no_sync = contextlib.nullcontext
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world):
         self.num_processes = world
 
-    def reduce(self, x: Tensor, how: str) -> Tensor:
+    def reduce(self, x, how):
         """Every rank has as many tokens."""
         assert how == "sum"
         return x * self.num_processes
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss):
         """As DistributedDataParallel averages."""
         (loss / self.num_processes).backward()
 
 
-def update_all_ranks(
-    policy: Any, optimizer: Any, batches: list, epochs: list[Tensor], args: Any
-) -> list[list[dict]]:
+def update_all_ranks(policy, optimizer, batches, epochs, args):
     """ppo_update of all ranks, minibatch by minibatch. Returns each minibatch's records."""
     accelerator = AllRanks(len(batches))
     Accelerator(cpu=True)
@@ -204,7 +199,7 @@ def update_all_ranks(
     return found
 
 
-def assert_metrics(records: list, arrays: Arrays, prefix: str) -> None:
+def assert_metrics(records, arrays, prefix):
     """Of these records the means that were recorded, if any were."""
     metrics = ppo_rlhf.reduce_means(records)
     # As main does, which test_reference.py holds to the same.
@@ -312,7 +307,7 @@ def test_reward_training_equals_the_original(golden_03b, micro_batch_size):
         assert_moved_alike(reward, before, arrays, f"{step}/weights/reward_model/")
 
 
-def normalized(rewards: Tensor) -> tuple[float, float]:
+def normalized(rewards):
     """Gain and bias that give these logits the mean 0 and the deviation 1."""
     model = SimpleNamespace(gain=torch.ones(1), bias=torch.zeros(1))
     train_reward.normalize(model, rewards)

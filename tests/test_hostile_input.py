@@ -8,7 +8,6 @@ import math
 import pickle
 import shutil
 import sys
-from pathlib import Path
 from unittest import mock
 
 import datasets
@@ -40,7 +39,7 @@ OF_MODEL = "no_tokenizer no_weights pickle code nan three_layers another_type"
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def faults(tmp_path_factory):
     """The kit, and beside it models and files that have something wrong with them, by name."""
     folder = copy(kit(), tmp_path_factory.mktemp("faults"))
     save_classifier(folder / "short", "gpt2", max_position_embeddings=8)

@@ -21,7 +21,7 @@ from benchmark.studies.four_seeds import report as four_seeds
 from tiny import rewards
 
 
-def pages(pattern: str) -> list[str]:
+def pages(pattern):
     return [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(pattern))]
 
 
@@ -35,7 +35,7 @@ PROGRAMS |= {"config_file", "check", "num_machines", "machine_rank", "main_proce
 OF_COPIES = ("docs/trl.md", "docs/trl_fidelity.md")  # flags of patched copies, too
 
 
-def read(page: str) -> str:
+def read(page):
     return (ROOT / page).read_text()
 
 
@@ -101,7 +101,7 @@ def test_every_table_of_the_measurements_is_made_from_records():
         assert f"]({name})" in start, page
 
 
-def blocks_of(page: str) -> list[str]:
+def blocks_of(page):
     """The paragraphs and the items of lists of a page, without what is made from records, tables,
     headings, commands, pictures' words and links' targets."""
     text = read(page)
@@ -169,7 +169,7 @@ def test_the_first_command_finds_its_labels():
     assert len(held_out) == 512
 
 
-def anchors(text: str) -> set[str]:
+def anchors(text):
     """The names by which a page's headings are linked to."""
     titles = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -188,7 +188,7 @@ def test_every_link_leads_to_a_file_and_to_a_part_of_it(page):
             assert part in anchors(path.read_text()), (target, part)
 
 
-def commands(page: str) -> list[list[str]]:
+def commands(page):
     """The words of every command that is shown and runs a script, from its name on."""
     found = []
     blocks = re.findall(r"```bash\n(.*?)```|^    (python .*)$", read(page), re.S | re.M)
@@ -244,7 +244,7 @@ def test_every_flag_that_is_shown_exists():
     assert flags - fields - words == set()
 
 
-def listed_metrics() -> set[str]:
+def listed_metrics():
     """The names in the tables of metrics, with their braces expanded."""
     listed = set()
     for cell in re.findall(r"^\| (`.*?) \|", read("docs/metrics.md"), re.M):

@@ -1,7 +1,6 @@
 """Rollouts: sampling through a cache against full forward passes, and batches of responses."""
 
 import dataclasses
-from typing import Any
 
 import fork_tools
 import pytest
@@ -10,7 +9,7 @@ import torch
 from fork_tools import RLOO, WORDS, kit
 from run_tools import read_metrics
 from tiny_models import CONFIGS, full_logits, make_policy, make_queries, random_rows, rows_of
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +25,7 @@ LENGTH = 12
 
 
 # --- sampling -------------------------------------------------------------------------------------
-def probabilities(lm: nn.Module, contexts: list[list[int]], responses: Tensor) -> Tensor:
+def probabilities(lm, contexts, responses):
     """Of all tokens (B, R, V) before each of the given responses, from full forward passes."""
     rows = []
     for context, response in zip(contexts, responses.tolist(), strict=True):
@@ -38,7 +37,7 @@ def probabilities(lm: nn.Module, contexts: list[list[int]], responses: Tensor) -
     return scaled.softmax(-1)
 
 
-def inverted(probs: Tensor, u: Tensor) -> Tensor:
+def inverted(probs, u):
     """The tokens (B, R) at which the cumulative distribution passes u."""
     cdf = probs.double().cumsum(-1)
     is_before = cdf < u.double().unsqueeze(2)
@@ -129,7 +128,7 @@ class Casts(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any, named: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args, named=None):
         named = named or {}
         if named.get("dtype") is torch.bfloat16:
             self.count += isinstance(args[0], nn.Parameter)

@@ -16,7 +16,6 @@ import time
 import typing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import fork_tools
@@ -113,7 +112,7 @@ NOT_EMPTY = "^--output_dir .*out is not empty: choose another, or --resume if it
 
 
 @pytest.fixture(autouse=True)
-def has_a_folder(request: pytest.FixtureRequest) -> None:
+def has_a_folder(request):
     """A copy whose main makes no Run leaves what it likes."""
     callspec = getattr(request.node, "callspec", None)
     script = callspec.params.get("script", "") if callspec else ""
@@ -122,12 +121,12 @@ def has_a_folder(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A space in its name needs quotes in the command that goes on."""
     return copy(kit(), tmp_path).rename(tmp_path / "a folder")
 
 
-def refuse(folder: Path, script: str, words: list[str], says: str) -> None:
+def refuse(folder, script, words, says):
     """The script ends with this error, and changes nothing."""
     before = contents(folder)
     with pytest.raises(tf_adam.UserError, match=says):
@@ -135,7 +134,7 @@ def refuse(folder: Path, script: str, words: list[str], says: str) -> None:
     assert contents(folder) == before
 
 
-def contents(folder: Path) -> dict[str, Any]:
+def contents(folder):
     """Times and bytes of all files, but for the lock."""
     found = {}
     for file in folder.rglob("*"):
@@ -144,7 +143,7 @@ def contents(folder: Path) -> dict[str, Any]:
     return found
 
 
-def assert_same_results(folder: Path, expected: Path) -> None:
+def assert_same_results(folder, expected):
     """All that finished runs leave is the same, but args.json, checkpoints, seconds and memory."""
     assert_same_metrics(folder / "out", expected / "out", LOST)
 
@@ -158,7 +157,7 @@ def assert_same_results(folder: Path, expected: Path) -> None:
     assert [name for name in wanted if found[name] != wanted[name]] == [], LOST
 
 
-def checkpoints(folder: Path) -> list[str]:
+def checkpoints(folder):
     """Those that are complete."""
     return sorted(path.parent.name for path in folder.glob("out/checkpoints/*/state.json"))
 
@@ -257,7 +256,7 @@ def test_a_first_kl_that_is_not_rounding_stops_a_run(script, folder, monkeypatch
     module = importlib.import_module(script[:-3])
     set_logprobs = module.set_logprobs
 
-    def changed(batch: Any, *args: Any) -> None:
+    def changed(batch, *args):
         set_logprobs(batch, *args)
         batch.ref_logprobs += 0.002
 
@@ -343,7 +342,7 @@ def test_what_prints_with_its_address_is_no_other_data(tmp_path, monkeypatch):
     """An image in a table's column, for example."""
     load = train_reward.load_queries
 
-    def with_objects(*args: Any) -> Any:
+    def with_objects(*args):
         queries = load(*args)
         for query in queries:
             query.columns["image"] = object()
@@ -409,7 +408,7 @@ def test_a_folder_that_another_run_has_used_while_the_models_loaded_is_left_as_i
     """The first look at the folder is before that: no checkpoint of the other run is adopted."""
     found = {}
 
-    def set_seed(seed: int) -> None:
+    def set_seed(seed):
         shutil.copytree(plain(script, 1) / "out", folder / "out")
         found.update(contents(folder / "out"))
 
@@ -451,7 +450,7 @@ def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(name, path, tmp_pa
 
 
 # --- settings -------------------------------------------------------------------------------------
-def values_of(kind: Any) -> list[Any]:
+def values_of(kind):
     """Values that a field of this type could have."""
     found = [3, 0.25, False, True, (0.5, 0.5), "another", *typing.get_args(kind)]
     for inner in typing.get_args(kind):
@@ -459,7 +458,7 @@ def values_of(kind: Any) -> list[Any]:
     return found
 
 
-def another(args: Any, name: str) -> Any:
+def another(args, name):
     """A valid value of the field that is not its default; None if none is known."""
     for value in values_of(typing.get_type_hints(args)[name]):
         with contextlib.suppress(pydantic.ValidationError):
@@ -561,14 +560,14 @@ def test_what_may_change_takes_effect(tmp_path, monkeypatch, capsys):
 
 # --- checkpoints ----------------------------------------------------------------------------------
 @pytest.fixture
-def small(tmp_path: Path) -> Any:
+def small(tmp_path):
     """Opens the run in tmp_path/out, of three updates on four weights, or a copy of it."""
     accelerator = Accelerator(cpu=True)
     args = ppo_rlhf.Args(adam_eps=1e-3, resume=True, checkpoint_every=1)
     net = torch.nn.Linear(3, 1)
     net, optimizer = accelerator.prepare(net, tf_adam.make_optimizer(net, args))
 
-    def go_on(folder: Path, updates: int = 0, data: int = 5, **state: Any) -> Any:
+    def go_on(folder, updates=0, data=5, **state):
         args.output_dir = str(folder)
         opened = tf_adam.Run(accelerator, ppo_rlhf.FILE, args, updates, {"data": data} | state)
         opened.start()
@@ -660,7 +659,7 @@ def test_checkpoints_are_left_after_these_updates(every, expected, small, tmp_pa
     one.num_updates = 3
     one.args.checkpoint_every = every
 
-    def checked(path: Path) -> None:
+    def checked(path):
         assert len(one.checkpoints()) == 2
         assert path not in one.checkpoints()
         rmtree(path)

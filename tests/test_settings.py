@@ -1,9 +1,7 @@
 """Settings: defaults of all flags, presets, what goes together, and runs of presets."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -168,11 +166,11 @@ def test_the_window_holds_every_label_and_every_sample(sizes, held_out, query, l
 
 # --- presets --------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cache(tmp_path_factory):
     """The cache folder, as HF_HOME sets it. Its files say what the hub would say of names."""
     folder = tmp_path_factory.mktemp("cache")
 
-    def glob(_, name: str, **options) -> dict[str, dict[str, str]]:
+    def glob(_, name, **options):
         found = folder.glob(f"{LABELS}/snapshots/*/{name.partition('preferences/')[2]}")
         return {name: {"type": "file"}} if any(found) else {}
 

@@ -51,13 +51,13 @@ SYNCS = {
 }
 
 
-def words_of(script: str, more: str = "", updates: int = 2) -> list[str]:
+def words_of(script, more="", updates=2):
     flag = "--num_labels" if script == REWARD else "--total_episodes"
     short = [flag, str(4 * updates), "--checkpoint_every", "0"]
     return [*WORDS[script], *short, *more.split()]
 
 
-def new_folder(parent: Path) -> Path:
+def new_folder(parent):
     """The folder to run in: fork_tools' kit and a --reward_fn."""
     folder = copy(kit(), parent)
     code = "def count(completions, **_):\n    return [len(x) / 9 for x in completions]\n"
@@ -65,7 +65,7 @@ def new_folder(parent: Path) -> Path:
     return folder
 
 
-def run_on_device(script: str, words: list[str], folder: Path) -> tuple[int, str]:
+def run_on_device(script, words, folder):
     """Exit status, and what was printed to stderr."""
     own = ["--report", "report.json", str(ROOT / script)]
     code, _, errors = run(RUNNER, [*own, *words], folder)
@@ -73,7 +73,7 @@ def run_on_device(script: str, words: list[str], folder: Path) -> tuple[int, str
 
 
 @functools.cache
-def finished(script: str, more: str, on_cpu: bool = False) -> Path:
+def finished(script, more, on_cpu=False):
     """A folder in which the script has run on the device, which left a report, or on the CPU."""
     folder = new_folder(Path(tempfile.mkdtemp(dir=kit().parent)))
     words = words_of(script, more)
@@ -85,7 +85,7 @@ def finished(script: str, more: str, on_cpu: bool = False) -> Path:
     return folder
 
 
-def assert_same_run(folder: Path, other: Path) -> None:
+def assert_same_run(folder, other):
     out = folder / "out"
     expected = other / "out"
     assert_same_metrics(out, expected, "on the device", ERRORS, rel=1e-4, abs=1e-5)

@@ -7,9 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import fork_tools
 import patched
@@ -22,7 +19,6 @@ from patched import make
 from run_tools import call, read_lines, read_metrics, to_lines
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, full_logits, make_lm, random_rows
-from torch import Tensor
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 from trl_tools import OWN, PPO09, PPO112
 
@@ -107,12 +103,11 @@ OWN_SIZES = {
     "vapo": "--critic_warmup 1",
     "trlx": "--unfrozen_layers 1",  # of two
 }
-Settings = dict[str, Any]
 FLAG = re.compile(r"--(?:no-)?(\w+)")
 
 
 # --- the folder -----------------------------------------------------------------------------------
-def commands(name: str) -> list[str]:
+def commands(name):
     """Those in the head of a patch."""
     head, _, _ = patched.PATCHES[name].read_text().partition("\n--- ")
     return re.findall("^    ((?:python|patch) .*)$", head, re.M)
@@ -157,19 +152,19 @@ def test_patches_are_written_again_for_a_script_that_has_changed(tmp_path, monke
     assert file.read_text() == old
 
 
-def comments(name: str) -> dict[str, str]:
+def comments(name):
     """What stands behind the # of every line, by the setting."""
     pattern = rf"^{FLAG.pattern}[^#\n]*(?:# )?(.*)$"
     return dict(re.findall(pattern, patched.ARGS[name].read_text(), re.M))
 
 
-def settings_of(name: str, words: list[str]) -> Settings:
+def settings_of(name, words):
     """All settings that the words amount to, for the patched copy."""
     _, args = parse(patched.module(name), words)
     return vars(args)
 
 
-def part(settings: Settings, names: Iterable[str]) -> Settings:
+def part(settings, names):
     return {name: settings[name] for name in names}
 
 
@@ -224,14 +219,14 @@ def test_the_command_of_the_head_runs(name):
 
 
 # --- what patches do ------------------------------------------------------------------------------
-def metrics_of(path: Path, base: str, flags: str, folder: Path) -> list[dict[str, float]]:
+def metrics_of(path, base, flags, folder):
     """What a short run of this copy logs in a new folder, but for what differs from run to run."""
     folder = copy(kit(), folder)
     fork_tools.succeed(path, [*WORDS[base], *flags.split()], folder)
     return read_metrics(folder / "out")
 
 
-def plain_metrics(script: str) -> list[dict[str, float]]:
+def plain_metrics(script):
     return read_metrics(plain(script, 1) / "out")
 
 
@@ -407,13 +402,13 @@ def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size):
         torch.testing.assert_close(steps[name], -2.0 * p.grad, atol=1e-6, rtol=1e-4)
 
 
-def watch(name: str, function: str, pick: Callable, flags: str, folder: Path) -> list[Any]:
+def watch(name, function, pick, flags, folder):
     """Runs the copy in this process: what `pick` makes of each call's arguments, after it."""
     script = patched.module(name)
     original = getattr(script, function)
     picked = []
 
-    def noted(*given: Any) -> Any:
+    def noted(*given):
         returned = original(*given)
         picked.append(pick(*given))
         return returned
@@ -439,7 +434,7 @@ def test_pretraining_texts_are_whole_and_others_in_every_update(tmp_path):
 def test_the_average_of_weights_moves_after_each_update(name, tmp_path):
     folder = copy(kit(), tmp_path)
 
-    def weights_of(_: Any, policy: Any, *__: Any) -> dict[str, Tensor]:
+    def weights_of(_, policy, *__):
         return {key: p.detach().clone() for key, p in policy.lm.named_parameters()}
 
     seen = watch(name, "ppo_update", weights_of, "--ema 0.75", folder)
@@ -508,7 +503,7 @@ def test_of_a_model_with_images_the_top_layers_of_text_are_trained():
         assert is_top or name.endswith("model.norm.weight")
 
 
-def of_tokens(completion_ids: list[list[int]], **_: Any) -> list[Tensor]:
+def of_tokens(completion_ids, **_):
     return [torch.tensor(row) / 10 for row in completion_ids]
 
 
@@ -535,7 +530,7 @@ def test_rewards_of_more_tokens_than_there_are_fail():
 
     seen = []
 
-    def of_lists(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+    def of_lists(completion_ids, **_):
         seen.append(completion_ids)
         return [[1.0, 2.0], [1.0, 2.0, 3.0]]
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from accelerate.utils import DistributedType
 from golden_tools import load_golden
 from tiny_models import make_lm, values
-from torch import Tensor, nn
+from torch import nn
 from transformers import AttentionMaskInterface
 
 import tf_adam
@@ -56,7 +55,7 @@ def test_trajectory_and_moments_equal_tensorflow(golden_06, eps, fused):
         assert np.allclose(v, arrays[f"{prefix}v/{name}"], rtol=2e-5, atol=0), name
 
 
-def zeros(count: int) -> list[nn.Parameter]:
+def zeros(count):
     return [nn.Parameter(torch.zeros(6)) for _ in range(count)]
 
 
@@ -90,11 +89,11 @@ def test_groups_keep_their_own_settings_and_step_count_and_the_eps_that_was_give
         assert [group["eps"] for group in groups] == [1e-5, 1e-2]
 
 
-def with_settings(**changes: Any) -> SimpleNamespace:
+def with_settings(**changes):
     return SimpleNamespace(**values(SETTINGS) | changes)
 
 
-def make_parts(*names: str) -> nn.Module:
+def make_parts(*names):
     return nn.ModuleDict({name: nn.Linear(3, 2) for name in names})
 
 
@@ -165,7 +164,7 @@ def test_gradients_are_averaged_at_the_last_micro_batch_or_where_weights_are_in_
     sharded = nn.Linear(3, 1)
     sharded.reshard = lambda: None  # what FSDP2 adds
     skipped = []
-    accelerator: Any = SimpleNamespace(no_sync=lambda model: torch.no_grad())
+    accelerator = SimpleNamespace(no_sync=lambda model: torch.no_grad())
     for model in (whole, sharded):
         for is_last in (False, True):
             with tf_adam.averaging(accelerator, model, is_last):
@@ -275,7 +274,7 @@ def test_states_of_a_trunk_in_bf16_come_in_fp32():
     """Also of one that ends with a linear layer, which autocast computes in bf16."""
     layer = nn.Linear(3, 2)
 
-    def forward(ids: Tensor, **named: Any) -> SimpleNamespace:
+    def forward(ids, **named):
         assert torch.is_autocast_enabled("cpu")
         return SimpleNamespace(last_hidden_state=layer(ids))
 

@@ -26,19 +26,19 @@ NUMBER = re.compile(r"-?\d+\.\d+")
 
 
 @pytest.fixture(autouse=True)
-def new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def new_folder(tmp_path, monkeypatch):
     """The programs write into the folder that they are called in, and add it to sys.path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(sys, "argv", [])
 
 
-def call(tool, words: str) -> None:
+def call(tool, words):
     sys.argv = ["program.py", *words.split()]
     tool.main()
 
 
-def fail(tool, words: str, message: str) -> None:
+def fail(tool, words, message):
     """The same, which ends with one line that begins with this message."""
     with pytest.raises(SystemExit) as error:
         call(tool, words)
@@ -47,7 +47,7 @@ def fail(tool, words: str, message: str) -> None:
 
 
 # --- pictures of runs -----------------------------------------------------------------------------
-def make_run(name: str, scores: list[float]) -> Path:
+def make_run(name, scores):
     """The folder of a run that has logged these scores so far."""
     folder = Path(name)
     folder.mkdir(parents=True)
@@ -156,7 +156,7 @@ def nan(completions, **_):
     return [math.nan] * len(completions)
 
 
-def write(name: str, *texts: str) -> Path:
+def write(name, *texts):
     """samples.jsonl of such texts: `query response`."""
     rows = []
     for text in texts:
@@ -166,7 +166,7 @@ def write(name: str, *texts: str) -> Path:
     return Path(name)
 
 
-def make_pairs(wins, lengths, others) -> Pairs:
+def make_pairs(wins, lengths, others):
     """One pair for each query."""
     query = np.arange(len(wins))
     return Pairs(query, *map(np.array, (wins, lengths, others)))
@@ -249,7 +249,7 @@ def test_the_interval_is_that_of_a_mean_over_queries():
     assert win_rate.estimate(win_rate.win_rate, Pairs(*twice)) == found
 
 
-def write_two() -> None:
+def write_two():
     write("samples.jsonl", "q aa", "r a")
     write("other", "q a", "r b", "s a")
 
@@ -307,7 +307,7 @@ def examples():
         return worked_example.work_out()
 
 
-def differences(shown: str, expected: str) -> list[str]:
+def differences(shown, expected):
     """Where two pages differ, with more than a unit of a number's last digit."""
     assert NUMBER.sub("#", shown) == NUMBER.sub("#", expected)
     found = []
