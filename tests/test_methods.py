@@ -19,8 +19,6 @@ import patched
 import pytest
 import reference
 import torch
-from accelerate import Accelerator
-from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO
 from reference import (
     clipped_loss,
@@ -39,7 +37,6 @@ from test_reference import RL, Run, differences, launch
 from tiny_models import save_classifier
 from transformers import AutoTokenizer
 
-RUNNER = str(ROOT / "tests/helpers/on_simulated_device.py")
 FLAGS = f"""{RL} --base_model model --reward_model judge1 --query_dataset queries.jsonl
     --start_text none --end_text none --response_length 5 --truncate_token w37 --truncate_after 1
     --mask_truncated --penalty_mode add --eval_queries 1 --total_episodes 12 --micro_batch_size 3
@@ -272,9 +269,9 @@ def run_copy(script, flags, is_on_device, kit, stop=0):
     """The folder of a copy's run on the device, or on two processes, which may be stopped."""
     out = script.with_name("out")
     if is_on_device:
-        report = str(script.with_name("report.json"))
         words = [*shlex.split(flags), "--output_dir", str(out)]
-        fork_tools.succeed(RUNNER, ["--report", report, str(script), *words], kit)
+        code, _, errors = fork_tools.run_on_device(str(script), words, kit)
+        assert code == 0, errors
     else:
         launch(Run(str(script), 2, flags, stop, later=3), kit, out)
     return out
@@ -374,7 +371,6 @@ def test_a_dual_clip_limits_the_loss_where_the_advantage_is_negative():
 
 
 def test_a_margin_is_a_number(kit):
-    Accelerator(cpu=True)
     script = patched.module("margin")
     tokenizer = AutoTokenizer.from_pretrained(kit / "model")
     row = read_lines(kit / "pairs.jsonl")[0] | {"margin": "large"}

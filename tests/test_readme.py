@@ -9,9 +9,8 @@ import sys
 
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import PPO, REWARD, SCRIPTS, WORDS, copy, kit, parse, plain, succeed
+from fork_tools import PPO, REWARD, SCRIPTS, WORDS, parse, plain, succeed
 from run_tools import read_lines
 from transformers import AutoTokenizer, DistilBertConfig, DistilBertForSequenceClassification
 
@@ -162,7 +161,6 @@ def test_every_patch_is_listed():
 
 
 def test_the_first_command_finds_its_labels():
-    Accelerator(cpu=True)  # the scripts' logger asks for it
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
     labels, held_out = train_reward.load_labels("label_dataset", train_reward.Args(), tokenizer)
     assert len(labels) == 4000
@@ -329,13 +327,12 @@ def test_the_loop_of_the_readme_is_the_script_s():
         assert is_there, line
 
 
-def test_the_entropy_bonus_of_the_readme_is_one_line(tmp_path):
+def test_the_entropy_bonus_of_the_readme_is_one_line(folder):
     """It does what it says where it says: the policy's entropy is higher with a large one. So what
     `ppo_update` gets of `forward_response` keeps its gradient."""
     line = re.search(r"`(loss = loss - 0.01 \* .*?)`", read("README.md"))[1]
     code = read(PPO)
     ((whole, indent),) = re.findall(r"^(( +)loss = policy_loss .*\n)", code, re.M)
-    folder = copy(kit(), tmp_path)
     shutil.copy(ROOT / "tf_adam.py", folder)
     added = indent + line.replace("0.01", "50") + "\n"
     (folder / "mine.py").write_text(code.replace(whole, whole + added))

@@ -8,12 +8,12 @@ import importlib
 import json
 import random
 import shlex
+import signal
 from dataclasses import dataclass
 
 import fork_tools
 import pytest
 import reference
-import reference_tools
 import torch
 from fork_tools import PPO, REWARD, RLOO
 from run_tools import read_lines, to_lines
@@ -232,15 +232,15 @@ def compare_weights(folder, expected):
 
 
 def launch(run, kit, out):
-    """The run of the script, in one or two processes, which may be stopped once."""
     begin = [*shlex.split(run.flags), "--output_dir", str(out)]
     if run.stop:
-        stop = (reference_tools.stop_in_update, run.stop)
-        status, _, errors = fork_tools.run_on(run.world, run.script, begin, kit, stop)
+        # The file is opened first when the run's folder is made.
+        stop = (fork_tools.strike, "/out/metrics.jsonl", run.stop + 1, signal.SIGTERM)
+        status, _, errors = fork_tools.run(run.script, begin, kit, stop, world=run.world)
         assert status == 130, errors
         assert len(read_lines(out / "metrics.jsonl")) == run.stop
         begin += ["--resume", "--micro_batch_size", str(run.later)]
-    status, _, errors = fork_tools.run_on(run.world, run.script, begin, kit)
+    status, _, errors = fork_tools.run(run.script, begin, kit, world=run.world)
     assert status == 0, errors
 
 

@@ -15,14 +15,13 @@ from fork_tools import PPO, REWARD, RLOO, parse
 from hub_tools import LABELS
 from huggingface_hub import HfFileSystem
 from run_tools import call, read_lines, read_metrics
-from tiny_models import Stop, values
+from tiny_models import BOTH, Stop, values
 
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
 
 SCRIPTS = [ppo_rlhf, rloo_rlhf, train_reward]
-BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
 ALL = """seed=1 output_dir=None resume=False checkpoint_every=25 track=False base_model='tiny/model'
 dtype='fp32' gradient_checkpointing=False query_dataset='tiny/queries' query_length=32
 long_queries=None query_prefix=None query_suffix=None start_text='.' end_text='.' response_length=24

@@ -108,7 +108,6 @@ FLAG = re.compile(r"--(?:no-)?(\w+)")
 
 # --- the folder -----------------------------------------------------------------------------------
 def commands(name):
-    """Those in the head of a patch."""
     head, _, _ = patched.PATCHES[name].read_text().partition("\n--- ")
     return re.findall("^    ((?:python|patch) .*)$", head, re.M)
 
@@ -254,7 +253,6 @@ def test_a_penalty_on_length_is_taken_from_the_score(script, tmp_path):
 @pytest.mark.parametrize("name", ["llama2", "qwen"])
 def test_scores_are_scaled_or_whitened(name):
     # mean 2, biased variance 8 / 3
-    Accelerator(cpu=True)
     script = patched.module(name)
     scores = torch.tensor([0.0, 2.0, 4.0])
     equal = torch.full((3,), -1.0)
@@ -313,7 +311,6 @@ def test_scores_are_clipped(tmp_path):
 def test_top_p_draws_from_the_fewest_tokens_that_hold_so_much():
     """Log-probabilities are those of the whole distribution."""
     qwen = patched.module("qwen")
-    Accelerator(cpu=True)
     contexts = random_rows((5, 3, 7, 4), seed=1)
     temperature = 0.7
     lm = make_lm("gpt2")
@@ -419,8 +416,7 @@ def watch(name, function, pick, flags, folder):
     return picked
 
 
-def test_pretraining_texts_are_whole_and_others_in_every_update(tmp_path):
-    folder = copy(kit(), tmp_path)
+def test_pretraining_texts_are_whole_and_others_in_every_update(folder):
     rows = [{"text": f"w5 w3 w{i} w4 w6"} for i in range(10, 40)]
     (folder / "queries.jsonl").write_text(to_lines(*rows))
     flags = "--start_text w3 --end_text w4 --ptx_coef 0.1 --ptx_dataset queries.jsonl"
@@ -431,8 +427,7 @@ def test_pretraining_texts_are_whole_and_others_in_every_update(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["instructgpt", "deepspeed_chat"])
-def test_the_average_of_weights_moves_after_each_update(name, tmp_path):
-    folder = copy(kit(), tmp_path)
+def test_the_average_of_weights_moves_after_each_update(name, folder):
 
     def weights_of(_, policy, *__):
         return {key: p.detach().clone() for key, p in policy.lm.named_parameters()}
@@ -467,8 +462,7 @@ def test_a_resumed_run_goes_on_with_its_average(tmp_path):
 
 
 # --- trlX's frozen layers, and rewards of tokens --------------------------------------------------
-def test_frozen_layers_are_shared_with_the_reference(tmp_path):
-    folder = copy(kit(), tmp_path)
+def test_frozen_layers_are_shared_with_the_reference(folder):
     flags = "--unfrozen_layers 1 --dtype bf16"  # shared layers are not held in bf16
     models = watch("trlx", "set_logprobs", lambda *given: given[1:3], flags, folder)
     policy, ref = models[-1]
@@ -507,8 +501,7 @@ def of_tokens(completion_ids, **_):
     return [torch.tensor(row) / 10 for row in completion_ids]
 
 
-def test_rewards_of_tokens_are_paid_at_their_tokens(tmp_path):
-    folder = copy(kit(), tmp_path)
+def test_rewards_of_tokens_are_paid_at_their_tokens(folder):
     flags = "--adaptive_kl_target none --kl_coef 0 --reward_fn test_systems:of_tokens"
     flags += " --critic shared --truncate_token none"
     batches = watch("trlx", "ppo_update", lambda *given: given[3], flags, folder)
@@ -522,7 +515,6 @@ def test_rewards_of_tokens_are_paid_at_their_tokens(tmp_path):
 
 def test_rewards_of_more_tokens_than_there_are_fail():
     script = patched.module("trlx")
-    Accelerator(cpu=True)
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
     queries = [script.Query([1], [1], {"prompt": ""})] * 2
     batch = patched.batch("trlx", token_scores=torch.zeros(2, 4))

@@ -50,6 +50,11 @@ def load_golden(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     return data, {"hparams": HPARAMS}
 
 
+def below(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """The arrays whose names begin so, by the rest of their names."""
+    return {key.removeprefix(prefix): arrays[key] for key in arrays if key.startswith(prefix)}
+
+
 def files_of_ranks(file: Path, count: int) -> list[Path]:
     """The files of this many ranks, of which the given one is the first."""
     if count == 1:
