@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from golden_tools import (
+    below,
     files_of_ranks,
     folder_of,
     load_actor,
@@ -34,11 +35,6 @@ from tf_adam import make_optimizer, set_learning_rates
 LOGPROB_ATOL = 2e-5
 WEIGHT_ATOL = 2e-6
 RELATIVE_MOVE = 1e-4
-
-
-def below(arrays, prefix):
-    """The arrays whose names begin so, by the rest of their names."""
-    return {key.removeprefix(prefix): arrays[key] for key in arrays if key.startswith(prefix)}
 
 
 def batch_of(contexts, arrays):
@@ -162,33 +158,16 @@ def test_the_tokenizer_equals_the_original(golden_09):
         assert tokenizer.decode(record["tokens"]) == record["decoded"]
 
 
-class AllRanks:
-    """An accelerator of one process that plays all ranks in turn."""
-
-    no_sync = contextlib.nullcontext
-
-    def __init__(self, world):
-        self.num_processes = world
-
-    def reduce(self, x, how):
-        """Every rank has as many tokens."""
-        assert how == "sum"
-        return x * self.num_processes
-
-    def backward(self, loss):
-        """As DistributedDataParallel averages."""
-        (loss / self.num_processes).backward()
-
-
 def update_all_ranks(policy, optimizer, batches, epochs, args):
-    """ppo_update of all ranks, minibatch by minibatch. Returns each minibatch's records."""
-    accelerator = AllRanks(len(batches))
-    Accelerator(cpu=True)
+    """ppo_update of all ranks in turn, minibatch by minibatch. Returns each minibatch's records."""
+    world = len(batches)
+    accelerator = SimpleNamespace(num_processes=world, no_sync=contextlib.nullcontext)
+    accelerator.backward = lambda loss: (loss / world).backward()  # as DDP averages
     wait = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
-    steppers = [wait] * (len(batches) - 1) + [optimizer]
+    steppers = [wait] * (world - 1) + [optimizer]
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tf_adam, "reduce", accelerator.reduce)
+        patch.setattr(tf_adam, "reduce", lambda x, how: x * world)  # ranks have as many tokens
         for i, j in np.ndindex(args.num_epochs, args.num_minibatches):
             records = []
             ranks = zip(batches, epochs, steppers, strict=True)

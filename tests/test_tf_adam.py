@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from golden_tools import load_golden
+from golden_tools import below, load_golden
 from tiny_models import make_lm, values
 from torch import nn
 from transformers import AttentionMaskInterface
@@ -26,9 +26,8 @@ def test_trajectory_and_moments_equal_tensorflow(golden_06, eps, fused):
     arrays, _ = load_golden(golden_06)
     prefix = f"eps{eps:.0e}/"
     parameters = {}
-    for key, x in arrays.items():
-        if key.startswith("init/"):
-            parameters[key[5:]] = nn.Parameter(torch.from_numpy(x.copy()))
+    for name, x in below(arrays, "init/").items():
+        parameters[name] = nn.Parameter(torch.from_numpy(x.copy()))
     assert len(parameters) == 5
     assert arrays["lr"].shape == (50,)
     optimizer = AdamTF(parameters.values(), lr=1.0, eps=eps, fused=fused)
@@ -159,19 +158,6 @@ def test_processes_alone_or_in_ddp_or_fsdp2_are_launched(kind, is_fsdp2):
         tf_adam.check_launch(SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2))
 
 
-def test_gradients_are_averaged_at_the_last_micro_batch_or_where_weights_are_in_shards():
-    whole = nn.Linear(3, 1)
-    sharded = nn.Linear(3, 1)
-    sharded.reshard = lambda: None  # what FSDP2 adds
-    skipped = []
-    accelerator = SimpleNamespace(no_sync=lambda model: torch.no_grad())
-    for model in (whole, sharded):
-        for is_last in (False, True):
-            with tf_adam.averaging(accelerator, model, is_last):
-                skipped.append(not torch.is_grad_enabled())
-    assert skipped == [True, False, False, False]
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16"])
 def test_settings_of_torch_for_each_dtype(dtype):
     """TF32 for the heads of bf16 runs, too. cuDNN's attention is off."""
@@ -192,10 +178,10 @@ def test_only_cpus_keep_freed_memory(has_gpu, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
     tf_adam.set_up_torch("fp32")
     given = [call.args for call in libc.mallopt.call_args_list]
+    expected = [(-4, 0), (-1, -1)]  # in malloc.h M_MMAP_MAX, M_TRIM_THRESHOLD
     if has_gpu:
-        assert given == []
-    else:  # in malloc.h M_MMAP_MAX, M_TRIM_THRESHOLD
-        assert given == [(-4, 0), (-1, -1)]
+        expected = []
+    assert given == expected
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
