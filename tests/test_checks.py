@@ -9,15 +9,14 @@ import tiny_models as tiny
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import PPO, RLOO, WORDS, kit
+from fork_tools import PPO, RLOO, WORDS
 from run_tools import read_lines
-from tiny_models import make_policy, make_queries, random_rows
+from tiny_models import BOTH, make_policy, make_queries, random_rows
 
 import ppo_rlhf
 import rloo_rlhf
 import tf_adam
 
-BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
 EIGHT = random_rows((1, 9, 4, 6, 2, 7, 5, 3), seed=1)
 LENGTH = 12
 # dtype, update; limits of the three metrics, for 25 tokens and --max_kl 20
@@ -125,7 +124,7 @@ def assert_largest_is_found(module, policy, batch, epochs, args):
 
 
 @BOTH
-def test_a_loss_of_another_shape_is_an_error(module, monkeypatch, request):
+def test_a_loss_of_another_shape_is_an_error(module, monkeypatch):
     """Broadcast, it would train something else, or nothing. A term that a copy adds may repeat the
     mean of rows, but not two losses."""
     name = "ppo_loss" if module is ppo_rlhf else "rloo_loss"
@@ -137,14 +136,9 @@ def test_a_loss_of_another_shape_is_an_error(module, monkeypatch, request):
         batch.advantages = torch.ones(len(batch.responses))
     found = getattr(module, name)
 
-    is_copy = request.config.getoption("--script") is not None
-
-    def change(loss):
-        return torch.stack([loss, loss]) if is_copy else loss.mean(0)
-
     def changed(*given):
         *losses, metrics = found(*given)
-        return *map(change, losses), metrics
+        return *[torch.stack([x, x]) for x in losses], metrics
 
     monkeypatch.setattr(module, name, changed)
     epochs = torch.arange(len(batch.responses)).view(1, 1, -1)
@@ -171,12 +165,11 @@ FAULTS = {
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_run_stops_that_samples_from_others(script, fault, tmp_path):
+def test_a_run_stops_that_samples_from_others(script, fault, folder, tmp_path):
     """Nothing else of it looks wrong."""
     right, wrong = FAULTS[fault]
     code = (ROOT / script).read_text()
     assert code.count(right) == 1
-    folder = fork_tools.copy(kit(), tmp_path)
     shutil.copy(ROOT / "tf_adam.py", tmp_path)
     (tmp_path / script).write_text(code.replace(right, wrong))
     status, _, errors = fork_tools.run(str(tmp_path / script), WORDS[script], folder)

@@ -48,7 +48,6 @@ def fail(tool, words, message):
 
 # --- pictures of runs -----------------------------------------------------------------------------
 def make_run(name, scores):
-    """The folder of a run that has logged these scores so far."""
     folder = Path(name)
     folder.mkdir(parents=True)
     rows = [{"objective/scores": score} for score in scores]
@@ -84,16 +83,9 @@ def test_a_line_that_is_being_written_waits():
     assert plot.read_metrics(folder) == [{"objective/scores": 1.0}]
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("ppo/val/error", "val/error"),
-        ("rloo/loss/policy", "loss/policy"),
-        ("rloo/entropy", "policy/entropy"),
-    ],
-)
-def test_metrics_of_old_runs_have_the_names_of_today(old, new):
-    assert plot.new_name(old) == new
+def test_metrics_of_old_runs_have_the_names_of_today():
+    old = ["ppo/val/error", "rloo/loss/policy", "rloo/entropy"]
+    assert [*map(plot.new_name, old)] == ["val/error", "loss/policy", "policy/entropy"]
 
 
 def test_vader_scores_good_texts_above_0_and_bad_ones_below():
@@ -167,7 +159,6 @@ def write(name, *texts):
 
 
 def make_pairs(wins, lengths, others):
-    """One pair for each query."""
     query = np.arange(len(wins))
     return Pairs(query, *map(np.array, (wins, lengths, others)))
 
@@ -206,20 +197,6 @@ def test_the_controlled_rate_is_that_of_the_regression_for_equal_lengths():
     once = np.ones(9)
     assert win_rate.controlled_rate(pairs, once) == pytest.approx(expected, abs=1e-5)
     assert win_rate.win_rate(pairs, once) == pytest.approx(4 / 9)
-
-
-def test_wins_that_are_only_length_are_controlled_away():
-    """The judge likes length alone, and A is longer three times out of four."""
-    rng = np.random.default_rng(0)
-    longer = rng.integers(1, 30, 300)
-    shorter = -rng.integers(1, 30, 100)
-    difference = np.concatenate([longer, shorter])
-    chance = 1 / (1 + np.exp(-difference / 5.0))
-    wins = (rng.random(400) < chance).astype(float)
-    pairs = make_pairs(wins, 50 + difference, [50] * 400)
-    once = np.ones(400)
-    assert win_rate.win_rate(pairs, once) > 0.65
-    assert abs(win_rate.controlled_rate(pairs, once) - 0.5) < 0.08
 
 
 @pytest.mark.parametrize("won", [0.0, 1.0])
