@@ -388,7 +388,8 @@ def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(folder):
     (folder / "hanging.py").write_text(HANGS)
     words = [*WORDS[RLOO], *BY_FUNCTION[RLOO], "hanging:f", "--resume"]
     processes = {name: fork_tools.begin(RLOO, words, folder, name=name) for name in ("one", "two")}
-    while all(process.is_alive() for process in processes.values()):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and all(x.is_alive() for x in processes.values()):
         time.sleep(0.02)
     (folder / "go").touch()
     ends = [fork_tools.end(process, folder, name) for name, process in processes.items()]

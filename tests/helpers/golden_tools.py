@@ -52,7 +52,8 @@ def load_golden(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 def below(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     """The arrays whose names begin so, by the rest of their names."""
-    return {key.removeprefix(prefix): arrays[key] for key in arrays if key.startswith(prefix)}
+    names = [key for key in arrays if key.startswith(prefix)]
+    return {key.removeprefix(prefix): arrays[key] for key in names}
 
 
 def files_of_ranks(file: Path, count: int) -> list[Path]:

@@ -16,7 +16,10 @@ OF_MACHINE = ("seconds", "_memory_gb")
 
 
 def call(
-    script: str, words: Sequence[str], folder: Path, patch: pytest.MonkeyPatch | None = None
+    script: str,
+    words: Sequence[str],
+    folder: Path,
+    patch: pytest.MonkeyPatch | None = None,
 ) -> None:
     """The script's main with these words in `folder`, in this process, on the CPU. With a patch the
     process stays in the folder."""
