@@ -460,7 +460,7 @@ LAYOUTS = {
     "prompt and answers": (ASKED, FAR),
     "empty prompt": (CHATS | {"prompt": ""}, FAR),
     "one whole chat": (ASKED | {"rejected": FAR + YARDS}, FAR),
-    "prompt as a text": (ANSWERS | {"prompt": HOW}, FAR),
+    "question as a text": (ANSWERS | {"question": HOW}, FAR),
     "answers as texts": (TEXTS | {"prompt": FAR}, FAR),
     "system": (WITH_SYSTEM | {"prompt": HOW}, BRIEF + FAR),
     "several turns, the first as prompt": (SEVERAL | {"prompt": EARLIER[:1]}, EARLIER),
