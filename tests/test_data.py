@@ -494,6 +494,15 @@ def test_a_template_that_does_not_continue_the_generation_prompt_is_refused(layo
     refuse(read_labels, row, says, "does not continue", "<think>", chat=THINKING)
 
 
+def test_an_end_of_a_chat_ends_answers():
+    """What the template writes behind it is cut, and what stands in the prompt stays."""
+    cut = {"truncate_token": "<|im_end|>", "truncate_after": 0}
+    query, *answers = read_label(CHATS, CHATML, **cut)
+    tokenizer, _ = start(train_reward, **BYTES)
+    assert tokenizer.batch_decode(answers) == ["0 metres.<|im_end|>", "0 yards.<|im_end|>"]
+    assert query == read_query({"prompt": FAR}, CHATML)
+
+
 def test_chats_that_would_lose_their_end_are_refused():
     """Token 0, the eos, is a token, too."""
     row = {"prompt": FAR}
