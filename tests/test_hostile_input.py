@@ -126,7 +126,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     *((script, "--base_model code", "@.*custom code") for script in SCRIPTS),
     *((script, "--response_length 60", "--.* 6. tokens, in a window of 64$") for script in SCRIPTS),
     # rewards
-    (PPO, "--reward_model short", "@.*a window of 8"),
+    (RLOO, "--reward_model short", "@.*a window of 8"),
     (PPO, "--reward_model model", "@the weights do not fit a GPT2For.*: score.weight$"),
     (PPO, "--reward_model none", "--reward_model None: `python train_reward.py tiny` makes one"),
     (PPO, f"{OWN} functions:none_such", "@.*none_such"),

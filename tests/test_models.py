@@ -85,7 +85,7 @@ def test_a_head_of_ones_own_is_saved_with_rloos_policy(tmp_path):
     assert (tmp_path / "policy/own_head.safetensors").exists()
 
 
-def test_a_reward_model_keeps_its_buffers(tmp_path, monkeypatch):
+def test_a_reward_model_and_a_critic_keep_their_buffers(tmp_path, monkeypatch):
     folder = folder_of("deepseek_v3")
     rows = random_rows((6,) * 8, seed=1)
     (tmp_path / "queries.jsonl").write_text(to_lines(*({"query": row} for row in rows)))
@@ -94,14 +94,22 @@ def test_a_reward_model_keeps_its_buffers(tmp_path, monkeypatch):
     ]
     (tmp_path / "labels.jsonl").write_text(to_lines(*labels))
     start = AutoModelForCausalLM.from_pretrained(folder)
-    flags = f"--base_model {folder} --query_dataset queries.jsonl --start_text none"
-    flags += " --end_text none --query_length 6 --response_length 2 --label_dataset labels.jsonl"
-    flags += " --num_labels 4 --normalization_samples 4 --batch_size 2 --output_dir reward"
+    common = f"--base_model {folder} --query_dataset queries.jsonl --start_text none"
+    common += " --end_text none --query_length 6 --response_length 2"
+    flags = f"{common} --label_dataset labels.jsonl --num_labels 4 --normalization_samples 4"
+    flags += " --batch_size 2 --output_dir reward"
     call("train_reward.py", flags.split(), tmp_path, monkeypatch)
     auto_class = AutoModelForSequenceClassification
     judge, info = auto_class.from_pretrained("reward/reward_model", output_loading_info=True)
     assert not info["missing_keys"]
     assert_same_buffers(start.base_model, judge.base_model)
+    flags = f"{common} --reward_model reward/reward_model --critic reward --output_dir out"
+    flags += " --truncate_token none --eval_queries 2 --batch_size 6 --total_episodes 12"
+    call("ppo_rlhf.py", flags.split(), tmp_path, monkeypatch)
+    weights = load_file("out/critic/model.safetensors")
+    name = next(name for name in weights if "e_score_correction_bias" in name)
+    assert weights[name].abs().max() > 0.05
+    assert torch.equal(weights[name], start.state_dict()[f"model.{name.removeprefix('model.')}"])
 
 
 def assert_held(model):
