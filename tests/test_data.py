@@ -312,7 +312,8 @@ def test_a_query_is_cut_at_the_first_start_and_the_last_end():
         (None, 4, "keep_end", [3, 4, 3, 5]),
         (3, 3, "drop", [4, 3, 5]),
     ):
-        assert ppo_rlhf.cut_query(tokens, length, start_token, None, long) == query
+        found = ppo_rlhf.cut_query(tokens, length, start_token, None, long)
+        assert found == query
 
 
 def test_longer_queries_are_kept_only_if_there_is_an_end_text():

@@ -163,7 +163,8 @@ def test_the_policys_log_probabilities_of_all_tokens_go_before_the_references_co
 def test_rows_are_selected_from_tensors_and_from_lists(module):
     """Also from a list that a copy has added to the batch."""
     bases = (module.Batch,)
-    own = dataclasses.make_dataclass("Own", [("texts", list, None)], bases=bases)
+    fields = [("texts", list, None)]
+    own = dataclasses.make_dataclass("Own", fields, bases=bases)
     contexts = [[1], [2], [3]]
     tensors = torch.arange(3).repeat(5, 1)
     batch = own(contexts, *tensors, texts=["a", "b", "c"])
