@@ -65,7 +65,8 @@ def definitions(script):
 def arguments(script):
     """Source of every field of Args, with its type, default and help."""
     text = definitions(script)["Args"] + "\n"
-    return {name: field for field, name in re.findall(r"((?:    # .*\n)*    (\w+): .*\n)", text)}
+    pattern = r"((?:    # .*\n)*    (\w+): .*\n(?:    [ )\]].*\n)*)"  # also of several lines
+    return {name: field for field, name in re.findall(pattern, text)}
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
