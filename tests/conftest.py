@@ -43,15 +43,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, files, ids=[file.stem for file in files])
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the models and data that fork_tools.WORDS names."""
+    import fork_tools
+
+    return fork_tools.copy(fork_tools.kit(), tmp_path)
+
+
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     """Every test has its own Accelerator and the same random numbers, and leaves no setting. The
     libraries are imported here: `pytest --script` starts a pytest that needs none."""
     import torch
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    PartialState(cpu=True)  # what the scripts' functions ask for
     torch.manual_seed(0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield

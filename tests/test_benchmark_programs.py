@@ -1,7 +1,6 @@
 """Every program of benchmark/ runs, with its smallest settings, in a process of its own."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import fork_tools
@@ -32,19 +31,19 @@ PROGRAMS = {
 }
 
 
-def few_judged() -> None:
+def few_judged():
     """A change of a run: policies are judged by few queries."""
     from benchmark import judge
 
     init = judge.Judge.__init__
 
-    def changed(self, seed: int, reward_model, num_queries: int = 512) -> None:
+    def changed(self, seed, reward_model, num_queries=512):
         init(self, seed, reward_model, min(num_queries, 8))
 
     judge.Judge.__init__ = changed
 
 
-def ready_reward_models(folder: str) -> None:
+def ready_reward_models(folder):
     """A change of a run: reward models are there already."""
     from benchmark import common
 
@@ -58,7 +57,7 @@ def ready_reward_models(folder: str) -> None:
         (out / "results.json").write_text(json.dumps({"test/accuracy": 0.5}))
 
 
-def start(program: str, words: Sequence[str], folder: Path, *changes) -> list[str]:
+def start(program, words, folder, *changes):
     """The lines that the program prints in a new folder."""
     folder.mkdir()
     return fork_tools.succeed(f"benchmark/{program}.py", words, folder, *changes).splitlines()

@@ -2,8 +2,6 @@
 
 import itertools
 import shutil
-from types import ModuleType
-from typing import Any
 
 import fork_tools
 import pytest
@@ -11,16 +9,14 @@ import tiny_models as tiny
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import PPO, RLOO, WORDS, kit
+from fork_tools import PPO, RLOO, WORDS
 from run_tools import read_lines
-from tiny_models import make_policy, make_queries, random_rows
-from torch import Tensor, nn
+from tiny_models import BOTH, make_policy, make_queries, random_rows
 
 import ppo_rlhf
 import rloo_rlhf
 import tf_adam
 
-BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
 EIGHT = random_rows((1, 9, 4, 6, 2, 7, 5, 3), seed=1)
 LENGTH = 12
 # dtype, update; limits of the three metrics, for 25 tokens and --max_kl 20
@@ -50,9 +46,7 @@ def test_first_passes_that_differ_and_a_far_policy_stop_a_run(module, dtype, upd
             module.check_update(update, fine | {name: float(bad)}, args)
 
 
-def first_epoch(
-    module: ModuleType, policy: nn.Module, batch: Any, epochs: Tensor, args: Any
-) -> dict:
+def first_epoch(module, policy, batch, epochs, args):
     """Metrics of an update with steps of size 0."""
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
@@ -107,9 +101,7 @@ def test_first_ratio_is_exactly_one(module, dtype, name, num_minibatches, mask_t
         assert_largest_is_found(module, policy, batch, epochs, args)
 
 
-def assert_largest_is_found(
-    module: ModuleType, policy: nn.Module, batch: Any, epochs: Tensor, args: Any
-) -> None:
+def assert_largest_is_found(module, policy, batch, epochs, args):
     """A single shifted log-probability is found, in any micro-batch and outside the mask, too. That
     of ratios is of the first step, that of sampling a mean over the response, of the whole
     batch."""
@@ -132,7 +124,7 @@ def assert_largest_is_found(
 
 
 @BOTH
-def test_a_loss_of_another_shape_is_an_error(module, monkeypatch, request):
+def test_a_loss_of_another_shape_is_an_error(module, monkeypatch):
     """Broadcast, it would train something else, or nothing. A term that a copy adds may repeat the
     mean of rows, but not two losses."""
     name = "ppo_loss" if module is ppo_rlhf else "rloo_loss"
@@ -144,14 +136,9 @@ def test_a_loss_of_another_shape_is_an_error(module, monkeypatch, request):
         batch.advantages = torch.ones(len(batch.responses))
     found = getattr(module, name)
 
-    is_copy = request.config.getoption("--script") is not None
-
-    def change(loss: Tensor) -> Tensor:
-        return torch.stack([loss, loss]) if is_copy else loss.mean(0)
-
-    def changed(*given: Any) -> tuple[Any, ...]:
+    def changed(*given):
         *losses, metrics = found(*given)
-        return *map(change, losses), metrics
+        return *[torch.stack([x, x]) for x in losses], metrics
 
     monkeypatch.setattr(module, name, changed)
     epochs = torch.arange(len(batch.responses)).view(1, 1, -1)
@@ -178,12 +165,11 @@ FAULTS = {
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_run_stops_that_samples_from_others(script, fault, tmp_path):
+def test_a_run_stops_that_samples_from_others(script, fault, folder, tmp_path):
     """Nothing else of it looks wrong."""
     right, wrong = FAULTS[fault]
     code = (ROOT / script).read_text()
     assert code.count(right) == 1
-    folder = fork_tools.copy(kit(), tmp_path)
     shutil.copy(ROOT / "tf_adam.py", tmp_path)
     (tmp_path / script).write_text(code.replace(right, wrong))
     status, _, errors = fork_tools.run(str(tmp_path / script), WORDS[script], folder)

@@ -1,9 +1,7 @@
 """The scripts are copies on purpose: what they share is the same to the letter."""
 
 import ast
-import dataclasses
 import functools
-import importlib
 import itertools
 import re
 import subprocess
@@ -35,14 +33,14 @@ DIFFERENT_FIELDS = {  # between train_reward.py and the others, and why
 SECTIONS = "the algorithm, checks, rollout and scoring, forward passes, models, data, results"
 
 
-def read(script: str) -> str:
+def read(script):
     return (ROOT / script).read_text()
 
 
 @functools.cache
-def definitions(script: str) -> dict[str, str]:
+def definitions(script):
     """Source of every top-level function, class and constant by its name, with decorators and the
-    comment right above. A constant that is built in several statements has all of them."""
+    comment right above."""
     text = read(script)
     lines = text.splitlines()
     found = {}
@@ -53,35 +51,22 @@ def definitions(script: str) -> dict[str, str]:
             start = min([start, *(decorator.lineno for decorator in node.decorator_list)])
         elif isinstance(node, ast.Assign):
             name = ast.unparse(node.targets[0])
-        elif isinstance(node, ast.AugAssign):
-            name = ast.unparse(node.target)
         else:
             continue
         while re.match("# (?!---)", lines[start - 2]):
             start -= 1
         source = "\n".join(lines[start - 1 : node.end_lineno])
-        if name in found:
-            assert isinstance(node, ast.AugAssign), f"{script} defines {name} twice"
-            source = f"{found[name]}\n{source}"
+        assert name not in found, f"{script} defines {name} twice"
         found[name] = source
     return found
 
 
 @functools.cache
-def helps(script: str) -> dict[str, str]:
-    """What stands beside or above every field of Args."""
-    found = {}
-    comment = ""
-    for line in definitions(script)["Args"].splitlines():
-        field = re.match(r"    (\w+): (?:.*?)(?:  # (.*))?$", line)
-        if line.startswith("    # "):
-            comment = line
-        elif field:
-            found[field[1]] = field[2] or comment
-            comment = ""
-        else:
-            comment = ""
-    return found
+def arguments(script):
+    """Source of every field of Args, with its type, default and help."""
+    text = definitions(script)["Args"] + "\n"
+    pattern = r"((?:    # .*\n)*    (\w+): .*\n(?:    [ )\]].*\n)*)"  # also of several lines
+    return {name: field for field, name in re.findall(pattern, text)}
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
@@ -95,23 +80,18 @@ def test_shared_names_are_identical_to_the_letter(one, other):
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_args_of_one_name_agree_in_type_default_and_help(one, other):
-    fields = {}
-    for script in (one, other):
-        args = importlib.import_module(script[:-3]).Args
-        fields[script] = {x.name: (str(x.type), x.default) for x in dataclasses.fields(args)}
-        assert set(helps(script)) == set(fields[script])
-        assert all(helps(script).values()), "every field has its help in a comment"
-    for name in set(fields[one]) & set(fields[other]):
-        mine = (fields[one][name], helps(one)[name])
-        theirs = (fields[other][name], helps(other)[name])
-        may_differ = other == REWARD and name in DIFFERENT_FIELDS
-        assert (mine != theirs) == may_differ, name
+    mine = arguments(one)
+    theirs = arguments(other)
+    differ = {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}
+    assert differ == (set(DIFFERENT_FIELDS) if other == REWARD else set())
+    for field in [*mine.values(), *theirs.values()]:
+        assert "  # " in field, "every field has its help in a comment"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_argument_is_read(script):
     text = read(script) + read("tf_adam.py")
-    for name in helps(script):
+    for name in arguments(script):
         is_read = rf"args\.{name}\b|[\"']{name}[\"'][,)]|\b{name}\b.*\.split\(\)|\(\"{name}\""
         assert re.search(is_read, text), f"nothing reads --{name}"
 
@@ -119,6 +99,7 @@ def test_every_argument_is_read(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_size_and_density_of_the_scripts(script):
     assert len(read(script).splitlines()) <= MAX_LINES[script]
+    assert len(definitions(script)["main"].splitlines()) <= MAX_MAIN
     density = measure(read(script))
     assert density.tokens <= MAX_TOKENS[script]
     assert density.mean <= 10.5
@@ -143,10 +124,6 @@ def test_order_of_a_script(script):
     if script == REWARD:
         expected = SECTIONS.replace("checks, rollout and scoring", "sampling")
     assert ", ".join(sections) == f"{expected}, entry point"
-    main = next(i for i, line in enumerate(lines, 1) if line.startswith("def main("))
-    assert main < 270
-    rollout = next(i for i, line in enumerate(lines) if line.startswith(f"# --- {sections[-6]}"))
-    assert rollout < 680
 
 
 def test_the_steps_of_main_are_the_same():
@@ -164,18 +141,6 @@ def test_the_diff_of_ppo_and_rloo_is_small():
     printed = subprocess.run(command, capture_output=True, text=True).stdout
     changed = [line for line in printed.splitlines() if line[:1] in "<>"]
     assert 50 < len(changed) <= MAX_DIFF
-
-
-@pytest.mark.parametrize("script", [*SCRIPTS, "tf_adam.py"])
-def test_functions_have_docstrings_and_main_is_short(script):
-    found = list(ast.parse(read(script)).body)
-    found += [method for node in found if isinstance(node, ast.ClassDef) for method in node.body]
-    for node in found:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            is_special = node.name in ("note", "__init__", "__exit__")
-            assert ast.get_docstring(node) or is_special, node.name
-            if node.name == "main":
-                assert node.end_lineno - node.lineno + 1 <= MAX_MAIN
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

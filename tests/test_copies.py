@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import options
 import pytest
@@ -48,7 +47,7 @@ CHANGES = (
 )
 
 
-def pytest_with(script: Path, *words: str) -> tuple[int, str]:
+def pytest_with(script, *words):
     """Status and output of pytest on a copy of a script, called from the project's folder."""
     command = "-m pytest -n 0 -p no:cacheprovider --tb=short --script".split()
     command = [sys.executable, *command, str(script), *words]

@@ -1,5 +1,6 @@
 """Whole runs on tiny models, on one process and on two: the files and models that they leave."""
 
+import importlib
 import json
 import os
 import re
@@ -14,8 +15,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import MODEL, PPO, REWARD, RLOO, SCRIPTS, UPDATES, WORDS, copy, kit, plain, succeed
-from run_tools import OF_MACHINE, assert_same_metrics, call, read_lines
+from fork_tools import MODEL, PPO, REWARD, RLOO, SCRIPTS, UPDATES, WORDS, kit, parse, plain, succeed
+from run_tools import assert_same_metrics, read_lines
 from tiny_models import save_classifier
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -27,7 +28,7 @@ import train_reward
 FOLDER = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
-def below(folder: str, names: set[str]) -> set[str]:
+def below(folder, names):
     return {f"{folder}/{name}" for name in names}
 
 
@@ -52,17 +53,13 @@ def test_a_run_leaves_these_files(script, world, tmp_path):
         assert (out / name).read_text() == (ROOT / name).read_text()
     record = json.loads((out / "args.json").read_text())
     assert (record["script"], record["torch"]) == (script[:-3], torch.__version__)
-    _, args = call(script, WORDS[script], tmp_path, name="parse_args")
+    _, args = parse(importlib.import_module(script[:-3]), WORDS[script])
     args.output_dir = str(out)
     assert record["args"] == json.loads(json.dumps(vars(args)))
     if world == 2:
         assert Path(f"{out.parent}-rank1.out").read_text() == ""  # the first process prints
     rows = read_lines(out / "metrics.jsonl")
     assert len(rows) == UPDATES
-    for row in rows:
-        assert 0 < row["seconds"] < 100
-        assert row["peak_memory_gb"] == 0  # of the GPU
-        assert len([x for x in row if x.endswith(OF_MACHINE)]) == 2
     if script != REWARD:
         columns = ["response", "score", "kl", "found_end"]
         columns = ["query", *columns, *[f"{column}_after" for column in columns]]
@@ -98,10 +95,11 @@ def test_three_samples_are_printed_as_they_are(script, tmp_path, capsys):
     assert printed.endswith("\nmean score 0.21 before, 0.43 after\n")
 
 
-def test_main_runs_twice_in_a_process(tmp_path, monkeypatch):
+def test_main_runs_twice_in_a_process(folder, monkeypatch):
     """As in a notebook."""
-    folder = copy(kit(), tmp_path)
-    preset, args = call(PPO, WORDS[PPO], folder, monkeypatch, "parse_args")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    preset, args = parse(ppo_rlhf, WORDS[PPO])
     for name in ("one", "two"):
         args.output_dir = name
         ppo_rlhf.main(preset, args)
@@ -109,11 +107,10 @@ def test_main_runs_twice_in_a_process(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_precision_and_compiler_of_a_config_change_no_bit(script, tmp_path):
+def test_precision_and_compiler_of_a_config_change_no_bit(script, folder):
     """As its launcher hands them on: --dtype alone says what is in bf16, and a compiled model would
     be saved under other names. Nor do its accumulation steps, by which accelerate divides losses.
     """
-    folder = copy(kit(), tmp_path)
     chosen = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "EAGER"}
     chosen["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "2"
     succeed(script, WORDS[script], folder, **chosen)
@@ -175,7 +172,6 @@ def test_eos_is_not_the_padding_of_a_reward_model(tmp_path):
 
 def test_the_newest_reward_model_is_taken(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Accelerator(cpu=True)
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
     # The time is in the name, whatever the clock says of the folder.
     for i, name in enumerate(("tiny-2-20260102-030405", "tiny-1-20260103-030405")):
@@ -190,17 +186,15 @@ def test_the_newest_reward_model_is_taken(tmp_path, monkeypatch, capsys):
     shutil.copytree(folder, tmp_path / "runs/train_reward-tiny-mine")
     # A run that is not finished
     (tmp_path / "runs/train_reward-tiny-3-20260104-030405/reward_model").mkdir(parents=True)
-    for preset, given, taken, bias in (
-        ("tiny", None, "tiny-1-20260103-030405", 1.0),
-        ("sentiment", None, "sentiment-1-20260101-030405", 1.0),
-        ("tiny", "tiny-2-20260102-030405", "tiny-2-20260102-030405", 0.0),
+    for preset, taken in (
+        ("tiny", "tiny-1-20260103-030405"),
+        ("sentiment", "sentiment-1-20260101-030405"),
     ):
-        args = ppo_rlhf.Args(reward_model=given and f"runs/train_reward-{given}/reward_model")
+        args = ppo_rlhf.Args()
         score = ppo_rlhf.load_reward("reward_model", args, preset, tokenizer, 24)
-        assert score.args[0].config.reward_bias == bias
-        path = f"runs/train_reward-{taken}/reward_model"
-        if given is None:  # whole, so that a run may be resumed from another folder
-            path = f"{tmp_path}/{path}"
+        assert score.args[0].config.reward_bias == 1
+        # The whole path, so that a run may be resumed from another folder
+        path = f"{tmp_path}/runs/train_reward-{taken}/reward_model"
         assert args.reward_model == path
         assert capsys.readouterr().out == f"--reward_model {path}\n"
     # What the first process sees counts.
@@ -209,3 +203,6 @@ def test_the_newest_reward_model_is_taken(tmp_path, monkeypatch, capsys):
     args = ppo_rlhf.Args()
     ppo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, 24)
     assert args.reward_model == str(seen.with_name("reward_model"))
+    args.reward_model = "runs/train_reward-tiny-mine/reward_model"
+    ppo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, 24)
+    assert capsys.readouterr().out.endswith(f"\n--reward_model {args.reward_model}\n")

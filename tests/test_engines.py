@@ -23,7 +23,7 @@ from torch.testing import assert_close
 import ppo_rlhf
 
 
-def environment(engine: str) -> dict[str, str]:
+def environment(engine):
     """What `accelerate launch --config_file <engine>.yaml --num_processes 2` says to its
     processes."""
     settings = ROOT / "benchmark" / "accelerate" / f"{engine}.yaml"
@@ -37,16 +37,15 @@ def environment(engine: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_fsdp2_gives_what_ddp_gives_and_goes_on(script, tmp_path):
+def test_fsdp2_gives_what_ddp_gives_and_goes_on(script, folder, tmp_path):
     """Interrupted after the second of four updates, too; PPO with a critic. At first with the
     setting that `accelerate config` proposes, for weights that one process alone reads."""
-    folder = copy(kit(), tmp_path)
     env = environment("fsdp2")
     # The file is opened first when the run's folder is made.
     stop = (fork_tools.strike, "open out/metrics.jsonl", 3, signal.SIGINT)
     words = [*WORDS[script], "--checkpoint_every", "0"]
     proposed = env | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    code, _, errors = fork_tools.run_on(2, script, words, folder, stop, **proposed)
+    code, _, errors = fork_tools.run(script, words, folder, stop, world=2, **proposed)
     assert code == 130, errors
     assert len(read_metrics(folder / "out")) == 2
     log = tmp_path / "unpickled"

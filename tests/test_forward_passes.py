@@ -1,13 +1,11 @@
 """Passes over padded rows and through caches give what transformers gives for each text alone."""
 
 import importlib
-from typing import Any
 from unittest import mock
 
 import pytest
 import tiny_models as tiny
 import torch
-from accelerate import Accelerator
 from tiny_models import (
     BIAS,
     CONFIGS,
@@ -23,7 +21,6 @@ from tiny_models import (
     random_rows,
     rows_of,
 )
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ppo_rlhf
@@ -42,9 +39,7 @@ ENDING = [3, EOS, 7, EOS, EOS, EOS]  # of a response
 WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
 
 
-def assert_as_alone(
-    policy: nn.Module, plain: nn.Module, contexts: list[list[int]], responses: list[list[int]]
-) -> None:
+def assert_as_alone(policy, plain, contexts, responses):
     """Log-probabilities, entropies and values are those of the plain model for a text alone."""
     batch = make_batch(contexts, responses)
     with torch.no_grad():
@@ -116,7 +111,7 @@ def test_every_batch_of_rloo_is_read_in_two_passes(contexts):
     assert len(calls) == 2
 
 
-def plain_rewards(judge: nn.Module, texts: list[list[int]]) -> list[Tensor]:
+def plain_rewards(judge, texts):
     """gain * logit + bias after each token of each text alone, in plain transformers."""
     states = full_states(judge, texts)
     return [(GAIN * judge.score(x) + BIAS).squeeze(1).detach() for x in states]
@@ -125,14 +120,20 @@ def plain_rewards(judge: nn.Module, texts: list[list[int]]) -> list[Tensor]:
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(WITH_CLASSIFIER))
 def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(name, attention):
     """In PPO and RLOO (without a query's prefix and suffix), in a critic that starts from the
-    reward model, and in train_reward.py; one response ends with eos, the pad."""
+    reward model, and in train_reward.py, where queries are read once, or with every response if
+    there is checkpointing. One response ends with eos, the pad."""
     folder = folder_of(name) / "judge"
     auto_class = AutoModelForSequenceClassification
     plain = auto_class.from_pretrained(folder, attn_implementation=attention)
     model = load(folder, "reward_model", attention)
-    trained = train_reward.RewardModel(model, train_reward.Args())
-    trained.gain.data.fill_(GAIN)
-    trained.bias.data.fill_(BIAS)
+    assert model.config._attn_implementation == attention
+    both = []
+    for is_checkpointed in (False, True):
+        args = train_reward.Args(gradient_checkpointing=is_checkpointed)
+        trained = train_reward.RewardModel(model, args)
+        trained.gain.data.fill_(GAIN)
+        trained.bias.data.fill_(BIAS)
+        both.append(trained)
     sizes = []
     model.base_model.register_forward_hook(lambda _, __, made: sizes.append(len(made[0])))
     for n in (1, 3):
@@ -158,12 +159,15 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(name, att
         for i, context in enumerate(CONTEXTS):
             its = responses[i * n :][:n]
             labels.append(train_reward.Comparison(context, its, i % n))
-        with torch.no_grad():
-            rewards, best, is_hit = train_reward.label_rewards(trained, labels)
-        assert_close(rewards, expected.view(-1, n))
-        assert best.tolist() == [label.best for label in labels]
-        highest = expected.view(-1, n).argmax(1)
-        assert torch.equal(is_hit, highest == best)
+        for trained, num_passes in zip(both, (2, 1), strict=True):
+            sizes.clear()
+            with torch.no_grad():
+                rewards, best, is_hit = train_reward.label_rewards(trained, labels)
+            assert len(sizes) == num_passes
+            assert_close(rewards, expected.view(-1, n))
+            assert best.tolist() == [label.best for label in labels]
+            highest = expected.view(-1, n).argmax(1)
+            assert torch.equal(is_hit, highest == best)
 
     policy = ppo_rlhf.ActorCritic(tiny.make_lm("gpt2"), tiny.VOCABULARY, model)
     responses = random_rows([LENGTH] * len(CONTEXTS), seed=3)
@@ -173,6 +177,7 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(name, att
     texts = [context + row for context, row in zip(CONTEXTS, responses, strict=True)]
     expected = [x[-LENGTH - 1 : -1] for x in plain_rewards(plain, texts)]
     assert_close(values, torch.stack(expected))
+    load(folder_of(name), attention=attention, classifier=True)  # a language model gets a new head
 
 
 @pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
@@ -204,11 +209,10 @@ def test_labels_that_fit_the_window_fit_it_together():
 def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(name, monkeypatch):
     """With sharded weights every output must get a gradient."""
     script = importlib.import_module(name)
-    Accelerator(cpu=True)
     passes = []
     read = script.read
 
-    def watched(*arguments: Any, **named: Any) -> Any:
+    def watched(*arguments, **named):
         output = read(*arguments, **named)
         made = output.logits if "logits" in output else output.last_hidden_state
         made.retain_grad()
@@ -235,7 +239,6 @@ def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(name,
 
 
 def test_sampling_reads_a_query_once_with_checkpointing_too(monkeypatch):
-    Accelerator(cpu=True)
     read = mock.Mock(wraps=rloo_rlhf.read)
     monkeypatch.setattr(rloo_rlhf, "read", read)
     args = rloo_rlhf.Args(rloo_k=2, gradient_checkpointing=True)

@@ -6,13 +6,13 @@ import json
 import math
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from golden_tools import (
+    below,
     files_of_ranks,
     folder_of,
     load_actor,
@@ -24,7 +24,6 @@ from golden_tools import (
     weights_from_tf,
 )
 from tiny_models import make_queries, make_responses
-from torch import Tensor
 from transformers import GPT2Tokenizer
 
 import ppo_rlhf
@@ -36,30 +35,24 @@ from tf_adam import make_optimizer, set_learning_rates
 LOGPROB_ATOL = 2e-5
 WEIGHT_ATOL = 2e-6
 RELATIVE_MOVE = 1e-4
-Arrays = dict[str, np.ndarray]
 
 
-def below(arrays: Arrays, prefix: str) -> Arrays:
-    """The arrays whose names begin so, by the rest of their names."""
-    return {key.removeprefix(prefix): arrays[key] for key in arrays if key.startswith(prefix)}
-
-
-def batch_of(contexts: list[list[int]], arrays: Arrays) -> ppo_rlhf.Batch:
+def batch_of(contexts, arrays):
     """The batch of the recorded responses, all of whose tokens count."""
     return make_batch(ppo_rlhf, contexts, torch.from_numpy(arrays["responses"]).long())
 
 
-def steps_of(arrays: Arrays, pattern: str) -> list[str]:
+def steps_of(arrays, pattern):
     names = [key.split("/")[0] for key in arrays if re.match(pattern, key)]
     return sorted(set(names))
 
 
-def off(ours: Tensor, expected: np.ndarray) -> float:
+def off(ours, expected):
     assert ours.shape == expected.shape
     return np.abs(ours.detach().numpy() - expected).max()
 
 
-def assert_moved_alike(module: Any, before: dict, arrays: Arrays, prefix: str) -> None:
+def assert_moved_alike(module, before, arrays, prefix):
     """Weights equal to WEIGHT_ATOL, and the whole move equal to RELATIVE_MOVE (relative L2)."""
     after = named_weights(module)
     expected = weights_from_tf(arrays, prefix)
@@ -165,35 +158,16 @@ def test_the_tokenizer_equals_the_original(golden_09):
         assert tokenizer.decode(record["tokens"]) == record["decoded"]
 
 
-class AllRanks:
-    """An accelerator of one process that plays all ranks in turn."""
-
-    no_sync = contextlib.nullcontext
-
-    def __init__(self, world: int) -> None:
-        self.num_processes = world
-
-    def reduce(self, x: Tensor, how: str) -> Tensor:
-        """Every rank has as many tokens."""
-        assert how == "sum"
-        return x * self.num_processes
-
-    def backward(self, loss: Tensor) -> None:
-        """As DistributedDataParallel averages."""
-        (loss / self.num_processes).backward()
-
-
-def update_all_ranks(
-    policy: Any, optimizer: Any, batches: list, epochs: list[Tensor], args: Any
-) -> list[list[dict]]:
-    """ppo_update of all ranks, minibatch by minibatch. Returns each minibatch's records."""
-    accelerator = AllRanks(len(batches))
-    Accelerator(cpu=True)
+def update_all_ranks(policy, optimizer, batches, epochs, args):
+    """ppo_update of all ranks in turn, minibatch by minibatch. Returns each minibatch's records."""
+    world = len(batches)
+    accelerator = SimpleNamespace(num_processes=world, no_sync=contextlib.nullcontext)
+    accelerator.backward = lambda loss: (loss / world).backward()  # as DDP averages
     wait = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
-    steppers = [wait] * (len(batches) - 1) + [optimizer]
+    steppers = [wait] * (world - 1) + [optimizer]
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tf_adam, "reduce", accelerator.reduce)
+        patch.setattr(tf_adam, "reduce", lambda x, how: x * world)  # ranks have as many tokens
         for i, j in np.ndindex(args.num_epochs, args.num_minibatches):
             records = []
             ranks = zip(batches, epochs, steppers, strict=True)
@@ -204,7 +178,7 @@ def update_all_ranks(
     return found
 
 
-def assert_metrics(records: list, arrays: Arrays, prefix: str) -> None:
+def assert_metrics(records, arrays, prefix):
     """Of these records the means that were recorded, if any were."""
     metrics = ppo_rlhf.reduce_means(records)
     # As main does, which test_reference.py holds to the same.
@@ -312,7 +286,7 @@ def test_reward_training_equals_the_original(golden_03b, micro_batch_size):
         assert_moved_alike(reward, before, arrays, f"{step}/weights/reward_model/")
 
 
-def normalized(rewards: Tensor) -> tuple[float, float]:
+def normalized(rewards):
     """Gain and bias that give these logits the mean 0 and the deviation 1."""
     model = SimpleNamespace(gain=torch.ones(1), bias=torch.zeros(1))
     train_reward.normalize(model, rewards)

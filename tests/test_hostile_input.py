@@ -4,22 +4,18 @@ import dataclasses
 import gzip
 import importlib
 import json
-import math
 import pickle
 import shutil
 import sys
-from pathlib import Path
 from unittest import mock
 
 import datasets
+import fork_tools
 import pytest
-from accelerate import Accelerator
-from fork_tools import PPO, REWARD, RLOO, SCRIPTS, WORDS, Evil, copy, is_copy, kit, run, run_two
+from fork_tools import PPO, REWARD, RLOO, SCRIPTS, WORDS, copy, is_copy, kit, parse, run
 from run_tools import call, read_lines, to_lines
-from safetensors.torch import load_file, save_file
-from tiny_models import save_classifier, save_model
+from tiny_models import save_classifier
 from transformers import AutoTokenizer
-from transformers import PreTrainedTokenizerFast as Fast
 
 import ppo_rlhf
 import tf_adam
@@ -28,61 +24,39 @@ import tf_adam
 FILES = {
     "functions.py": "def broken(**_):\n    1 / 0\n",
     "fails.py": "1 / 0\n",
-    "half.py": "def f(queries, responses:\n",
-    "needs.py": "import no_such_library\n",
     "lines.py": "raise ValueError('one\\ntwo')\n",
     "empty.jsonl": "",
     "few.jsonl": to_lines({"text": "w5"}, {"text": "w6"}),
     "code/evil.py": "import os\nos.mkdir('marker')\n",
 }
-# Copies of the kit's model that are then changed
-OF_MODEL = "no_tokenizer no_weights pickle code nan three_layers another_type"
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def faults(tmp_path_factory):
     """The kit, and beside it models and files that have something wrong with them, by name."""
     folder = copy(kit(), tmp_path_factory.mktemp("faults"))
     save_classifier(folder / "short", "gpt2", max_position_embeddings=8)
-    save_model(folder / "narrow", "gpt2", vocab_size=40)
-    save_classifier(folder / "two_labels", "gpt2", num_labels=2)
-    for name in OF_MODEL.split():
+    for name in ("no_tokenizer", "pickle", "code"):
         shutil.copytree(folder / "model", folder / name)
-    for name in ("evil_judge", "other_words"):
-        shutil.copytree(folder / "judge", folder / name)
     for file in (folder / "no_tokenizer").glob("tokenizer*"):
         file.unlink()
-    for name in ("no_weights", "pickle", "evil_judge"):
-        (folder / name / "model.safetensors").unlink()
-        if name != "no_weights":
-            evil = pickle.dumps({"lm_head.weight": Evil()}, 2)
-            (folder / name / "pytorch_model.bin").write_bytes(evil)
-    weights = load_file(folder / "nan/model.safetensors")
-    weights = {name: x * math.nan for name, x in weights.items()}
-    save_file(weights, folder / "nan/model.safetensors", metadata={"format": "pt"})
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    tokenizer.backend_tokenizer.add_tokens(["another"])
-    other = Fast(tokenizer_object=tokenizer.backend_tokenizer)
-    other.save_pretrained(folder / "other_words")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    own_code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (folder / "pickle/model.safetensors").unlink()
+    evil = pickle.dumps({"lm_head.weight": fork_tools.Evil()}, 2)
+    (folder / "pickle/pytorch_model.bin").write_bytes(evil)
     config = json.loads((folder / "model/config.json").read_text())
-    for name, changes in (
-        ("code", {"model_type": "evil", "auto_map": own_code}),
-        ("three_layers", {"n_layer": 3, "num_hidden_layers": 3}),
-        ("another_type", sizes | {"model_type": "gpt_neox", "intermediate_size": 8}),
-    ):
-        (folder / name / "config.json").write_text(json.dumps(config | changes))
+    own_code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    config |= {"model_type": "evil", "auto_map": own_code}
+    (folder / "code/config.json").write_text(json.dumps(config))
     lines = (folder / "queries.jsonl").read_text()
-    files = {"queries.doc": lines, "a::queries.jsonl": lines, "cut.jsonl": lines[:-9]}
+    files = {"queries.doc": lines, "a::queries.jsonl": lines}
     for name, text in (FILES | files).items():
         (folder / name).write_text(text)
-    (folder / "evil.pkl").write_bytes(pickle.dumps(Evil(), 2))
+    (folder / "evil.pkl").write_bytes(pickle.dumps(fork_tools.Evil(), 2))
     return folder
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_values_out_of_range_name_the_flag(script, tmp_path):
+def test_values_out_of_range_name_the_flag(script):
     module = importlib.import_module(script[:-3])
     args = module.Args()
     tried = {"adam_betas": ["0.9 nan", "inf 0.9"]}
@@ -105,7 +79,7 @@ def test_values_out_of_range_name_the_flag(script, tmp_path):
             shown = ".*" if " " in value else f"({value}|{float(value)})"
             words = f"--{name}={value}".split()
             with pytest.raises(module.UserError, match=f"^--{name} {shown}: .") as caught:
-                call(script, words, tmp_path, name="parse_args")
+                parse(module, words)
             assert "\n" not in str(caught.value)
     for field in dataclasses.fields(args):
         is_number = isinstance(field.default, int | float) and not isinstance(field.default, bool)
@@ -114,33 +88,29 @@ def test_values_out_of_range_name_the_flag(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_words_that_are_no_settings(script, tmp_path, capsys):
+def test_words_that_are_no_settings(script, capsys):
+    module = importlib.import_module(script[:-3])
     says = "^there is no preset 'sentimant': choose one of tiny, sentiment, "
     with pytest.raises(tf_adam.UserError, match=says):
-        call(script, ["sentimant"], tmp_path, name="parse_args")
+        parse(module, ["sentimant"])
     of_another_script = "--rloo_k 4" if script != RLOO else "--vf_coef 1"
     words_in_a_box = f"""--learning 0.1; --lr; --lr fast; --batch_size 1.5; --seed 1.5;
         --adam_betas 0.9; --adam_betas 0.9 fast; --adam sgd; --dtype fp16; --lr 0.1 sentiment;
         {of_another_script}"""
     for words in words_in_a_box.split(";"):
         with pytest.raises(SystemExit, match="^2$"):
-            call(script, words.split(), tmp_path, name="parse_args")
+            parse(module, words.split())
         box = capsys.readouterr().err.replace("-", "_")
         wrong = "sentiment" if "sentiment" in words else words.split()[0]
         assert wrong.replace("-", "_") in box
-    assert not list(tmp_path.iterdir())
 
 
-WEIGHTS = "@.*model.safetensors"
-NO_FIT = "@the weights do not fit a "
-NO_QUERY = "--query_dataset: no query is left: see "
 OWN = "--reward_model none --critic shared --reward_fn"
 NO_TABLES = "no/such evil.pkl a::queries.jsonl queries.doc empty.jsonl nowhere.jsonl"
 CASES = [  # @: the last flag, its value and a colon, at the beginning of the line
     (PPO, "--num_minibatches 4 --batch_size 6", "@must be a multiple of 4 "),
     (RLOO, "--rloo_k 2 --num_minibatches 2 --batch_size 6", "@must be a multiple of 4 "),
     (RLOO, "--rloo_k 4", r"--micro_batch_size \d+ must be a multiple of --rloo_k 4$"),
-    (REWARD, ["--start_text", "w1 w2"], r"--start_text 'w1 w2' must be one token.*\[1, 2\]"),
     (PPO, "--truncate_token w1 --truncate_after 5", "@must be below --response_length"),
     (PPO, "--reward_fn functions:broken --reward_model none", "--critic reward needs --re"),
     (PPO, ["--truncate_token", ""], "--truncate_token '' must be one token"),
@@ -149,49 +119,26 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, "--lr_warmup 4", "--lr_warmup and --critic_warmup must be below 4 updates$"),
     *((script, "--resume --output_dir none", "--resume needs --output_dir") for script in SCRIPTS),
     # models
-    (
-        PPO,
-        "--base_model no_tokenizer --truncate_token none",
-        "--base_model has a tokenizer without tokens$",
-    ),
+    (PPO, "--base_model no_tokenizer --truncate_token none", "--base_model has a .* tokens$"),
     (RLOO, "--reward_model ~/nowhere", "@."),
     *((PPO, f"--base_model {name}", "@.") for name in ("no/such", "tiny/nothing", "./nowhere")),
-    (PPO, "--base_model narrow", "@token ids go up to 49, with 40 embeddings; "),
-    (PPO, "--base_model no_weights", WEIGHTS),
-    (PPO, "--base_model pickle", WEIGHTS),
-    (REWARD, "--base_model pickle", WEIGHTS),
-    (RLOO, "--reward_model evil_judge", WEIGHTS),
-    (PPO, "--base_model nan", "@is not supported: padding or a cache changes its results"),
-    (REWARD, "--base_model three_layers", f"{NO_FIT}GPT2LMHeadModel: .*h.2"),
-    (PPO, "--base_model another_type", f"{NO_FIT}GPTNeoXForCausalLM: "),
+    (PPO, "--base_model pickle", "@.*model.safetensors"),
     *((script, "--base_model code", "@.*custom code") for script in SCRIPTS),
     *((script, "--response_length 60", "--.* 6. tokens, in a window of 64$") for script in SCRIPTS),
     # rewards
-    (PPO, "--reward_model short", "@.*a window of 8"),
-    (PPO, "--reward_model two_labels", f"{NO_FIT}GPT2ForSequenceClassification: .*score.weight"),
-    (RLOO, "--reward_model other_words", "@has another tokenizer than --base_model"),
-    (PPO, "--reward_model model", f"{NO_FIT}GPT2ForSequenceClassification: score.weight$"),
+    (RLOO, "--reward_model short", "@.*a window of 8"),
+    (PPO, "--reward_model model", "@the weights do not fit a GPT2For.*: score.weight$"),
     (PPO, "--reward_model none", "--reward_model None: `python train_reward.py tiny` makes one"),
     (PPO, f"{OWN} functions:none_such", "@.*none_such"),
     (PPO, f"{OWN} functions", "@.* must be callable"),
-    (PPO, f"{OWN} functions.py:broken", "@."),
-    (PPO, f"{OWN} nowhere:f", "@No module named 'nowhere'"),
-    (PPO, f"{OWN} needs:f", "@No module named 'no_such_library'"),
     (PPO, f"{OWN} fails:f", "@division by zero"),
-    (PPO, f"{OWN} half:f", "@.*half.py, line 1"),
     # tables; `a::queries.jsonl` is not queries.jsonl
     *((PPO, f"--query_dataset {name}", "@.") for name in NO_TABLES.split()),
-    *((REWARD, f"--label_dataset {name}", "@.") for name in NO_TABLES.split()),
-    (PPO, "--query_dataset cut.jsonl", "@.*JSON"),
-    (PPO, "--start_text w49 --query_dataset few.jsonl", NO_QUERY),
-    (PPO, "--end_text w49 --query_dataset few.jsonl", NO_QUERY),
     (PPO, "--query_dataset few.jsonl --eval_queries 2", "@no query is left to train on"),
     (REWARD, "--num_labels 50", "@--label_dataset has 20 rows$"),
-    (REWARD, "--num_labels 3", "--label_dataset has 3 labels for --batch_size 4$"),
     (REWARD, "--normalization_samples 1", "--normalization_samples: .* mean .* deviation 0"),
     # the run's folder
     (PPO, "--output_dir queries.jsonl", ".*queries.jsonl"),
-    (REWARD, "--output_dir queries.jsonl/below", ".*queries.jsonl"),
     (RLOO, "--output_dir /proc/run", ".*/proc/run"),
 ]
 
@@ -222,25 +169,15 @@ def test_these_files_load(name, tmp_path, monkeypatch, capsys):
         getattr(datasets.Dataset.from_list(rows), f"to_{name[6:]}")(tmp_path / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    Accelerator(cpu=True)
     args = ppo_rlhf.Args(query_dataset=name, start_text=None, end_text=None)
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
     assert len(ppo_rlhf.load_queries("query_dataset", args, tokenizer, 99)) == 16
     assert "--query_dataset: 16 of 17 rows, first 'w" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("b[1].jsonl", "b1.jsonl"),
-        ("c*.jsonl", "cd.jsonl"),
-        ("d?.jsonl", "de.jsonl"),
-        ("a b.jsonl", "a.jsonl"),
-        ("{e,f}.jsonl", "e.jsonl"),
-        ("z[1]/train.jsonl", "z1/train.jsonl"),
-    ],
-)
-def test_names_of_files_are_no_patterns(name, other, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["b[1].jsonl", "z[1]/train.jsonl"])
+def test_names_of_files_are_no_patterns(name, tmp_path, monkeypatch):
+    other = name.replace("[1]", "1")
     for path, text in ((tmp_path / name, "w5"), (tmp_path / other, "w6")):
         path.parent.mkdir(exist_ok=True)
         path.write_text(to_lines({"text": text}))
@@ -303,9 +240,8 @@ def test_a_user_sees_one_line_or_on_demand_a_traceback(faults, tmp_path):
     assert errors.splitlines()[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_of_two_processes_one_line_is_printed_first(tmp_path):
-    folder = copy(kit(), tmp_path)
-    one, two = run_two(PPO, [*WORDS[PPO], "--batch_size", "5"], folder)
+def test_of_two_processes_one_line_is_printed_first(folder):
+    one, two = fork_tools.run_two(PPO, [*WORDS[PPO], "--batch_size", "5"], folder)
     assert (one[1], two[1]) == ("2 x cpu:0, fp32\n", "")
     for code, _, errors in (one, two):
         assert (code, len(errors.splitlines())) == (1, 1)

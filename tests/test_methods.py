@@ -12,22 +12,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import fork_tools
 import patched
 import pytest
 import reference
 import torch
-from accelerate import Accelerator
-from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO
 from reference import (
-    Numbers,
-    Rows,
-    Tokens,
     clipped_loss,
     gae,
     make_judge,
@@ -42,10 +35,8 @@ from reference import (
 from run_tools import read_lines, read_metrics, to_lines
 from test_reference import RL, Run, differences, launch
 from tiny_models import save_classifier
-from torch import Tensor
 from transformers import AutoTokenizer
 
-RUNNER = str(ROOT / "tests/helpers/on_simulated_device.py")
 FLAGS = f"""{RL} --base_model model --reward_model judge1 --query_dataset queries.jsonl
     --start_text none --end_text none --response_length 5 --truncate_token w37 --truncate_after 1
     --mask_truncated --penalty_mode add --eval_queries 1 --total_episodes 12 --micro_batch_size 3
@@ -62,7 +53,7 @@ SAMPLED = "= sample(policy, contexts, u, args.temperature)"
 
 
 # --- the methods, one response at a time ----------------------------------------------------------
-def in_groups(eps: float, rows: Rows, k: int, kl_coef: float, _: Any) -> None:
+def in_groups(eps, rows, k, kl_coef, _):
     """Shao et al. 2024, section 4.1.2: rewards of mean 0 and deviation 1 in each group."""
     for i, row in enumerate(rows):
         first = i // k * k
@@ -75,7 +66,7 @@ def in_groups(eps: float, rows: Rows, k: int, kl_coef: float, _: Any) -> None:
             row.advantages = (row.score - statistics.mean(scores)) / deviation
 
 
-def loss_of_grpo(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Numbers) -> Tensor:
+def loss_of_grpo(row, log_ratio, every, s, means):
     """Shao et al. 2024, equations 3 and 4; and the ratio of DeepSeek-V3.2 before the KL."""
     loss = clipped_loss(log_ratio, row.advantages, s, means)
     to_ref = -row.log_ratio - log_ratio
@@ -86,19 +77,19 @@ def loss_of_grpo(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Number
     return (loss + row.kl_coef * kl).mean() / len(every)
 
 
-def minus_mean(rows: Rows, k: int, kl_coef: float, s: Any) -> None:
+def minus_mean(rows, k, kl_coef, s):
     """Liu et al. 2025: rewards minus the mean of all k, which is RLOO's advantage but for this."""
     set_leave_one_out(rows, k, kl_coef, s)
     for row in rows:
         row.advantages *= (k - 1) / k
 
 
-def loss_of_dr_grpo(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Numbers) -> Tensor:
+def loss_of_dr_grpo(row, log_ratio, every, s, means):
     """PPO's clipped loss, a sum over the tokens of a response."""
     return clipped_loss(log_ratio, row.advantages, s, means).sum() / len(every)
 
 
-def over_the_batch(rows: Rows, k: int, kl_coef: float, _: Any) -> None:
+def over_the_batch(rows, k, kl_coef, _):
     """Hu et al. 2025: score minus later KL, of mean 0 and variance 1 over all tokens."""
     for row in rows:
         kl_left = [row.log_ratio[t:].sum() for t in range(row.count)]
@@ -108,13 +99,13 @@ def over_the_batch(rows: Rows, k: int, kl_coef: float, _: Any) -> None:
         row.advantages = x
 
 
-def loss_of_tokens(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Numbers) -> Tensor:
+def loss_of_tokens(row, log_ratio, every, s, means):
     """PPO's clipped loss, a mean over tokens."""
     loss = clipped_loss(log_ratio, row.advantages, s, means)
     return loss.sum() / sum(other.count for other in every)
 
 
-def in_kept_groups(rows: Rows, k: int, kl_coef: float, s: Any) -> None:
+def in_kept_groups(rows, k, kl_coef, s):
     """Yu et al. 2025, section 3.2, without new samples, and overlong filtering of section 3.4."""
     in_groups(0.0, rows, k, kl_coef, s)
     for row in rows:
@@ -126,7 +117,7 @@ def in_kept_groups(rows: Rows, k: int, kl_coef: float, s: Any) -> None:
             row.advantages = 0.0
 
 
-def loss_of_dapo(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Numbers) -> Tensor:
+def loss_of_dapo(row, log_ratio, every, s, means):
     """Yu et al. 2025, equation 8."""
     note(means, "objective/kept", row.kept)
     if not row.counts:
@@ -135,12 +126,12 @@ def loss_of_dapo(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Number
     return loss_of_tokens(row, log_ratio, counted, s, means)
 
 
-def loss_of_gspo(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Numbers) -> Tensor:
+def loss_of_gspo(row, log_ratio, every, s, means):
     """Zheng et al. 2025, equations 5 and 7."""
     return clipped_loss(log_ratio.sum() / row.count, row.advantages, s, means) / len(every)
 
 
-def decoupled(rows: Rows, kl_coef: float, s: Any) -> None:
+def decoupled(rows, kl_coef, s):
     """Yue et al. 2025: a lambda for values, and another for the policy, or for each length."""
     for row in rows:
         rewards = reference.token_rewards(row, kl_coef)
@@ -152,16 +143,16 @@ def decoupled(rows: Rows, kl_coef: float, s: Any) -> None:
 
 
 # Yao et al. 2025: another sampler, and weights of tokens or, for RLOO, of responses.
-def flatter(s: Any) -> Any:
+def flatter(s):
     """The sampler's settings."""
     return SimpleNamespace(**vars(s) | {"temperature": FLATTER * s.temperature})
 
 
-def sample_flatter(lm: Any, context: Tokens, u: list[float], s: Any) -> Tokens:
+def sample_flatter(lm, context, u, s):
     return sample(lm, context, u, flatter(s))
 
 
-def make_weighted_row(policy: Any, *others: Any) -> Any:
+def make_weighted_row(policy, *others):
     row = make_row(policy, *others)
     *_, s = others
     with torch.no_grad():
@@ -169,25 +160,25 @@ def make_weighted_row(policy: Any, *others: Any) -> Any:
     return row
 
 
-def note_mismatch(rows: Rows, kl_coef: float, means: Numbers) -> None:
+def note_mismatch(rows, kl_coef, means):
     note_rollout(rows, kl_coef, means)
     for row in rows:
         note(means, "objective/mismatch", row.log_weights.abs().mean())
 
 
-def weigh_tokens(rows: Rows, kl_coef: float, s: Any) -> None:
+def weigh_tokens(rows, kl_coef, s):
     set_advantages(rows, kl_coef, s)
     for row in rows:
         row.advantages = row.advantages * row.log_weights.exp().clamp(max=s.tis_cap)
 
 
-def weigh_responses(rows: Rows, k: int, kl_coef: float, s: Any) -> None:
+def weigh_responses(rows, k, kl_coef, s):
     set_leave_one_out(rows, k, kl_coef, s)
     for row in rows:
         row.advantages *= min(row.log_weights.sum().exp().item(), s.tis_cap)
 
 
-def make_judges(s: Any) -> Callable:
+def make_judges(s):
     """The mean or the minimum of several judges' scores."""
     judges = []
     for name in (s.reward_model, *s.more_reward_models):
@@ -250,7 +241,7 @@ RUNS += [(name, True) for name in METHODS if name not in NOT_ON_DEVICE]
 
 
 @pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kit(tmp_path_factory):
     """fork_tools' kit, with reward models that have a gain, and labels with margins."""
     folder = fork_tools.copy(fork_tools.kit(), tmp_path_factory.mktemp("methods"))
     torch.manual_seed(1)
@@ -265,7 +256,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def copy_of(base: str, patch: str, folder: Path) -> Path:
+def copy_of(base, patch, folder):
     """The script with the method's patch. That of `tis` samples at another temperature."""
     script = patched.copy_of(base, patch, folder)
     if patch == "tis":
@@ -275,13 +266,13 @@ def copy_of(base: str, patch: str, folder: Path) -> Path:
     return script
 
 
-def run_copy(script: Path, flags: str, is_on_device: bool, kit: Path, stop: int = 0) -> Path:
+def run_copy(script, flags, is_on_device, kit, stop=0):
     """The folder of a copy's run on the device, or on two processes, which may be stopped."""
     out = script.with_name("out")
     if is_on_device:
-        report = str(script.with_name("report.json"))
         words = [*shlex.split(flags), "--output_dir", str(out)]
-        fork_tools.succeed(RUNNER, ["--report", report, str(script), *words], kit)
+        code, _, errors = fork_tools.run_on_device(str(script), words, kit)
+        assert code == 0, errors
     else:
         launch(Run(str(script), 2, flags, stop, later=3), kit, out)
     return out
@@ -322,7 +313,7 @@ LABELS = """--base_model judge1 --query_dataset queries.jsonl --start_text none 
     --adam_eps 1e-4 --seed 7 --checkpoint_every 0"""
 
 
-def margin_loss(rewards: Tensor, best: int, row: Any, s: Any, means: Numbers) -> Tensor:
+def margin_loss(rewards, best, row, s, means):
     """Touvron et al. 2023, equation 2, which for more than two responses is a softmax's; and the
     square of the sum of Eisenstein et al. 2023."""
     others = torch.cat([rewards[:best], rewards[best + 1 :]])
@@ -381,7 +372,6 @@ def test_a_dual_clip_limits_the_loss_where_the_advantage_is_negative():
 
 
 def test_a_margin_is_a_number(kit):
-    Accelerator(cpu=True)
     script = patched.module("margin")
     tokenizer = AutoTokenizer.from_pretrained(kit / "model")
     row = read_lines(kit / "pairs.jsonl")[0] | {"margin": "large"}

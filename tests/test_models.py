@@ -1,6 +1,7 @@
 """Models of many architectures: loaded, trained, held in bf16, checkpointed, or refused."""
 
 import contextlib
+import itertools
 import json
 from types import SimpleNamespace
 from unittest import mock
@@ -10,11 +11,10 @@ import pytest
 import tiny_models as tiny
 import torch
 import transformers
-from accelerate import Accelerator
 from fork_tools import PPO, REWARD, RLOO, WORDS, copy, kit
 from run_tools import call, read_metrics, to_lines
 from safetensors.torch import load_file, save_file
-from tiny_models import ANY_TOKENIZER, CONFIGS, LONGEST, VOCABULARY, folder_of, load, random_rows
+from tiny_models import ANY_TOKENIZER, BOTH, CONFIGS, VOCABULARY, folder_of, load, random_rows
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -30,25 +30,11 @@ import rloo_rlhf
 import train_reward
 from tf_adam import UserError, make_optimizer
 
-BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
 MAKERS = pytest.mark.parametrize("make", [tiny.make_lm, tiny.make_classifier])
 LENGTH = 6
 WINDOW = 64
 CONTEXTS = random_rows((1, 9, 4, 12, 5), seed=1)
 WITH_CLASSIFIER = [name for name in CONFIGS if tiny.has_classifier(name)]
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_architecture_loads_as_on_a_gpu(name):
-    """With the attention that transformers chooses, also for a new reward head."""
-    _, attention = tiny.with_attention([name])[-1]
-    num_heads = 1 + tiny.has_classifier(name)
-    for classifier in (False, True)[:num_heads]:
-        for chosen in ("eager", attention):
-            model = load(folder_of(name), attention=chosen, classifier=classifier)
-            assert model.config._attn_implementation == chosen
-            assert {p.dtype for p in model.parameters()} == {torch.float32}
-            assert not model.training
 
 
 def assert_same_buffers(one, other):
@@ -60,10 +46,9 @@ def assert_same_buffers(one, other):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_tensor_is_trained_and_plain_transformers_loads_it(name, tmp_path):
     """After one step on all log-probabilities. A pad that is also the eos is trained, too."""
-    Accelerator(cpu=True)
     folder = folder_of(name)
     args = ppo_rlhf.Args(base_model=str(folder), lr=1e-2)
-    lm, ref_lm = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, LONGEST)
+    lm, ref_lm = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, tiny.LONGEST)
     policy = ppo_rlhf.ActorCritic(lm, VOCABULARY)
     policy.own_head = nn.Linear(2, 3)  # of a copy
     optimizer = make_optimizer(policy, args)
@@ -144,7 +129,7 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(n
     """The heads are fp32 anyway. What is held in bf16 gives the same bits: a first KL of 0."""
     folder = folder_of(name)
     args = ppo_rlhf.Args(dtype="bf16", base_model=str(folder))
-    lm, ref_lm = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, LONGEST)
+    lm, ref_lm = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, tiny.LONGEST)
     actor = tiny.make_policy(lm, 1)
     assert {p.dtype for p in actor.parameters()} == {torch.float32}
     assert all(p.requires_grad for p in lm.parameters())
@@ -193,7 +178,7 @@ def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast
     folder = folder_of(name)
     args = ppo_rlhf.Args(dtype="bf16", reward_model=str(folder / "judge"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    score = ppo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, LONGEST)
+    score = ppo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, tiny.LONGEST)
     held = score.args[0]
     assert_held(held.base_model)
     assert held.score.weight.dtype == torch.float32
@@ -277,35 +262,6 @@ def test_checkpointing_has_no_dropout_and_changes_nothing(name):
         assert (gradient - found[0][1]).norm() < 1e-4 * gradient.norm()
 
 
-@pytest.mark.parametrize("name", WITH_CLASSIFIER)
-def test_a_reward_model_with_checkpointing_gives_the_same_rewards(name):
-    """It reads each text as a whole, where otherwise it reads a query once."""
-    folder = folder_of(name) / "judge"
-    args = train_reward.Args(base_model=str(folder))
-    auto_class = AutoModelForSequenceClassification
-    rows = random_rows((3, 5, 6, 1), seed=2)
-    labels = [
-        train_reward.Comparison(CONTEXTS[0], rows[:2], 0),
-        train_reward.Comparison(CONTEXTS[1], rows[2:], 0),
-    ]
-    found = []
-    for checkpoints in (False, True):
-        args.gradient_checkpointing = checkpoints
-        model = train_reward.load_model("base_model", args, auto_class, ANY_TOKENIZER, LONGEST)
-        reward = train_reward.RewardModel(model, args)
-        calls = calls_of_a_layer(model)
-        rewards, _, _ = train_reward.label_rewards(reward, labels)
-        assert len(calls) == 2 - checkpoints  # queries, then responses; or texts
-        rewards[:, 0].sum().backward()
-        assert len(calls) == 2
-        gradient = model.get_input_embeddings().weight.grad
-        found.append((rewards.detach(), gradient))
-    once, checkpointed = found
-    tiny.assert_close(checkpointed[0], once[0])
-    difference = checkpointed[1] - once[1]
-    assert difference.norm() < 1e-4 * once[1].norm()
-
-
 def test_a_missing_head_is_refused(tmp_path):
     """transformers would only warn, and make up random weights."""
     file = tiny.save_model(tmp_path, "gpt2", tie_word_embeddings=False) / "model.safetensors"
@@ -316,15 +272,16 @@ def test_a_missing_head_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_a_new_head_is_no_fault_but_layers_too_many_and_two_labels_are(tmp_path):
+def test_a_new_head_is_no_fault_but_another_number_of_layers_or_labels_is(tmp_path):
     folder = tiny.save_model(tmp_path, "gpt2")
     load(folder, classifier=True)
-    tiny.make_config("gpt2", num_hidden_layers=1).save_pretrained(folder)
-    for classifier in (False, True):
-        with pytest.raises(UserError, match=r"^--base_model [^\n]*\.1\."):
+    for num_layers, classifier in itertools.product((1, 3), (False, True)):
+        tiny.make_config("gpt2", num_hidden_layers=num_layers).save_pretrained(folder)
+        with pytest.raises(UserError, match=r"^--base_model [^\n]*: [^\n]*h\.[12]\."):
             load(folder, classifier=classifier)
     tiny.save_classifier(tmp_path / "two", "gpt2", num_labels=2)
-    with pytest.raises(UserError, match=r"^--base_model .*two: .*score\.weight"):
+    says = r"two: the weights do not fit a GPT2ForSequenceClassification: .*score\.weight"
+    with pytest.raises(UserError, match=f"^--base_model .*{says}"):
         load(tmp_path / "two", classifier=True)
 
 
@@ -412,7 +369,6 @@ def test_a_model_may_differ_from_a_plain_pass_by_rounding_only(make, factor, mon
 
 @BOTH
 def test_a_reward_model_has_the_same_words_under_the_same_numbers(module):
-    Accelerator(cpu=True)
     args = module.Args(reward_model=str(folder_of("gpt2") / "judge"))
 
     def load_beside(ours, theirs):
@@ -509,20 +465,18 @@ def test_lora_adapters_depend_on_the_seed_alone(module, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_folder_of_a_lora_run_is_the_trained_policy(dtype, tmp_path, monkeypatch):
+def test_the_folder_of_a_lora_run_is_the_trained_policy(dtype, folder, monkeypatch):
     """Adapters alone are trained, from the reference on, with which they share what is frozen: held
-    in bf16 with --dtype bf16. The folder is for transformers and for peft; merged, it is a
-    --base_model of a run that trains all weights."""
+    in bf16 with --dtype bf16. The folder is for transformers and for peft."""
     peft = pytest.importorskip("peft")
-    folder = fork_tools.copy(kit(), tmp_path)
-    for module in (ppo_rlhf, rloo_rlhf):
-        monkeypatch.setattr(module, "set_logprobs", mock.Mock(wraps=module.set_logprobs))
+    set_logprobs = mock.Mock(wraps=ppo_rlhf.set_logprobs)
+    monkeypatch.setattr(ppo_rlhf, "set_logprobs", set_logprobs)
     flags = f"--critic shared --lora_rank 4 --lora_alpha 6 --lr 2e-2 --dtype {dtype}"
     call(PPO, [*WORDS[PPO], *flags.split()], folder, monkeypatch)
     first, *_, last = read_metrics(folder / "out")
     assert first["objective/kl"] == first["first_ratio_error"] == 0
     assert last["objective/kl"] != 0
-    policy, ref = ppo_rlhf.set_logprobs.call_args.args[1:3]
+    policy, ref = set_logprobs.call_args.args[1:3]
     base = load_file(folder / "model/model.safetensors")
     frozen = [name for name, p in policy.lm.named_parameters() if not p.requires_grad]
     assert {name for name, _ in policy.lm.named_parameters() if "lora_" not in name} == {*frozen}
@@ -540,8 +494,6 @@ def test_the_folder_of_a_lora_run_is_the_trained_policy(dtype, tmp_path, monkeyp
     if dtype == "bf16":
         return
 
-    config = json.loads((folder / "out/policy/adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (4, 6)
     rows = random_rows((9, 4), seed=3)
     merged = peft.AutoPeftModelForCausalLM.from_pretrained("out/policy").merge_and_unload()
     loaded = AutoModelForCausalLM.from_pretrained("out/policy")
@@ -554,12 +506,8 @@ def test_the_folder_of_a_lora_run_is_the_trained_policy(dtype, tmp_path, monkeyp
     with pytest.raises(UserError, match="policy is an adapter: merge it first"):
         call(RLOO, [*words, "out/policy"], folder, monkeypatch)
     merged.save_pretrained("merged")
-    AutoTokenizer.from_pretrained("out/policy").save_pretrained("merged")
+    tiny.save_tokenizer("merged")
     call(RLOO, [*words, "merged"], folder, monkeypatch)
-    assert read_metrics(folder / "again")[0]["objective/kl"] == 0
-    moved = load_file("again/policy/model.safetensors")
     start = merged.state_dict()
-    ref = rloo_rlhf.set_logprobs.call_args.args[2]
-    for name, p in ref.lm.named_parameters():
-        assert (p - start[name]).abs().max() < 1e-6, name
-        assert (p - moved[name]).abs().max() > 1e-6, name
+    for name, p in load_file("again/policy/model.safetensors").items():
+        assert (p - start[name]).abs().max() > 1e-6, name

@@ -34,7 +34,7 @@ SMALLER = {
 SMALLER[RLOO] = SMALLER[PPO]
 
 
-def save_model(folder: Path) -> None:
+def save_model(folder):
     """A random Qwen2 and a tokenizer whose end of sequence ends a turn, as Qwen2.5's does."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny/model")
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS, "eos_token": MARKS[1]})
@@ -47,7 +47,7 @@ def save_model(folder: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def save_data(folder: Path) -> None:
+def save_data(folder):
     """Pairs in the columns of the data set, in its two splits."""
     folder.mkdir(parents=True)
     for split, count in (("train", 32), ("test", 8)):
@@ -61,7 +61,7 @@ def save_data(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Where the page's names of model and data are folders, and all its commands have run."""
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp("own") / "own"

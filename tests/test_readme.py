@@ -9,9 +9,8 @@ import sys
 
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import ROOT
-from fork_tools import PPO, REWARD, SCRIPTS, WORDS, copy, kit, parse, plain, succeed
+from fork_tools import PPO, REWARD, SCRIPTS, WORDS, parse, plain, succeed
 from run_tools import read_lines
 from transformers import AutoTokenizer, DistilBertConfig, DistilBertForSequenceClassification
 
@@ -21,7 +20,7 @@ from benchmark.studies.four_seeds import report as four_seeds
 from tiny import rewards
 
 
-def pages(pattern: str) -> list[str]:
+def pages(pattern):
     return [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(pattern))]
 
 
@@ -35,7 +34,7 @@ PROGRAMS |= {"config_file", "check", "num_machines", "machine_rank", "main_proce
 OF_COPIES = ("docs/trl.md", "docs/trl_fidelity.md")  # flags of patched copies, too
 
 
-def read(page: str) -> str:
+def read(page):
     return (ROOT / page).read_text()
 
 
@@ -101,7 +100,7 @@ def test_every_table_of_the_measurements_is_made_from_records():
         assert f"]({name})" in start, page
 
 
-def blocks_of(page: str) -> list[str]:
+def blocks_of(page):
     """The paragraphs and the items of lists of a page, without what is made from records, tables,
     headings, commands, pictures' words and links' targets."""
     text = read(page)
@@ -162,14 +161,13 @@ def test_every_patch_is_listed():
 
 
 def test_the_first_command_finds_its_labels():
-    Accelerator(cpu=True)  # the scripts' logger asks for it
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
     labels, held_out = train_reward.load_labels("label_dataset", train_reward.Args(), tokenizer)
     assert len(labels) == 4000
     assert len(held_out) == 512
 
 
-def anchors(text: str) -> set[str]:
+def anchors(text):
     """The names by which a page's headings are linked to."""
     titles = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -188,7 +186,7 @@ def test_every_link_leads_to_a_file_and_to_a_part_of_it(page):
             assert part in anchors(path.read_text()), (target, part)
 
 
-def commands(page: str) -> list[list[str]]:
+def commands(page):
     """The words of every command that is shown and runs a script, from its name on."""
     found = []
     blocks = re.findall(r"```bash\n(.*?)```|^    (python .*)$", read(page), re.S | re.M)
@@ -244,7 +242,7 @@ def test_every_flag_that_is_shown_exists():
     assert flags - fields - words == set()
 
 
-def listed_metrics() -> set[str]:
+def listed_metrics():
     """The names in the tables of metrics, with their braces expanded."""
     listed = set()
     for cell in re.findall(r"^\| (`.*?) \|", read("docs/metrics.md"), re.M):
@@ -329,13 +327,12 @@ def test_the_loop_of_the_readme_is_the_script_s():
         assert is_there, line
 
 
-def test_the_entropy_bonus_of_the_readme_is_one_line(tmp_path):
+def test_the_entropy_bonus_of_the_readme_is_one_line(folder):
     """It does what it says where it says: the policy's entropy is higher with a large one. So what
     `ppo_update` gets of `forward_response` keeps its gradient."""
     line = re.search(r"`(loss = loss - 0.01 \* .*?)`", read("README.md"))[1]
     code = read(PPO)
     ((whole, indent),) = re.findall(r"^(( +)loss = policy_loss .*\n)", code, re.M)
-    folder = copy(kit(), tmp_path)
     shutil.copy(ROOT / "tf_adam.py", folder)
     added = indent + line.replace("0.01", "50") + "\n"
     (folder / "mine.py").write_text(code.replace(whole, whole + added))

@@ -8,15 +8,12 @@ import importlib
 import json
 import random
 import shlex
+import signal
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import fork_tools
 import pytest
 import reference
-import reference_tools
 import torch
 from fork_tools import PPO, REWARD, RLOO
 from run_tools import read_lines, to_lines
@@ -103,7 +100,7 @@ RUNS = {
 ROUNDING = 1e-4  # of log-probabilities in fp32, of a whole pass and token by token
 
 
-def save_models(folder: Path) -> None:
+def save_models(folder):
     """Two architectures, the second with a BOS and a pad that is its eos, and reward models."""
     torch.manual_seed(0)
     changes = {
@@ -134,21 +131,21 @@ def save_models(folder: Path) -> None:
     judge.save_pretrained(folder / "llama-judge")
 
 
-def text_of(row: list[int]) -> str:
+def text_of(row):
     """The text that is read as these tokens."""
     return " ".join(f"w{token}" if token != EOS else "<|endoftext|>" for token in row)
 
 
-def padded(row: list[int]) -> list[int]:
+def padded(row):
     """A row of tokens as label files have it."""
     return row + [reference.PAD] * (12 - len(row))
 
 
-def make_tables() -> dict[str, list[dict[str, Any]]]:
+def make_tables():
     """Queries, labels and texts, with all that can become of them."""
     rng = random.Random(0)
 
-    def tokens(low: int, high: int) -> list[int]:
+    def tokens(low, high):
         return [rng.choice([EOS, *range(4, BOS)]) for _ in range(rng.randrange(low, high))]
 
     texts = []
@@ -183,7 +180,7 @@ def make_tables() -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kit(tmp_path_factory):
     """A folder with models and data under the names that the settings have."""
     folder = tmp_path_factory.mktemp("kit")
     save_models(folder)
@@ -194,7 +191,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def compare(made: Any, expected: Any, where: str) -> list[str]:
+def compare(made, expected, where):
     """Where two results differ: fractions by more than 1e-4, relatively, and 4e-6; all else must be
     equal. A sample's KL is a sum of nine differences of numbers up to 8, so it has 2e-5."""
     if isinstance(expected, dict) and isinstance(made, dict):
@@ -215,7 +212,7 @@ def compare(made: Any, expected: Any, where: str) -> list[str]:
     return [] if made == expected else [f"{where}: {made} for {expected}"]
 
 
-def compare_weights(folder: Path, expected: SimpleNamespace) -> list[str]:
+def compare_weights(folder, expected):
     """Weights that are not moved as in the reference, to 1e-3 of the move or 2e-6."""
     made = {}
     for path in folder.glob("**/*.safetensors"):
@@ -234,20 +231,20 @@ def compare_weights(folder: Path, expected: SimpleNamespace) -> list[str]:
     return odd
 
 
-def launch(run: Run, kit: Path, out: Path) -> None:
-    """The run of the script, in one or two processes, which may be stopped once."""
+def launch(run, kit, out):
     begin = [*shlex.split(run.flags), "--output_dir", str(out)]
     if run.stop:
-        stop = (reference_tools.stop_in_update, run.stop)
-        status, _, errors = fork_tools.run_on(run.world, run.script, begin, kit, stop)
+        # The file is opened first when the run's folder is made.
+        stop = (fork_tools.strike, "/out/metrics.jsonl", run.stop + 1, signal.SIGTERM)
+        status, _, errors = fork_tools.run(run.script, begin, kit, stop, world=run.world)
         assert status == 130, errors
         assert len(read_lines(out / "metrics.jsonl")) == run.stop
         begin += ["--resume", "--micro_batch_size", str(run.later)]
-    status, _, errors = fork_tools.run_on(run.world, run.script, begin, kit)
+    status, _, errors = fork_tools.run(run.script, begin, kit, world=run.world)
     assert status == 0, errors
 
 
-def differences(out: Path, metrics: list[dict[str, float]], expected: SimpleNamespace) -> list[str]:
+def differences(out, metrics, expected):
     """Where metrics, samples, results and weights of a run are not those of its reference."""
     odd = compare(metrics, expected.metrics, "metrics")
     if expected.samples:

@@ -16,7 +16,6 @@ import time
 import typing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import fork_tools
@@ -113,7 +112,7 @@ NOT_EMPTY = "^--output_dir .*out is not empty: choose another, or --resume if it
 
 
 @pytest.fixture(autouse=True)
-def has_a_folder(request: pytest.FixtureRequest) -> None:
+def has_a_folder(request):
     """A copy whose main makes no Run leaves what it likes."""
     callspec = getattr(request.node, "callspec", None)
     script = callspec.params.get("script", "") if callspec else ""
@@ -122,12 +121,12 @@ def has_a_folder(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A space in its name needs quotes in the command that goes on."""
     return copy(kit(), tmp_path).rename(tmp_path / "a folder")
 
 
-def refuse(folder: Path, script: str, words: list[str], says: str) -> None:
+def refuse(folder, script, words, says):
     """The script ends with this error, and changes nothing."""
     before = contents(folder)
     with pytest.raises(tf_adam.UserError, match=says):
@@ -135,7 +134,7 @@ def refuse(folder: Path, script: str, words: list[str], says: str) -> None:
     assert contents(folder) == before
 
 
-def contents(folder: Path) -> dict[str, Any]:
+def contents(folder):
     """Times and bytes of all files, but for the lock."""
     found = {}
     for file in folder.rglob("*"):
@@ -144,7 +143,7 @@ def contents(folder: Path) -> dict[str, Any]:
     return found
 
 
-def assert_same_results(folder: Path, expected: Path) -> None:
+def assert_same_results(folder, expected):
     """All that finished runs leave is the same, but args.json, checkpoints, seconds and memory."""
     assert_same_metrics(folder / "out", expected / "out", LOST)
 
@@ -158,7 +157,7 @@ def assert_same_results(folder: Path, expected: Path) -> None:
     assert [name for name in wanted if found[name] != wanted[name]] == [], LOST
 
 
-def checkpoints(folder: Path) -> list[str]:
+def checkpoints(folder):
     """Those that are complete."""
     return sorted(path.parent.name for path in folder.glob("out/checkpoints/*/state.json"))
 
@@ -174,7 +173,7 @@ def test_kills_and_interruptions_change_no_bit(script, world, folder):
         is_signal = STATUS[kind] == 130
         every = ["--checkpoint_every", "0"] if is_signal else []
         change = (fork_tools.strike, pattern, int(count), NUMBERS[kind])
-        code, printed, errors = fork_tools.run_on(world, script, [*words, *every], folder, change)
+        code, printed, errors = run(script, [*words, *every], folder, change, world=world)
         assert code == STATUS[kind], (line, errors)
         assert not (folder / "out/samples.jsonl").exists()
         if kind == "full":
@@ -239,7 +238,7 @@ def test_a_gradient_that_is_no_number_stops_before_it_reaches_a_file(
 ):
     """That of this micro-batch, on the first process, after so many updates."""
     nan = (fork_tools.give_nan, micro_batch)
-    code, _, errors = fork_tools.run_on(world, script, WORDS[script], folder, nan)
+    code, _, errors = run(script, WORDS[script], folder, nan, world=world)
     says = "gradient_norm is nan, its limit 1e+308: the loss is not finite, or --lr is too high;"
     if script == REWARD:
         says = "the gradient is not finite: a smaller --lr may help"
@@ -257,7 +256,7 @@ def test_a_first_kl_that_is_not_rounding_stops_a_run(script, folder, monkeypatch
     module = importlib.import_module(script[:-3])
     set_logprobs = module.set_logprobs
 
-    def changed(batch: Any, *args: Any) -> None:
+    def changed(batch, *args):
         set_logprobs(batch, *args)
         batch.ref_logprobs += 0.002
 
@@ -343,7 +342,7 @@ def test_what_prints_with_its_address_is_no_other_data(tmp_path, monkeypatch):
     """An image in a table's column, for example."""
     load = train_reward.load_queries
 
-    def with_objects(*args: Any) -> Any:
+    def with_objects(*args):
         queries = load(*args)
         for query in queries:
             query.columns["image"] = object()
@@ -390,7 +389,8 @@ def test_of_two_runs_that_start_at_once_in_a_folder_one_is_refused(folder):
     (folder / "hanging.py").write_text(HANGS)
     words = [*WORDS[RLOO], *BY_FUNCTION[RLOO], "hanging:f", "--resume"]
     processes = {name: fork_tools.begin(RLOO, words, folder, name=name) for name in ("one", "two")}
-    while all(process.is_alive() for process in processes.values()):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and all(x.is_alive() for x in processes.values()):
         time.sleep(0.02)
     (folder / "go").touch()
     ends = [fork_tools.end(process, folder, name) for name, process in processes.items()]
@@ -409,7 +409,7 @@ def test_a_folder_that_another_run_has_used_while_the_models_loaded_is_left_as_i
     """The first look at the folder is before that: no checkpoint of the other run is adopted."""
     found = {}
 
-    def set_seed(seed: int) -> None:
+    def set_seed(seed):
         shutil.copytree(plain(script, 1) / "out", folder / "out")
         found.update(contents(folder / "out"))
 
@@ -435,7 +435,6 @@ def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(name, path, tmp_pa
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "new")
-    Accelerator(cpu=True)
     args = ppo_rlhf.Args(output_dir=name)
     tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
     assert args.output_dir == f"{tmp_path}/{path}"
@@ -451,15 +450,14 @@ def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(name, path, tmp_pa
 
 
 # --- settings -------------------------------------------------------------------------------------
-def values_of(kind: Any) -> list[Any]:
-    """Values that a field of this type could have."""
+def values_of(kind):
     found = [3, 0.25, False, True, (0.5, 0.5), "another", *typing.get_args(kind)]
     for inner in typing.get_args(kind):
         found += values_of(inner)
     return found
 
 
-def another(args: Any, name: str) -> Any:
+def another(args, name):
     """A valid value of the field that is not its default; None if none is known."""
     for value in values_of(typing.get_type_hints(args)[name]):
         with contextlib.suppress(pydantic.ValidationError):
@@ -479,7 +477,6 @@ def test_every_setting_is_refused_on_resume_or_takes_effect(script, tmp_path):
     old = vars(module.Args())
     (tmp_path / "lock").touch()
     (tmp_path / "args.json").write_text(json.dumps({"args": old}))
-    Accelerator(cpu=True)
     for name in old.keys() - {"resume", "output_dir"}:
         value = another(module.Args, name)
         assert value is not None or is_copy(script), f"no value of {name} is known"
@@ -500,7 +497,6 @@ def test_what_an_older_run_does_not_record_had_its_default(tmp_path):
     before = old.pop("temperature")
     (tmp_path / "lock").touch()
     (tmp_path / "args.json").write_text(json.dumps({"args": old}))
-    Accelerator(cpu=True)
     args = ppo_rlhf.Args(output_dir=str(tmp_path), resume=True)
     tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
     args.temperature = before + 1
@@ -514,13 +510,12 @@ def test_what_an_older_run_does_not_record_had_its_default(tmp_path):
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
-def test_a_finished_run_goes_on_with_more_episodes_as_if_it_had_had_them(script, tmp_path):
+def test_a_finished_run_goes_on_with_more_episodes_as_if_it_had_had_them(script, folder, tmp_path):
     """To the bit, if the rate does not depend on them. Old samples go when it starts."""
     words = [*WORDS[script], "--lr_schedule", "constant", "--resume"]
     more = [*words, "--total_episodes", "24"]
-    longer = copy(kit(), tmp_path / "longer")
+    longer = copy(folder, tmp_path / "longer")
     fork_tools.succeed(script, more, longer)
-    folder = copy(kit(), tmp_path)
     fork_tools.succeed(script, words, folder)
     kill = (fork_tools.strike, "open out/metrics.jsonl", 1)
     assert run(script, more, folder, kill)[0] == -signal.SIGKILL
@@ -561,16 +556,16 @@ def test_what_may_change_takes_effect(tmp_path, monkeypatch, capsys):
 
 # --- checkpoints ----------------------------------------------------------------------------------
 @pytest.fixture
-def small(tmp_path: Path) -> Any:
+def small(tmp_path):
     """Opens the run in tmp_path/out, of three updates on four weights, or a copy of it."""
     accelerator = Accelerator(cpu=True)
     args = ppo_rlhf.Args(adam_eps=1e-3, resume=True, checkpoint_every=1)
     net = torch.nn.Linear(3, 1)
     net, optimizer = accelerator.prepare(net, tf_adam.make_optimizer(net, args))
 
-    def go_on(folder: Path, updates: int = 0, data: int = 5, **state: Any) -> Any:
+    def go_on(folder, updates=0, **state):
         args.output_dir = str(folder)
-        opened = tf_adam.Run(accelerator, ppo_rlhf.FILE, args, updates, {"data": data} | state)
+        opened = tf_adam.Run(accelerator, ppo_rlhf.FILE, args, updates, {"data": 5} | state)
         opened.start()
         for _ in range(opened.state["update"], updates):
             opened.log({})
@@ -610,31 +605,19 @@ def test_a_newest_checkpoint_that_does_not_load_stops_and_stays(
     assert small(copy(folder, tmp_path / "again")).state["update"] == 2
 
 
-def test_the_newest_of_two_checkpoints_is_loaded_by_one_run_of_the_same_data_and_processes(
-    small, tmp_path
-):
+def test_the_newest_of_two_checkpoints_is_loaded_by_as_many_processes(small, tmp_path):
     """The newest by its number, whatever the clock says of it. What a copy has added is kept."""
     folder = tmp_path / "out"
-    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert names == ["0000002", "0000003"]
     for path in (folder / "checkpoints/0000003", folder / "checkpoints/0000003/state.json"):
         os.utime(path, (1_000_000, 1_000_000))
     state = small(copy(folder, tmp_path), added=0.5).state
     assert (state["update"], state["added"]) == (3, 0.5)
-    with FileLock(folder / "lock"):
-        with pytest.raises(OSError, match=f"{folder}/lock.* could not be acquired"):
-            small(folder)
-    assert small(folder).state["update"] == 3
     # The first process has seen no newer one.
     seen = [folder / "checkpoints/0000002"]
     broadcast = mock.patch.object(tf_adam, "broadcast_object_list")
     with broadcast as given, mock.patch.object(tf_adam, "choose_folder"):
         given.side_effect = [["id"], [seen]]
         assert small(folder).state["update"] == 2
-    with pytest.raises(
-        tf_adam.UserError, match="^--resume with other data than the run began with: .*3$"
-    ):
-        small(folder, data=6)
     two = copy(folder, tmp_path / "two")
     state = two / "checkpoints/0000003/state.json"
     state.write_text(state.read_text().replace('"processes": 1', '"processes": 2'))
@@ -660,7 +643,7 @@ def test_checkpoints_are_left_after_these_updates(every, expected, small, tmp_pa
     one.num_updates = 3
     one.args.checkpoint_every = every
 
-    def checked(path: Path) -> None:
+    def checked(path):
         assert len(one.checkpoints()) == 2
         assert path not in one.checkpoints()
         rmtree(path)

@@ -1,9 +1,7 @@
 """Settings: defaults of all flags, presets, what goes together, and runs of presets."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,14 +15,13 @@ from fork_tools import PPO, REWARD, RLOO, parse
 from hub_tools import LABELS
 from huggingface_hub import HfFileSystem
 from run_tools import call, read_lines, read_metrics, turn
-from tiny_models import Stop, values
+from tiny_models import BOTH, Stop, values
 
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
 
 SCRIPTS = [ppo_rlhf, rloo_rlhf, train_reward]
-BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
 ALL = """seed=1 output_dir=None resume=False checkpoint_every=25 track=False base_model='tiny/model'
 dtype='fp32' gradient_checkpointing=False query_dataset='tiny/queries' query_length=32
 long_queries=None query_prefix=None query_suffix=None start_text='.' end_text='.' response_length=24
@@ -197,11 +194,11 @@ def test_labels_and_queries_are_both_chats_or_both_texts(
 
 # --- presets --------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cache(tmp_path_factory):
     """The cache folder, as HF_HOME sets it. Its files say what the hub would say of names."""
     folder = tmp_path_factory.mktemp("cache")
 
-    def glob(_, name: str, **options) -> dict[str, dict[str, str]]:
+    def glob(_, name, **options):
         found = folder.glob(f"{LABELS}/snapshots/*/{name.partition('preferences/')[2]}")
         return {name: {"type": "file"}} if any(found) else {}
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from fork_tools import PPO, REWARD, RLOO, WORDS, copy, kit, run, succeed
+from fork_tools import PPO, REWARD, RLOO, WORDS, copy, kit, run_on_device, succeed
 from run_tools import assert_same_metrics, read_lines
 from safetensors.torch import load_file
 
-RUNNER = str(ROOT / "tests/helpers/on_simulated_device.py")
 REFUSED = "MixedDevices"
 
 # Runs in which the device must do what the CPU does.
@@ -51,13 +50,13 @@ SYNCS = {
 }
 
 
-def words_of(script: str, more: str = "", updates: int = 2) -> list[str]:
+def words_of(script, more="", updates=2):
     flag = "--num_labels" if script == REWARD else "--total_episodes"
     short = [flag, str(4 * updates), "--checkpoint_every", "0"]
     return [*WORDS[script], *short, *more.split()]
 
 
-def new_folder(parent: Path) -> Path:
+def new_folder(parent):
     """The folder to run in: fork_tools' kit and a --reward_fn."""
     folder = copy(kit(), parent)
     code = "def count(completions, **_):\n    return [len(x) / 9 for x in completions]\n"
@@ -65,27 +64,20 @@ def new_folder(parent: Path) -> Path:
     return folder
 
 
-def run_on_device(script: str, words: list[str], folder: Path) -> tuple[int, str]:
-    """Exit status, and what was printed to stderr."""
-    own = ["--report", "report.json", str(ROOT / script)]
-    code, _, errors = run(RUNNER, [*own, *words], folder)
-    return code, errors
-
-
 @functools.cache
-def finished(script: str, more: str, on_cpu: bool = False) -> Path:
+def finished(script, more, on_cpu=False):
     """A folder in which the script has run on the device, which left a report, or on the CPU."""
     folder = new_folder(Path(tempfile.mkdtemp(dir=kit().parent)))
     words = words_of(script, more)
     if on_cpu:
         succeed(script, words, folder)
     else:
-        code, errors = run_on_device(script, words, folder)
+        code, _, errors = run_on_device(script, words, folder)
         assert code == 0, errors
     return folder
 
 
-def assert_same_run(folder: Path, other: Path) -> None:
+def assert_same_run(folder, other):
     out = folder / "out"
     expected = other / "out"
     assert_same_metrics(out, expected, "on the device", ERRORS, rel=1e-4, abs=1e-5)
@@ -117,7 +109,7 @@ def test_a_run_is_resumed(tmp_path):
     constant = "--lr_schedule constant"
     for updates in (1, 2):
         words = [*words_of(PPO, constant, updates), "--resume"]
-        code, errors = run_on_device(PPO, words, folder)
+        code, _, errors = run_on_device(PPO, words, folder)
         assert code == 0, errors
     assert_same_run(folder, finished(PPO, constant, on_cpu=True))
 
@@ -131,7 +123,7 @@ def test_a_device_that_is_left_out_is_found(number, tmp_path):
     (tmp_path / PPO).write_text(text[: at.start()] + text[at.end() :])
     shutil.copy(ROOT / "tf_adam.py", tmp_path)
     script = str(tmp_path / PPO)
-    code, errors = run_on_device(script, words_of(PPO, more), new_folder(tmp_path))
+    code, _, errors = run_on_device(script, words_of(PPO, more), new_folder(tmp_path))
     assert (code, REFUSED in errors) == (1, True), (function, errors)
 
 

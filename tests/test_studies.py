@@ -2,8 +2,6 @@
 optimum, whose policy is small enough to enumerate."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -19,7 +17,6 @@ from benchmark.studies.optimum import run as optimum
 from benchmark.studies.overoptimisation import run as over
 from benchmark.studies.short_runs import run as ablations
 
-Record = dict[str, Any]
 STUDIES = ROOT / "benchmark" / "studies"
 
 
@@ -40,14 +37,14 @@ def test_finer_averages_tell_a_faster_run_from_a_worse_one(tmp_path):
     assert fine == pytest.approx([0.0, 0.0, 0.0], abs=0.01)
 
 
-def short_table(record: Record) -> list[Record]:
+def short_table(record):
     full = json.loads((STUDIES / "full_length/full.json").read_text())
     beside = full["rows"] if record["args"].get("beside") else None
     levels = tuple(record["table"][0]["levels"])
     return ablations.summarise(record["rows"], levels, beside)
 
 
-def frontier(record: Record) -> list[Record]:
+def frontier(record):
     groups = over.curves_of(record["rows"], record["best_of_n"])
     return over.summarise(groups, record["true_score_before"])
 
@@ -139,7 +136,7 @@ def test_every_run_is_a_copy_that_vader_reads(tmp_path):
 
 
 # --- overoptimisation -----------------------------------------------------------------------------
-def labels_of(source: str, folder: Path) -> datasets.DatasetDict:
+def labels_of(source, folder):
     made = over.labels_folder(source, 1, folder)
     return datasets.load_dataset(str(made), cache_dir=str(folder / "cache"))
 
@@ -163,7 +160,7 @@ def test_noise_replaces_that_share_of_the_choices(tmp_path):
 
 
 # --- the exact optimum ----------------------------------------------------------------------------
-def train(algorithm: str) -> Record:
+def train(algorithm):
     """A run of 200 updates, in a process of its own. (A fork of this one would wait forever for its
     OpenMP threads, where there are several.)"""
     torch.set_num_threads(1)  # two such processes on two cores

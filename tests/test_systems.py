@@ -8,9 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import fork_tools
 import patched
@@ -23,7 +20,6 @@ from patched import make
 from run_tools import call, read_lines, read_metrics, to_lines
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, full_logits, make_lm, random_rows
-from torch import Tensor
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 from trl_tools import OWN, PPO09, PPO112
 
@@ -108,13 +104,11 @@ OWN_SIZES = {
     "vapo": "--critic_warmup 1",
     "trlx": "--unfrozen_layers 1",  # of two
 }
-Settings = dict[str, Any]
 FLAG = re.compile(r"--(?:no-)?(\w+)")
 
 
 # --- the folder -----------------------------------------------------------------------------------
-def commands(name: str) -> list[str]:
-    """Those in the head of a patch."""
+def commands(name):
     head, _, _ = patched.PATCHES[name].read_text().partition("\n--- ")
     return re.findall("^    ((?:python|patch) .*)$", head, re.M)
 
@@ -167,19 +161,19 @@ def test_patches_are_written_again_for_a_script_that_has_changed(tmp_path, monke
             assert make.patched("grpo", tmp_path / "grpo.py")
 
 
-def comments(name: str) -> dict[str, str]:
+def comments(name):
     """What stands behind the # of every line, by the setting."""
     pattern = rf"^{FLAG.pattern}[^#\n]*(?:# )?(.*)$"
     return dict(re.findall(pattern, patched.ARGS[name].read_text(), re.M))
 
 
-def settings_of(name: str, words: list[str]) -> Settings:
+def settings_of(name, words):
     """All settings that the words amount to, for the patched copy."""
     _, args = parse(patched.module(name), words)
     return vars(args)
 
 
-def part(settings: Settings, names: Iterable[str]) -> Settings:
+def part(settings, names):
     return {name: settings[name] for name in names}
 
 
@@ -234,14 +228,14 @@ def test_the_command_of_the_head_runs(name):
 
 
 # --- what patches do ------------------------------------------------------------------------------
-def metrics_of(path: Path, base: str, flags: str, folder: Path) -> list[dict[str, float]]:
+def metrics_of(path, base, flags, folder):
     """What a short run of this copy logs in a new folder, but for what differs from run to run."""
     folder = copy(kit(), folder)
     fork_tools.succeed(path, [*WORDS[base], *flags.split()], folder)
     return read_metrics(folder / "out")
 
 
-def plain_metrics(script: str) -> list[dict[str, float]]:
+def plain_metrics(script):
     return read_metrics(plain(script, 1) / "out")
 
 
@@ -269,7 +263,6 @@ def test_a_penalty_on_length_is_taken_from_the_score(script, tmp_path):
 @pytest.mark.parametrize("name", ["llama2", "qwen"])
 def test_scores_are_scaled_or_whitened(name):
     # mean 2, biased variance 8 / 3
-    Accelerator(cpu=True)
     script = patched.module(name)
     scores = torch.tensor([0.0, 2.0, 4.0])
     equal = torch.full((3,), -1.0)
@@ -328,7 +321,6 @@ def test_scores_are_clipped(tmp_path):
 def test_top_p_draws_from_the_fewest_tokens_that_hold_so_much():
     """Log-probabilities are those of the whole distribution."""
     qwen = patched.module("qwen")
-    Accelerator(cpu=True)
     contexts = random_rows((5, 3, 7, 4), seed=1)
     temperature = 0.7
     lm = make_lm("gpt2")
@@ -417,13 +409,13 @@ def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size):
         torch.testing.assert_close(steps[name], -2.0 * p.grad, atol=1e-6, rtol=1e-4)
 
 
-def watch(name: str, function: str, pick: Callable, flags: str, folder: Path) -> list[Any]:
+def watch(name, function, pick, flags, folder):
     """Runs the copy in this process: what `pick` makes of each call's arguments, after it."""
     script = patched.module(name)
     original = getattr(script, function)
     picked = []
 
-    def noted(*given: Any) -> Any:
+    def noted(*given):
         returned = original(*given)
         picked.append(pick(*given))
         return returned
@@ -434,8 +426,7 @@ def watch(name: str, function: str, pick: Callable, flags: str, folder: Path) ->
     return picked
 
 
-def test_pretraining_texts_are_whole_and_others_in_every_update(tmp_path):
-    folder = copy(kit(), tmp_path)
+def test_pretraining_texts_are_whole_and_others_in_every_update(folder):
     rows = [{"text": f"w5 w3 w{i} w4 w6" + (i % 2) * " w7 w8"} for i in range(10, 40)]
     (folder / "queries.jsonl").write_text(to_lines(*rows))
     flags = "--start_text w3 --end_text w4 --ptx_coef 0.1 --ptx_dataset queries.jsonl"
@@ -462,10 +453,9 @@ def test_two_processes_learn_from_different_texts_as_one_process_from_all(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["instructgpt", "deepspeed_chat"])
-def test_the_average_of_weights_moves_after_each_update(name, tmp_path):
-    folder = copy(kit(), tmp_path)
+def test_the_average_of_weights_moves_after_each_update(name, folder):
 
-    def weights_of(_: Any, policy: Any, *__: Any) -> dict[str, Tensor]:
+    def weights_of(_, policy, *__):
         return {key: p.detach().clone() for key, p in policy.lm.named_parameters()}
 
     seen = watch(name, "ppo_update", weights_of, "--ema 0.75", folder)
@@ -498,8 +488,7 @@ def test_a_resumed_run_goes_on_with_its_average(tmp_path):
 
 
 # --- trlX's frozen layers, and rewards of tokens --------------------------------------------------
-def test_frozen_layers_are_shared_with_the_reference(tmp_path):
-    folder = copy(kit(), tmp_path)
+def test_frozen_layers_are_shared_with_the_reference(folder):
     flags = "--unfrozen_layers 1 --dtype bf16"  # shared layers are not held in bf16
     models = watch("trlx", "set_logprobs", lambda *given: given[1:3], flags, folder)
     policy, ref = models[-1]
@@ -535,12 +524,11 @@ def test_of_a_model_with_images_the_top_layers_of_text_are_trained():
         assert is_top or name.endswith("model.norm.weight")
 
 
-def of_tokens(completion_ids: list[list[int]], **_: Any) -> list[Tensor]:
+def of_tokens(completion_ids, **_):
     return [torch.tensor(row, dtype=torch.float32).requires_grad_() / 10 for row in completion_ids]
 
 
-def test_rewards_of_tokens_are_paid_at_their_tokens(tmp_path):
-    folder = copy(kit(), tmp_path)
+def test_rewards_of_tokens_are_paid_at_their_tokens(folder):
     flags = "--adaptive_kl_target none --kl_coef 0 --reward_fn test_systems:of_tokens"
     flags += " --critic shared --truncate_token none"
     batches = watch("trlx", "ppo_update", lambda *given: given[3], flags, folder)
@@ -554,7 +542,6 @@ def test_rewards_of_tokens_are_paid_at_their_tokens(tmp_path):
 
 def test_rewards_of_more_tokens_than_there_are_fail():
     script = patched.module("trlx")
-    Accelerator(cpu=True)
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
     queries = [script.Query([1], [1], {"prompt": ""})] * 2
     batch = patched.batch("trlx", token_scores=torch.zeros(2, 4))
@@ -563,7 +550,7 @@ def test_rewards_of_more_tokens_than_there_are_fail():
     seen = []
     rewards = [[1.0], [1.0, 2.0, 3.0]]
 
-    def of_lists(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+    def of_lists(completion_ids, **_):
         seen.append(completion_ids)
         return rewards
 

@@ -2,16 +2,15 @@
 
 import contextlib
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from golden_tools import load_golden
+from golden_tools import below, load_golden
 from tiny_models import make_lm, values
-from torch import Tensor, nn
+from torch import nn
 from transformers import AttentionMaskInterface, DynamicCache
 
 import tf_adam
@@ -27,9 +26,8 @@ def test_trajectory_and_moments_equal_tensorflow(golden_06, eps, fused):
     arrays, _ = load_golden(golden_06)
     prefix = f"eps{eps:.0e}/"
     parameters = {}
-    for key, x in arrays.items():
-        if key.startswith("init/"):
-            parameters[key[5:]] = nn.Parameter(torch.from_numpy(x.copy()))
+    for name, x in below(arrays, "init/").items():
+        parameters[name] = nn.Parameter(torch.from_numpy(x.copy()))
     assert len(parameters) == 5
     assert arrays["lr"].shape == (50,)
     optimizer = AdamTF(parameters.values(), lr=1.0, eps=eps, fused=fused)
@@ -56,7 +54,7 @@ def test_trajectory_and_moments_equal_tensorflow(golden_06, eps, fused):
         assert np.allclose(v, arrays[f"{prefix}v/{name}"], rtol=2e-5, atol=0), name
 
 
-def zeros(count: int) -> list[nn.Parameter]:
+def zeros(count):
     return [nn.Parameter(torch.zeros(6)) for _ in range(count)]
 
 
@@ -90,11 +88,11 @@ def test_groups_keep_their_own_settings_and_step_count_and_the_eps_that_was_give
         assert [group["eps"] for group in groups] == [1e-5, 1e-2]
 
 
-def with_settings(**changes: Any) -> SimpleNamespace:
+def with_settings(**changes):
     return SimpleNamespace(**values(SETTINGS) | changes)
 
 
-def make_parts(*names: str) -> nn.Module:
+def make_parts(*names):
     return nn.ModuleDict({name: nn.Linear(3, 2) for name in names})
 
 
@@ -160,19 +158,6 @@ def test_processes_alone_or_in_ddp_or_fsdp2_are_launched(kind, is_fsdp2):
         tf_adam.check_launch(SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2))
 
 
-def test_gradients_are_averaged_at_the_last_micro_batch_or_where_weights_are_in_shards():
-    whole = nn.Linear(3, 1)
-    sharded = nn.Linear(3, 1)
-    sharded.reshard = lambda: None  # what FSDP2 adds
-    skipped = []
-    accelerator: Any = SimpleNamespace(no_sync=lambda model: torch.no_grad())
-    for model in (whole, sharded):
-        for is_last in (False, True):
-            with tf_adam.averaging(accelerator, model, is_last):
-                skipped.append(not torch.is_grad_enabled())
-    assert skipped == [True, False, False, False]
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16"])
 def test_settings_of_torch_for_each_dtype(dtype):
     """TF32 for the heads of bf16 runs, too. cuDNN's attention is off."""
@@ -193,10 +178,10 @@ def test_only_cpus_keep_freed_memory(has_gpu, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
     tf_adam.set_up_torch("fp32")
     given = [call.args for call in libc.mallopt.call_args_list]
+    expected = [(-4, 0), (-1, -1)]  # in malloc.h M_MMAP_MAX, M_TRIM_THRESHOLD
     if has_gpu:
-        assert given == []
-    else:  # in malloc.h M_MMAP_MAX, M_TRIM_THRESHOLD
-        assert given == [(-4, 0), (-1, -1)]
+        expected = []
+    assert given == expected
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -217,8 +202,9 @@ def test_settings_of_the_allocator_have_the_name_that_torch_knows(version, name,
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
     monkeypatch.setattr(tf_adam.os, "environ", {})
     tf_adam.set_up_torch("fp32")
-    found = {key: x for key, x in tf_adam.os.environ.items() if key.endswith("ALLOC_CONF")}
-    assert found == {name: "expandable_segments:True"}
+    for other in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        expected = "expandable_segments:True" if other == name else None
+        assert tf_adam.os.environ.get(other) == expected
 
 
 def test_layers_are_patched():
@@ -287,7 +273,7 @@ def test_states_of_a_trunk_in_bf16_come_in_fp32():
     """Also of one that ends with a linear layer, which autocast computes in bf16."""
     layer = nn.Linear(3, 2)
 
-    def forward(ids: Tensor, **named: Any) -> SimpleNamespace:
+    def forward(ids, **named):
         assert torch.is_autocast_enabled("cpu")
         return SimpleNamespace(last_hidden_state=layer(ids))
 
@@ -304,11 +290,15 @@ def test_under_bf16_a_cache_is_in_bf16_and_gives_the_same_states(name):
     """As one that keeps the keys in fp32, in which rotary embeddings give them."""
     lm = make_lm(name)
     tf_adam.patch_layers(lm, with_settings(dtype="bf16", gradient_checkpointing=False))
-    states = {}
-    for kind, dtype in ((tf_adam.Cache, torch.bfloat16), (DynamicCache, torch.float32)):
+    found = []
+    for kind in (tf_adam.Cache, DynamicCache):
         cache = kind(config=lm.config)
         for ids in torch.arange(1, 9).view(4, 1, 2):  # two tokens at a time
-            states[kind] = lm.base_model(ids, past_key_values=cache).last_hidden_state
+            output = lm.base_model(ids, past_key_values=cache)
+        found.append(output.last_hidden_state)
+        dtype = torch.float32 if kind is DynamicCache else torch.bfloat16
         for layer in cache.layers:
-            assert layer.keys.dtype == layer.values.dtype == dtype
-    assert (states[tf_adam.Cache] - states[DynamicCache]).abs().max() < 1e-4
+            assert layer.keys.dtype == dtype
+            assert layer.values.dtype == dtype
+    ours, theirs = found
+    assert (ours - theirs).abs().max() < 1e-4

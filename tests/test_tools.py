@@ -27,19 +27,19 @@ NUMBER = re.compile(r"-?\d+\.\d+")
 
 
 @pytest.fixture(autouse=True)
-def new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def new_folder(tmp_path, monkeypatch):
     """The programs write into the folder that they are called in, and add it to sys.path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(sys, "argv", [])
 
 
-def call(tool, words: str) -> None:
+def call(tool, words):
     sys.argv = ["program.py", *words.split()]
     tool.main()
 
 
-def fail(tool, words: str, message: str) -> None:
+def fail(tool, words, message):
     """The same, which ends with one line that begins with this message."""
     with pytest.raises(SystemExit) as error:
         call(tool, words)
@@ -48,8 +48,7 @@ def fail(tool, words: str, message: str) -> None:
 
 
 # --- pictures of runs -----------------------------------------------------------------------------
-def make_run(name: str, scores: list[float]) -> Path:
-    """The folder of a run that has logged these scores so far."""
+def make_run(name, scores):
     folder = Path(name)
     folder.mkdir(parents=True)
     rows = [{"objective/scores": score} for score in scores]
@@ -85,16 +84,9 @@ def test_a_line_that_is_being_written_waits():
     assert plot.read_metrics(folder) == [{"objective/scores": 1.0}]
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("ppo/val/error", "val/error"),
-        ("rloo/loss/policy", "loss/policy"),
-        ("rloo/entropy", "policy/entropy"),
-    ],
-)
-def test_metrics_of_old_runs_have_the_names_of_today(old, new):
-    assert plot.new_name(old) == new
+def test_metrics_of_old_runs_have_the_names_of_today():
+    old = ["ppo/val/error", "rloo/loss/policy", "rloo/entropy"]
+    assert [*map(plot.new_name, old)] == ["val/error", "loss/policy", "policy/entropy"]
 
 
 def test_curves_over_seconds_have_a_point_at_the_end_of_each_update():
@@ -176,7 +168,7 @@ def nan(completions, **_):
     return [math.nan] * len(completions)
 
 
-def write(name: str, *texts: str) -> Path:
+def write(name, *texts):
     """samples.jsonl of such texts: `query response`."""
     rows = []
     for text in texts:
@@ -186,8 +178,7 @@ def write(name: str, *texts: str) -> Path:
     return Path(name)
 
 
-def make_pairs(wins, lengths, others) -> Pairs:
-    """One pair for each query."""
+def make_pairs(wins, lengths, others):
     query = np.arange(len(wins))
     return Pairs(query, *map(np.array, (wins, lengths, others)))
 
@@ -228,20 +219,6 @@ def test_the_controlled_rate_is_that_of_the_regression_for_equal_lengths():
     assert win_rate.win_rate(pairs, once) == pytest.approx(4 / 9)
 
 
-def test_wins_that_are_only_length_are_controlled_away():
-    """The judge likes length alone, and A is longer three times out of four."""
-    rng = np.random.default_rng(0)
-    longer = rng.integers(1, 30, 300)
-    shorter = -rng.integers(1, 30, 100)
-    difference = np.concatenate([longer, shorter])
-    chance = 1 / (1 + np.exp(-difference / 5.0))
-    wins = (rng.random(400) < chance).astype(float)
-    pairs = make_pairs(wins, 50 + difference, [50] * 400)
-    once = np.ones(400)
-    assert win_rate.win_rate(pairs, once) > 0.65
-    assert abs(win_rate.controlled_rate(pairs, once) - 0.5) < 0.08
-
-
 @pytest.mark.parametrize("won", [0.0, 1.0])
 def test_a_side_that_wins_all_has_finite_rates(won):
     pairs = make_pairs([won] * 20, range(20), [5] * 20)
@@ -269,7 +246,7 @@ def test_the_interval_is_that_of_a_mean_over_queries():
     assert win_rate.estimate(win_rate.win_rate, Pairs(*twice)) == found
 
 
-def write_two() -> None:
+def write_two():
     write("samples.jsonl", "q aa", "r a")
     write("other", "q a", "r b", "s a")
 
@@ -339,7 +316,7 @@ def examples():
         return worked_example.work_out()
 
 
-def differences(shown: str, expected: str) -> list[str]:
+def differences(shown, expected):
     """Where two pages differ, with more than a unit of a number's last digit."""
     assert NUMBER.sub("#", shown) == NUMBER.sub("#", expected)
     found = []

@@ -5,8 +5,7 @@ replays other recordings."""
 import re
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -14,9 +13,8 @@ import pytest
 import torch
 from conftest import ROOT
 from run_tools import read_lines
-from torch import Tensor
 from torch.nn.utils import parameters_to_vector
-from trl_tools import OWN, SYSTEMS, Named, Recording
+from trl_tools import OWN, SYSTEMS
 
 PAGE = ROOT / "docs" / "trl_fidelity.md"
 VERSION = {"trl09": "0.9", "trl112": "1.12", "rloo116": "RLOO"}  # as the table names them
@@ -78,7 +76,7 @@ NOTED = "at_last_token kl_penalty ppo_update rloo_update adapt_kl_coef".split()
 SKIPPED = "check_update save_policy write_samples".split()
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     """A `variant` is a recording in the folder, but for this project's own in FAR and ALONE."""
     if "variant" not in metafunc.fixturenames:
         return
@@ -96,16 +94,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("variant", variants, ids=lambda variant: "-".join(variant[1:]))
 
 
-def load(system: str, name: str, folder: Path = OWN) -> Recording:
+def load(system, name, folder=OWN):
     return SYSTEMS[system](folder, name)
 
 
-def reasons(recording: Recording) -> list[str]:
+def reasons(recording):
     """What the variant asks for that this project does not reproduce."""
     return [name for name, is_asked in recording.not_reproduced().items() if is_asked]
 
 
-def replay(recording: Recording, args: Any, shake: int = 0) -> list[dict]:
+def replay(recording, args, shake=0):
     """Runs main with what was recorded: what is NOTED of each rollout, and the weights after it.
     `shake` is the seed of a change of first weights that is as small as rounding (0: none)."""
     script = recording.script
@@ -125,15 +123,15 @@ def replay(recording: Recording, args: Any, shake: int = 0) -> list[dict]:
     shuffles = map(recording.shuffles, recording.rollouts)
     score = recording.score(args)
 
-    def sample(*_: Any) -> tuple[Tensor, Tensor]:
+    def sample(*_):
         made.append({})
         tokens = next(responses)
         return tokens, torch.zeros(tokens.shape)
 
-    def token_id(flag: str, *_: Any) -> int | None:
+    def token_id(flag, *_):
         return recording.end_token if flag == "truncate_token" else None
 
-    def noted(name: str, *values: Any) -> Any:
+    def noted(name, *values):
         returned = originals[name](*values)
         made[-1][name] = (values, returned)
         if name.endswith("_update"):
@@ -165,7 +163,7 @@ def replay(recording: Recording, args: Any, shake: int = 0) -> list[dict]:
     return made
 
 
-def flat(named: Named) -> tuple[np.ndarray, np.ndarray]:
+def flat(named):
     """All weights, and which of them count: the gradient of the bias of keys is rounding."""
     weights = parameters_to_vector([p for _, p in named])
     counts = []
@@ -176,7 +174,7 @@ def flat(named: Named) -> tuple[np.ndarray, np.ndarray]:
     return weights.detach().numpy(), np.concatenate(counts)
 
 
-def quantities(noted: dict, script: ModuleType, args: Any) -> dict[str, Any]:
+def quantities(noted, script, args):
     """What the script made of a rollout."""
     arguments, _ = noted["update"]
     batch = arguments[3]
@@ -200,7 +198,7 @@ def quantities(noted: dict, script: ModuleType, args: Any) -> dict[str, Any]:
     return found
 
 
-def steps_of(noted: dict, script: ModuleType, args: Any) -> pd.DataFrame:
+def steps_of(noted, script, args):
     """Metrics of each optimizer step: the last of its records has the gradient's norm."""
     _, records = noted["update"]
     found = []
@@ -217,7 +215,7 @@ def steps_of(noted: dict, script: ModuleType, args: Any) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def off(ours: Any, theirs: Any) -> float:
+def off(ours, theirs):
     """The largest difference, relative where TRL's value is larger than 1."""
     ours = np.asarray(ours, np.float64)
     theirs = np.asarray(theirs, np.float64)
@@ -226,7 +224,7 @@ def off(ours: Any, theirs: Any) -> float:
     return (np.abs(ours - theirs) / scale).max()
 
 
-def moves_off(recording: Recording, made: list[dict], step: int) -> dict[str, float]:
+def moves_off(recording, made, step):
     """The relative L2 error of what each model's weights have moved since the start."""
     found = {}
     for model, (start, places, theirs) in recording.expected_weights(step).items():
@@ -239,11 +237,11 @@ def moves_off(recording: Recording, made: list[dict], step: int) -> dict[str, fl
     return found
 
 
-def args_of(recording: Recording, folder: Path, **settings: Any) -> Any:
+def args_of(recording, folder, **settings):
     return recording.script.Args(output_dir=str(folder), **recording.args() | settings)
 
 
-def errors(recording: Recording, folder: Path, shake: int = 0, **settings: Any) -> dict:
+def errors(recording, folder, shake=0, **settings):
     """How far quantities and moves are off, in units of what is allowed, by rollout and name."""
     script = recording.script
     args = args_of(recording, folder, **settings)
@@ -264,11 +262,11 @@ def errors(recording: Recording, folder: Path, shake: int = 0, **settings: Any) 
     return found
 
 
-def too_far(found: dict) -> dict:
+def too_far(found):
     return {name: x for name, x in found.items() if not x <= 1}
 
 
-def beyond_rounding(recording: Recording, found: dict, folder: Path) -> dict:
+def beyond_rounding(recording, found, folder):
     """Those that are too far off even if rounding is counted. Adam divides a gradient by its own
     size, so that one that is rounding moves its weight all the same. How much is seen in runs whose
     first weights are changed by as much as rounding. No more than ten times what is allowed."""
@@ -294,9 +292,7 @@ def test_a_run_equals_trl(variant, tmp_path):
     assert odd == {}
 
 
-def percent_off(
-    recording: Recording, folder: Path, model: str = "policy", **settings: Any
-) -> float:
+def percent_off(recording, folder, model="policy", **settings):
     """How far a model's move is off after the last rollout."""
     made = replay(recording, args_of(recording, folder, **settings))
     return 100 * moves_off(recording, made, len(made) - 1)[model]
@@ -317,7 +313,7 @@ def test_rounding_is_no_excuse_for_a_fault(tmp_path):
     assert {(0, "rollout", "advantages"), (0, "move", "policy")} <= beyond.keys()
 
 
-def rows_of(text: str) -> list[str]:
+def rows_of(text):
     """Rows of the tables in docs/trl_fidelity.md that have the text."""
     lines = PAGE.read_text().splitlines()
     return [line for line in lines if line.startswith("|") and text in line]

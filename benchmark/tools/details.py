@@ -493,7 +493,7 @@ OPTIONS = [
         ADAM,
         "args.lora_alpha",
         "1",
-        "models::the_folder_of_a_lora_run_is_the_trained_policy",
+        "models::lora_adapters_depend_on_the_seed_alone",
     ),
     Detail(
         "`--truncate_after 1` gives the penalty to an answer that is only an EOS, unless another "

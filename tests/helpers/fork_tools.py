@@ -168,17 +168,11 @@ def end(process: Any, folder: Path, name: str = "run") -> tuple[int, str, str]:
     return status, printed, errors
 
 
-def run(*values: Any, **env: str) -> tuple[int, str, str]:
-    """`python script words` in `folder`, with changes, to its end."""
-    _, _, folder, *_ = values
-    return end(begin(*values, **env), folder)
-
-
 def run_two(
     script: str, words: Sequence[str], folder: Path, *changes: Change, **env: str
 ) -> list[tuple[int, str, str]]:
-    """The same by two processes of one group, as a launcher starts them; the changes are made in
-    the first."""
+    """`python script words` in `folder` to its end, by two processes of one group, as a launcher
+    starts them; the changes are made in the first."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -191,20 +185,26 @@ def run_two(
     return [end(process, folder, name) for name, process in processes.items()]
 
 
-def run_on(world: int, *values: Any, **env: str) -> tuple[int, str, str]:
-    """The first process of one or two, which have ended together: with one status, unless the first
-    was killed."""
+def run(*values: Any, world: int = 1, **env: str) -> tuple[int, str, str]:
+    """The same by one process or two, which have ended together: with one status, unless the first
+    was killed. Returns what is of the first."""
     if world == 1:
-        return run(*values, **env)
+        return end(begin(*values, **env), values[2])
     first, second = run_two(*values, **env)
     was_killed = first[0] < 0 and second[0] != 124
     assert second[0] == first[0] or was_killed, [first, second]
     return first
 
 
+def run_on_device(script: str, words: Sequence[str], folder: Path) -> tuple[int, str, str]:
+    """The same on the simulated device, which leaves report.json in the folder."""
+    device = str(ROOT / "tests/helpers/on_simulated_device.py")
+    return run(device, ["--report", "report.json", str(ROOT / script), *words], folder)
+
+
 def succeed(*values: Any, world: int = 1, **env: str) -> str:
     """The same, with an exit status of 0: stdout."""
-    status, printed, errors = run_on(world, *values, **env)
+    status, printed, errors = run(*values, world=world, **env)
     assert status == 0, errors
     return printed
 
@@ -215,7 +215,6 @@ def copy(folder: Path, to: Path) -> Path:
 
 @functools.cache
 def kit() -> Path:
-    """The folder of `fill`, made once."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return fill(folder / "kit")
@@ -240,7 +239,7 @@ class Evil:
 
 
 def strike(pattern: str, count: int, number: int = signal.SIGKILL) -> None:
-    """A signal at the `count`-th operation on the run's files that has `pattern` in its line: "open
+    """A signal at the `count`-th operation that writes and has `pattern` in its line: "open
     out/args.tmp", then with an empty file. With 0 in place of a signal the disk is full.
 
     Weights and optimizer states are written in two halves, so that "half of out/policy" is the
@@ -252,7 +251,6 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL) -> None:
     import transformers.modeling_utils
 
     seen = 0
-    folder = os.path.realpath("out")
 
     def note(what: str, path: Any) -> None:
         nonlocal seen
@@ -276,8 +274,7 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL) -> None:
             return
         if event == "os.remove" and values[1] >= 0:  # shutil.rmtree's open folder
             path = os.path.join(os.readlink(f"/proc/self/fd/{values[1]}"), path)
-        if os.path.abspath(path).startswith(folder):
-            note(event, path)
+        note(event, path)
 
     def in_two(save: Callable[..., None]) -> Callable[..., None]:
         def changed(tensors: Any, path: Any, *args: Any, **kwargs: Any) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import ppo_rlhf
 import train_reward
 
+Arrays = dict[str, np.ndarray]
 HERE = Path(__file__).resolve().parent.parent / "golden"
 NAMES = {
     "wpe": "transformer.wpe.weight",
@@ -40,7 +41,7 @@ def folder_of(file: Path, name: str) -> Path:
     return beside if beside.is_dir() else HERE / name
 
 
-def load_golden(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def load_golden(file: Path) -> tuple[Arrays, dict[str, Any]]:
     """The arrays of a file and the record (json) that belongs to it, or to all ranks' files."""
     data = dict(np.load(file))
     for name in (file.stem, re.sub(r"_?(rank|r)\d+$", "", file.stem)):
@@ -48,6 +49,12 @@ def load_golden(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         if record.exists():
             return data, json.loads(record.read_text())
     return data, {"hparams": HPARAMS}
+
+
+def below(arrays: Arrays, prefix: str) -> Arrays:
+    """The arrays whose names begin so, by the rest of their names."""
+    names = [key for key in arrays if key.startswith(prefix)]
+    return {key.removeprefix(prefix): arrays[key] for key in names}
 
 
 def files_of_ranks(file: Path, count: int) -> list[Path]:
@@ -118,7 +125,7 @@ def load_reward(folder: Path) -> train_reward.RewardModel:
     return reward
 
 
-def weights_from_tf(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, Tensor]:
+def weights_from_tf(arrays: Arrays, prefix: str) -> dict[str, Tensor]:
     """TensorFlow's arrays by the names of ActorCritic or RewardModel, without heads' biases."""
     found = {}
     for key in [key for key in arrays if key.startswith(prefix)]:

@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -47,11 +46,8 @@ def script(name: str) -> Path:
 
 def copy_of(base: str, name: str, to: Path) -> Path:
     """A copy of any script with this patch in a new folder, for patches of more than one script."""
-    path = to / f"{name}_copy.py"
-    command = ["patch", "--fuzz=0", "-o", str(path), str(ROOT / base), str(PATCHES[name])]
-    subprocess.run(command, check=True, capture_output=True)
     shutil.copy(ROOT / "tf_adam.py", to)
-    return path
+    return make.patched(name, to / f"{name}_copy.py", script=base)
 
 
 @functools.cache

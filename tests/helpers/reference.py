@@ -205,7 +205,6 @@ def read_queries(s: Any) -> Rows:
 
 
 def uniforms(seed: int, update: int, rows: int, length: int) -> list[list[float]]:
-    """The numbers that the scripts sample with."""
     generator = np.random.default_rng([seed, 1, update])
     return generator.random((rows, length), dtype=np.float32).tolist()
 
@@ -233,7 +232,6 @@ def length_of(response: Tokens, s: Any) -> int | None:
 
 
 def logit(model: Any, tokens: Tokens) -> Tensor:
-    """The logit of a classifier, at the last token."""
     states = model.base_model(torch.tensor([tokens])).last_hidden_state
     return model.score(states[0, -1])[0]
 
@@ -378,7 +376,6 @@ def rloo_loss(row: Any, log_ratio: Tensor, every: Rows, s: Any, means: Numbers) 
 
 
 def rloo_step(policy: Any, parts: Parts, s: Any, means: Numbers) -> None:
-    """The gradient of a minibatch, row by row."""
     every = [row for rows in parts for row in rows]
     for row in every:
         now = read(policy, row, s.temperature)
@@ -438,7 +435,6 @@ def make_row(
 
 
 def evaluate(policy: Any, ref: Any, judge: Callable, queries: Rows, s: Any) -> list[Settings]:
-    """What is said of each of the evaluation queries."""
     found = []
     numbers = uniforms(s.seed, 0, len(queries), s.response_length)
     for query, u in zip(queries, numbers, strict=True):
@@ -631,7 +627,6 @@ def read_labels(rows: Rows, s: Any) -> Rows:
 
 
 def is_hit(rewards: list[float], best: int) -> bool:
-    """Whether the best response has the highest reward."""
     others = rewards[:best] + rewards[best + 1 :]
     margin = rewards[best] - max(others)
     assert abs(margin) > EDGE, "a tie, nearly: take another seed"

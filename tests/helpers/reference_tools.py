@@ -1,27 +1,25 @@
-"""What the runs of test_reference.py have in their own processes: reward functions, a signal."""
+"""Reward functions of the runs of test_reference.py."""
 
-import itertools
-import os
-import signal
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 Texts = list[str]
 KINDS = (float, np.float32, torch.tensor)
 
 
 def numbers_of(text: str) -> list[int]:
-    return [int(word.removeprefix("w")) for word in text.split()]
+    words = text.split()
+    return [int(word.removeprefix("w")) for word in words]
 
 
 def reward_of(query: str, response: str, weight: float) -> float:
     """It depends on all that a reward function is given, without special tokens."""
     numbers = numbers_of(response)
     words = len(query.split()) - 2 * len(numbers)
-    return weight * sum(numbers) / 50 + words / 20
+    total = weight * sum(numbers)
+    return total / 50 + words / 20
 
 
 def of_column(prompts: Texts, completions: Texts, weight: list[float], **_: Any) -> list[Any]:
@@ -30,7 +28,8 @@ def of_column(prompts: Texts, completions: Texts, weight: list[float], **_: Any)
     rows = zip(prompts, completions, weight, strict=True)
     for i, row in enumerate(rows):
         kind = KINDS[i % len(KINDS)]
-        rewards.append(kind(reward_of(*row)))
+        reward = reward_of(*row)
+        rewards.append(kind(reward))
     return rewards
 
 
@@ -39,23 +38,13 @@ def of_all(**columns: list[Any]) -> np.ndarray:
     assert set(columns) == {"prompts", "completions", "query", "content", "weight"}
     prompts = columns.pop("prompts")
     completions = columns.pop("completions")
-    rows = zip(prompts, completions, columns.pop("weight"), strict=True)
-    return np.array([reward_of(*row) for row in rows])
-
-
-def stop_in_update(number: int) -> None:
-    """The process gets a SIGTERM when it logs this update (from 1)."""
-    log = Accelerator.log
-    calls = itertools.count(1)
-
-    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
-        log(self, *args, **kwargs)
-        if next(calls) == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    Accelerator.log = changed
+    weight = columns.pop("weight")
+    rows = zip(prompts, completions, weight, strict=True)
+    rewards = [reward_of(*row) for row in rows]
+    return np.array(rewards)
 
 
 def coarse(completions: Texts, **_: Any) -> list[float]:
     """0 or 1, so that the responses to a query often have equal rewards."""
-    return [float(sum(numbers_of(text)) % 2) for text in completions]
+    sums = [sum(numbers_of(text)) for text in completions]
+    return [float(x % 2) for x in sums]

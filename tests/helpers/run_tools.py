@@ -19,11 +19,10 @@ def call(
     script: str,
     words: Sequence[str],
     folder: Path,
-    patch: Any = None,
-    name: str = "main",
-) -> Any:
-    """The script's main, or its parse_args alone, with these words in `folder`, in this process, on
-    the CPU. With a patch the process stays in the folder."""
+    patch: pytest.MonkeyPatch | None = None,
+) -> None:
+    """The script's main with these words in `folder`, in this process, on the CPU. With a patch the
+    process stays in the folder."""
     with pytest.MonkeyPatch.context() as own:
         patch = patch or own
         patch.chdir(folder)
@@ -32,8 +31,7 @@ def call(
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", Path(f"{folder}-cache"))
         patch.setenv("ACCELERATE_USE_CPU", "true")
         module = importlib.import_module(script[:-3])
-        parsed = module.parse_args()
-        return parsed if name == "parse_args" else module.main(*parsed)
+        module.main(*module.parse_args())
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
@@ -68,5 +66,4 @@ def to_lines(*rows: dict[str, Any]) -> str:
 
 
 def turn(text: str, role: str = "assistant") -> list[Any]:
-    """A chat of one message."""
     return [{"role": role, "content": text}]

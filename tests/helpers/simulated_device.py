@@ -14,10 +14,6 @@ script's main() so. After it
 It cannot show memory, speed, rounding of real kernels, asynchronous copies, or more than one
 device. Attention is computed by torch's math backend, and
 counts as many kernels where a GPU has one.
-
-Why it is this long: torch has a device that checks (FakeTensor) and one that computes (the CPU),
-but none that does both, and a script draws its tokens from values. Half of the file are rules that
-only CUDA's own sources state: which operations take a CPU tensor, and which make the host wait.
 """
 
 import os

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -26,6 +27,7 @@ from transformers import (
 import ppo_rlhf
 import rloo_rlhf
 
+BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
 VOCABULARY = 50
 EOS = 0
 GAIN = 1.75  # of reward models

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import patched
 import torch
+from golden_tools import below
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.utils import vector_to_parameters
@@ -72,17 +73,12 @@ class Recording:
         self.config = self.settings | self.about["config"] | resolved
 
         self.rollouts: list[Arrays] = []
-        while found := self.below(f"{self.prefix}{len(self.rollouts)}/"):
+        while found := below(self.arrays, f"{self.prefix}{len(self.rollouts)}/"):
             self.rollouts.append(found)
 
     @property
     def script(self) -> ModuleType:
         return patched.module(self.patch)
-
-    def below(self, prefix: str) -> Arrays:
-        """The arrays whose names begin so, by the rest of their names."""
-        names = [key for key in self.arrays if key.startswith(prefix)]
-        return {key.removeprefix(prefix): self.arrays[key] for key in names}
 
     def args(self) -> Settings:
         """This project's settings."""
