@@ -1,4 +1,8 @@
-"""What cannot be run ends with a message that names the flag, before anything is written."""
+"""What cannot be run ends with a message that names the flag, before anything is written.
+
+Other refusals are in the file of their subject: sizes that do not go together in test_settings,
+rows in test_data, models in test_models, folders in test_run_folder, limits in test_checks.
+"""
 
 import dataclasses
 import gzip
