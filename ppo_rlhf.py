@@ -13,8 +13,8 @@ A run needs a reward model, which train_reward.py makes, or a --reward_fn. This 
 generation engines, several reward models, and what only one published system does (patches for
 that are in benchmark/systems/). Read main first: its numbered steps call the functions below it.
 
-tf_adam.py has what is not about RLHF: the optimizer and its learning rates, LoRA and bf16, the
-processes, the run's folder. All else is here. A function (except main) that appears in more than
+tf_adam.py has the optimizer, and plumbing/ what is not about RLHF: the command line, the run's
+folder, models and tables. All else is here. A function (except main) that appears in more than
 one of ppo_rlhf.py, rloo_rlhf.py and train_reward.py is identical in all of them, so some of its
 branches may be unused here.
 
@@ -33,61 +33,62 @@ functions. In forward passes a `mask` is an attention mask (B, T).
 # ]
 # ///
 
+import contextlib
 import copy
 import math
 import os
-import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from glob import escape
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Literal
 from zlib import crc32
 
-import datasets
 import numpy as np
 import pandas as pd
 import pydantic
 import torch
-import tyro
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather, set_seed
+from accelerate.utils import broadcast_object_list, gather, reduce, set_seed
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers import AutoModelForSequenceClassification as AutoClassifier
-from transformers import PreTrainedModel as Model
-from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.utils import ModelOutput
-
-from tf_adam import (
-    Cache,
-    Run,
-    UserError,
-    add_adapters,
-    averaging,
-    choose_folder,
-    clip_gradients,
-    explained,
-    hold_in_bf16,
-    make_accelerator,
-    make_optimizer,
-    patch_layers,
-    reduce_means,
-    set_learning_rates,
-    sum_over_ranks,
-    sums_over,
-    write,
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
+from plumbing.data import Query, call_reward_fn, hold_out, load_queries, token_id
+from plumbing.models import (
+    Cache,
+    TokenRows,
+    add_adapters,
+    forward,
+    hold_in_bf16,
+    load_model,
+    load_tokenizer,
+    pad_rows,
+)
+from plumbing.run import (
+    Run,
+    UserError,
+    blame,
+    choose_folder,
+    make_accelerator,
+    run_main,
+    say,
+    write_samples,
+)
+from tf_adam import AdamTF
+
 FILE = Path(__file__).resolve()
-TokenRows = list[list[int]]
 
 
 @dataclass
@@ -157,7 +158,7 @@ class Args:
     num_minibatches: PositiveInt = 1  # Optimizer steps per epoch
     num_epochs: PositiveInt = 4  # Passes over the batch in each update
     lr: NonNegativeFloat = 2e-4  # The highest learning rate, see --lr_schedule
-    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # --lr decays to 0, or stays
+    lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
     # Number n of warm-up updates: update i (from 0) has the scheduled rate times (i + 1) / (n + 1)
     lr_warmup: NonNegativeInt = 0
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
@@ -220,15 +221,6 @@ PRESETS = {
     "cnndm": replace(NEWS, query_dataset=f"{FILES}/cnndm/offline_60k.json"),
     "tldr": replace(POSTS, query_dataset=f"{FILES}/tldr/offline_60k.json"),
 }
-
-
-@dataclass
-class Query:
-    """A query in tokens, for its two readers, and its row in the table."""
-
-    input_ids: list[int]  # as the reward model reads it
-    context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
-    columns: dict  # its row in the table, for PPO's and RLOO's --reward_fn
 
 
 @dataclass
@@ -295,24 +287,26 @@ def main(preset: str, args: Args) -> None:
         kl_coef = run.state["kl_coef"]
 
         # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
-        start = update * args.batch_size + rank * share
-        my_queries = [queries[i % len(queries)] for i in range(start, start + share)]
-        u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)
-        batch = rollout(policy, my_queries, u.split(share)[rank], truncate_id, args)
-        epochs = shuffle(args, rank, update, share)  # (num_epochs, num_minibatches, b)
-        # The rows go through the first epoch's micro-batches. So padding and rounding are the same
-        # in the first optimizer step, where every ratio is 1, on a CPU exactly.
-        set_logprobs(batch, policy, ref, epochs[0], args)
+        with run.keeping_updates():
+            start = update * args.batch_size + rank * share
+            mine = range(start, start + share)
+            my_queries = [queries[i % len(queries)] for i in mine]
+            u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)
+            batch = rollout(policy, my_queries, u.split(share)[rank], truncate_id, args)
+            epochs = shuffle(args, rank, update, share)  # (num_epochs, num_minibatches, b)
+            # The rows go through the first epoch's micro-batches. So padding and rounding are the
+            # same in the first optimizer step, where every ratio is 1, on a CPU exactly.
+            set_logprobs(batch, policy, ref, epochs[0], args)
 
-        # 2. score: of the response up to its truncate token, with a penalty if there is none
-        raw_scores = score_fn(my_queries, batch)  # (B,)
-        batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)
+            # 2. score: of the response up to its truncate token, with a penalty if there is none
+            raw_scores = score_fn(my_queries, batch)  # (B,)
+            batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)
 
         # 3. reward: the score minus a KL penalty
         kl = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask  # (B, R), the estimator k1
         batch.rewards = at_last_token(batch.scores, batch.loss_mask) - kl_coef * kl
 
-        # 4. update: learning rates (tf_adam.py has the schedule), and the optimizer steps
+        # 4. update: learning rates, and the optimizer steps
         set_learning_rates(optimizer, update, update / num_updates, args)
         records = ppo_update(accelerator, wrapped, optimizer, batch, epochs, args)
 
@@ -334,7 +328,7 @@ def main(preset: str, args: Args) -> None:
             "val/var_explained": 1 - metrics["val/error"] / (metrics["returns/var"] + 1e-8),
         }
         run.log(metrics)  # adds seconds and peak_memory_gb
-        accelerator.print(
+        say(
             f"update {update + 1} of {num_updates}: score {metrics['objective/scores']:.2f}, "
             f"KL {metrics['objective/kl']:.2f} nats, {metrics['seconds']:.1f} s"
         )
@@ -480,7 +474,7 @@ def ppo_update(
         groups = micro_batches(torch.arange(len(minibatch)), mini.contexts, args.micro_batch_size)
         for rows in groups:
             micro = select(mini, rows)
-            with averaging(accelerator, policy, is_last=rows is groups[-1]):
+            with average_gradients(accelerator, policy, is_last=rows is groups[-1]):
                 all_logprobs, logprobs, values = forward_response(policy, micro, args.temperature)
                 policy_loss, value_loss, metrics = ppo_loss(logprobs, values, micro, args)
                 loss = policy_loss + args.vf_coef * value_loss  # a loss of your own: add it here
@@ -513,6 +507,104 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
+# --- optimizer, and sums over processes -----------------------------------------------------------
+CRITIC_PARTS = ("value_head.", "critic.")
+
+
+def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
+    """AdamTF or AdamW (args.adam) over all weights of the model that are trained.
+
+    Up to four parameter groups: matrices and other weights, then the same of `value_head` and
+    `critic` (`is_critic`), if the model has parts of these names. Only matrices have
+    args.weight_decay. set_learning_rates sets the learning rate of each group.
+    """
+    groups = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            is_critic = name.startswith(CRITIC_PARTS)
+            decay = args.weight_decay if p.dim() > 1 else 0.0
+            new = {"params": [], "weight_decay": decay, "is_critic": is_critic}
+            groups.setdefault((is_critic, p.dim() > 1), new)["params"].append(p)
+    optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
+    with blame("optimizer"):
+        return optimizer(
+            groups.values(),
+            args.lr,
+            betas=tuple(args.adam_betas),
+            eps=args.adam_eps,
+        )
+
+
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, update: int, progress: float, args: Args
+) -> None:
+    """Sets the rates for all optimizer steps of this update (updates count from 0); `progress`, in
+    [0, 1), is the share of the run that is over.
+
+    Warm-up (args.lr_warmup updates) and the linear decay to 0 multiply. Value head
+    and critic have args.critic_lr, if it is given. In the first args.critic_warmup updates the
+    policy's rate is 0: its weights do not move, but Adam's averages and the gradient norm include
+    its gradients.
+    """
+    factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
+    if args.lr_schedule == "linear":
+        factor *= 1 - progress
+    for group in optimizer.param_groups:
+        group["lr"] = factor * args.lr
+        if group["is_critic"] and args.critic_lr is not None:
+            group["lr"] = factor * args.critic_lr
+        if not group["is_critic"] and update < getattr(args, "critic_warmup", 0):
+            group["lr"] = 0.0
+
+
+def average_gradients(
+    accelerator: Accelerator, model: nn.Module, is_last: bool
+) -> contextlib.AbstractContextManager:
+    """A context for the backward pass of a micro-batch. Processes average their gradients at the
+    last micro-batch of a step. With FSDP (whose modules have `reshard`) they do it at each: until
+    then every process would hold whole gradients."""
+    if is_last or hasattr(model, "reshard"):
+        return contextlib.nullcontext()
+    return accelerator.no_sync(model)
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+    """Scales the gradients down to max_norm, if it is given. Returns their norm before that."""
+    return full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+
+
+def full_tensor(x: Tensor) -> Tensor:
+    """The whole of a tensor that FSDP may have sharded."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """The sum of all elements of x on all processes."""
+    return reduce(x.sum(), "sum")
+
+
+def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A record: for each term a tensor (2,), its sum over mask and the size of mask. reduce_means
+    adds such records and divides. So a mask (b, R) gives a mean over tokens, and a mask of one
+    element a mean over records and processes. Records are added in fp64, so that many lose little.
+    """
+    count = mask.sum()
+    return {
+        name: torch.stack([(term.detach().expand_as(mask) * mask).sum(), count]).double()
+        for name, term in terms.items()
+    }
+
+
+def reduce_means(records: list[dict]) -> dict:
+    """Sum / count of every metric over all records and processes, in one collective. All processes
+    need the same metrics, in the same order."""
+    totals = Counter()
+    for record in records:
+        totals.update(record)  # a Counter adds what has the same name, here tensors
+    reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
+    return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
+
+
 # --- checks ---------------------------------------------------------------------------------------
 # The largest differences in log-probabilities that rounding explains. First: set_logprobs against
 # the first optimizer step, at any token (first_ratio_error). Second: set_logprobs against sampling,
@@ -540,9 +632,9 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
 
 
 # --- rollout and scoring --------------------------------------------------------------------------
-# Each use of random numbers has its own stream, default_rng([seed, stream, ..]). So no use repeats
-# the numbers of another.
-SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4
+# Each use of random numbers has its own stream, default_rng([seed, stream, ..]), so that none
+# repeats the numbers of another. plumbing/data.py has streams 2 and 3.
+SAMPLING, ROWS = 1, 4
 
 
 def shuffle(args: Args, rank: int, update: int, num_rows: int) -> Tensor:
@@ -657,48 +749,30 @@ def select(batch: Batch, rows: Tensor) -> Batch:
 
 @torch.no_grad()
 def score_by_model(
-    model: Model, head: nn.Linear, args: Args, queries: list[Query], batch: Batch
+    model: PreTrainedModel, head: nn.Linear, args: Args, queries: list[Query], batch: Batch
 ) -> Tensor:
     """Scores (B,) of a classifier with one label, by its reward_head, at the responses' ends."""
     inputs = [query.input_ids + row for query, row in zip(queries, truncated(batch), strict=True)]
     scores = []
     for i in range(0, len(inputs), args.micro_batch_size):
         ids, mask = pad_rows(inputs[i : i + args.micro_batch_size])
-        states = read(model.base_model, ids, mask).last_hidden_state
+        states = forward(model.base_model, ids, mask).last_hidden_state
         scores.append(head(states[:, -1]).flatten())
     return torch.cat(scores)
 
 
 def score_by_function(
-    function: Callable, tokenizer: Tokenizer, queries: list[Query], batch: Batch
+    function: Callable, tokenizer: PreTrainedTokenizerBase, queries: list[Query], batch: Batch
 ) -> Tensor:
-    """Scores (B,) of a --reward_fn, called as TRL calls its reward functions: function(prompts=..,
-    completions=.., **columns). Both are lists of texts, or of chats if the first prompt is one. The
-    table's other columns are lists, too. It returns one finite float for each completion."""
-    rows = [query.columns for query in queries]
-    named = pd.DataFrame(rows, dtype=object).to_dict("list")
-    named.pop("prompt", None)
-    prompts = [prompt_of(row) for row in rows]
-    completions = tokenizer.batch_decode(truncated(batch), skip_special_tokens=True)
-    if is_chat(prompts[0]):
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
-    else:
-        begin = len(bos(tokenizer))
-        prompts = tokenizer.batch_decode([query.input_ids[begin:] for query in queries])
-    named |= {"prompts": prompts, "completions": completions}
-    rewards = function(**copy.deepcopy(named))  # the function may change what it gets
-    with explained("--reward_fn must return a list, array or tensor of floats"):
-        scores = torch.as_tensor(rewards, dtype=torch.float32, device=PartialState().device)
-    if scores.shape != (len(queries),) or not scores.isfinite().all():
-        raise UserError(f"--reward_fn must return {len(queries)} finite floats, not {rewards}")
-    return scores.detach()
+    """Scores (B,) of a --reward_fn."""
+    return call_reward_fn(function, tokenizer, queries, truncated(batch))
 
 
 def evaluate(
     ref: Module,
     queries: list[Query],
     score_fn: Callable,
-    tokenizer: Tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     truncate_id: int | None,
     args: Args,
     policy: Module,
@@ -743,9 +817,11 @@ def entropy(all_logprobs: Tensor) -> Tensor:
 
 class ActorCritic(Module):
     """A policy and a value head, which reads the states of the policy's trunk or of a critic's.
-    Heads compute in fp32 where trunks compute in bf16: see patch_layers in tf_adam.py."""
+    Heads compute in fp32 where trunks compute in bf16: see patch_layers in plumbing/models.py."""
 
-    def __init__(self, lm: Model, num_tokens: int, critic: Model | None = None) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, num_tokens: int, critic: PreTrainedModel | None = None
+    ) -> None:
         super().__init__()
         self.lm = lm
         self.num_tokens = num_tokens
@@ -762,7 +838,7 @@ class ActorCritic(Module):
         """Logits (b, last, V), in fp32, at the last tokens of ids (b, T). V is the highest
         token id plus 1; some models have more embeddings. And values (b, last), or None with a
         cache, which is for sampling."""
-        output = read(
+        output = forward(
             self.lm,
             ids,
             mask,
@@ -778,44 +854,18 @@ class ActorCritic(Module):
             return logits, None
         states = output.hidden_states[-1]
         if self.critic is not None:
-            states = read(self.critic, ids, mask).last_hidden_state
+            states = forward(self.critic, ids, mask).last_hidden_state
         return logits, self.value_head(states[:, -last:].float()).squeeze(-1)
 
 
-def read(
-    model: Model, ids: Tensor, mask: Tensor, cache: Cache | None = None, **options: int
-) -> ModelOutput:
-    """The output of a model, or of its trunk, for ids (B, T). With a cache, ids follow what is in
-    it, and mask covers both. Positions count real tokens, as the original's do."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding has position 0, but is masked
-    return model(
-        ids,
-        attention_mask=mask,
-        position_ids=positions[:, -ids.shape[1] :],
-        past_key_values=cache,
-        use_cache=cache is not None,
-        **options,
-    )
-
-
 @torch.no_grad()
-def reward_head(classifier: Model) -> nn.Linear:
+def reward_head(classifier: PreTrainedModel) -> nn.Linear:
     """A layer from states (..., d) to rewards (..., 1), gain * logit + bias, with the classifier's
     logit and the two numbers that train_reward.py wrote to its config.json."""
     head = nn.Linear(classifier.score.in_features, 1, device=classifier.device)
     head.weight.copy_(getattr(classifier.config, "reward_gain", 1.0) * classifier.score.weight)
     head.bias.fill_(getattr(classifier.config, "reward_bias", 0.0))
     return head
-
-
-def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
-    """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
-    # At least 2 tokens: RLOO reads all but the last in a pass of its own. With FSDP either every
-    # process makes this pass, or none.
-    longest = max(2, *map(len, rows))
-    padded = [[-1] * (longest - len(row)) + row for row in rows]
-    ids = torch.tensor(padded, device=PartialState().device)
-    return ids.clamp(min=0), ids >= 0
 
 
 def micro_batches(rows: Tensor, token_rows: TokenRows, size: int) -> tuple[Tensor, ...]:
@@ -826,19 +876,16 @@ def micro_batches(rows: Tensor, token_rows: TokenRows, size: int) -> tuple[Tenso
 
 
 # --- models ---------------------------------------------------------------------------------------
-def load_tokenizer(flag: str, args: Args) -> Tokenizer:
-    """The tokenizer of the model that the flag names."""
-    name = local_path(getattr(args, flag))
-    with explained(f"--{flag} {name}"):
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
-def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longest: int) -> Callable:
+def load_reward(
+    flag: str, args: Args, preset: str, tokenizer: PreTrainedTokenizerBase, longest: int
+) -> Callable:
     """A function from queries and batch to scores (B,): --reward_fn, the model that the flag names,
     or else the newest that train_reward.py made for the preset, whose path is then set in args."""
     if args.reward_fn:
         sys.path.insert(0, os.getcwd())
-        with explained(f"--reward_fn {args.reward_fn}"):
+        with blame(f"--reward_fn {args.reward_fn}"):
             # The inner partial raises an error for what cannot be called.
             return partial(score_by_function, partial(resolve_name(args.reward_fn)), tokenizer)
 
@@ -849,16 +896,16 @@ def load_reward(flag: str, args: Args, preset: str, tokenizer: Tokenizer, longes
         if not newest:
             raise UserError(f"--{flag} None: `python train_reward.py {preset}` makes one")
         setattr(args, flag, str(newest.with_name("reward_model")))
-    PartialState().print(f"--{flag} {getattr(args, flag)}")
-    model = load_model(flag, args, AutoClassifier, tokenizer, longest)
+    say(f"--{flag} {getattr(args, flag)}")
+    model = load_model(flag, args, AutoModelForSequenceClassification, tokenizer, longest)
     hold_in_bf16(model.requires_grad_(False), args)
     model = model.to(PartialState().device)
     return partial(score_by_model, model, reward_head(model), args)
 
 
 def load_policy_and_reference(
-    args: Args, tokenizer: Tokenizer, longest: int
-) -> tuple[Model, Model]:
+    args: Args, tokenizer: PreTrainedTokenizerBase, longest: int
+) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Two models from --base_model: the policy, and the reference, which is frozen. They share the
     weights that are not trained."""
     lm = load_model("base_model", args, AutoModelForCausalLM, tokenizer, longest)
@@ -871,309 +918,25 @@ def load_policy_and_reference(
     return lm, ref_lm
 
 
-def load_critic(args: Args, tokenizer: Tokenizer, longest: int) -> Model | None:
+def load_critic(
+    args: Args, tokenizer: PreTrainedTokenizerBase, longest: int
+) -> PreTrainedModel | None:
     """The model whose trunk the value head reads, trained whole; None if it reads the policy's."""
     if args.critic == "shared":
         return None
     if args.critic == "reward":
         if args.reward_model is None:
             raise UserError("--critic reward needs --reward_model beside a --reward_fn")
-        return load_model("reward_model", args, AutoClassifier, tokenizer, longest)
+        return load_model(
+            "reward_model", args, AutoModelForSequenceClassification, tokenizer, longest
+        )
     return load_model("base_model", args, AutoModelForCausalLM, tokenizer, longest)
 
 
-@torch.no_grad()
-def load_model(
-    flag: str, args: Args, auto_class: type, tokenizer: Tokenizer, longest: int
-) -> Model:
-    """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
-    the original. If --base_model has no reward head, train_reward.py gives it a new one."""
-    name = local_path(getattr(args, flag))
-    what = f"--{flag} {name}"
-    if flag != "base_model" and load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
-    head = "lm_head"
-    options = {}
-    if auto_class is AutoClassifier:
-        head = "score"
-        options["num_labels"] = 1
-    if PartialState().device.type == "cpu":
-        options["attn_implementation"] = "eager"  # the faster one; on a GPU transformers chooses
-    with explained(what):
-        model, info = auto_class.from_pretrained(
-            name,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,  # None would ask
-            ignore_mismatched_sizes=True,  # they are refused below
-            output_loading_info=True,
-            **options,
-        )
-    if hasattr(model, "peft_config"):
-        raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-
-    # transformers only warns about weights that are missing, left over or of another size. What is
-    # left over may belong to another head, or be the attention mask of an old file (attn.bias), but
-    # nothing else of a layer (`h.3.`) or of this head (a bias).
-    left_over = rf"\.\d+\.(?!.*\b(attn|attention)\.(masked_)?bias$)|^{head}\."
-    wrong = {key for key in info["unexpected_keys"] if re.search(left_over, key)}
-    wrong |= info["missing_keys"]
-    if flag == "base_model":
-        wrong.discard("score.weight")
-    wrong |= {str(key) for key in info["mismatched_keys"]}
-    if wrong:
-        raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
-    with explained(what):
-        check_model(model, tokenizer, longest)
-    patch_layers(model, args)
-    return model
-
-
-def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """UserError for too few embeddings, or too short a window; and for a model whose trunk gives
-    other states for a padded text, read through a cache, than for the text alone. This is a first
-    test, on tokens of no meaning; check_update of PPO and RLOO tests the run's own texts."""
-    size = model.get_input_embeddings().num_embeddings
-    top = max(tokenizer.get_vocab().values())
-    window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
-    if top >= size or longest > window:
-        raise UserError(
-            f"token ids go up to {top}, with {size} embeddings; texts to {longest} tokens, in a "
-            f"window of {window}"
-        )
-    # Ours: the first token as padding, the others but the last into a cache, and the last one
-    # through it. Plain: all but the first token, at once.
-    numbers = torch.arange(min(longest, 64))[None]
-    ids = numbers % top
-    mask = numbers > 0
-    cache = Cache(config=model.config)
-    read(model.base_model, ids[:, :-1], mask[:, :-1], cache)
-    cache.batch_repeat_interleave(1)  # changes nothing, but raises for recurrent models
-    ours = read(model.base_model, ids[:, -1:], mask, cache).last_hidden_state
-    plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
-    if not (ours - plain).abs().max() < 1e-3 * plain.std():
-        raise UserError("is not supported: padding or a cache changes its results")
-
-
-def local_path(name: str) -> str:
-    """The path of a file or folder, or else of one beside this script, or else a name on the hub,
-    which is returned as it is."""
-    places = (os.path.expanduser(name), f"{FILE.parent}/{name}")
-    return next((os.path.abspath(path) for path in places if os.path.exists(path)), name)
-
-
-# --- data -----------------------------------------------------------------------------------------
-KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-
-
-def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
-    """The splits of a file, a folder or a data set on the hub. A folder or a hub id may end in
-    :config, ::split or :config:split. If it names a split, only that is returned, as `train`."""
-    name = local_path(getattr(args, flag))
-    kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
-    path, _, rest = name.partition(":")  # path:config:split
-    if os.path.exists(name):  # its name may have a colon
-        path = name
-        rest = ""
-    config, _, split = rest.partition(":")
-    path = local_path(path)
-    files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
-    kinds = {KINDS.get(file.suffix) for file in files} - {None}
-    with explained(f"--{flag} {name}"):
-        if kind:
-            return datasets.load_dataset(kind, data_files=escape(name))
-        splits = datasets.load_dataset(path, config or None)
-    if len(kinds) > 1 or (split or "train") not in splits:
-        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name a file, or DATA::split")
-    return {"train": splits[split]} if split else splits
-
-
-def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) -> list[Query]:
-    """Up to `num_queries` queries (at least one) of the flag's table, in an order drawn from
-    --seed."""
-    begin = bos(tokenizer)
-    prefix = encode(args.query_prefix or "", tokenizer)
-    suffix = encode(args.query_suffix or "", tokenizer)
-    start = token_id("start_text", tokenizer, args)
-    end = token_id("end_text", tokenizer, args)
-    long = args.long_queries
-    if long is None:
-        long = "drop" if end is None else "keep_start"
-    table = load_table(flag, args)["train"]
-    queries = []
-    for i in np.random.default_rng([args.seed, QUERIES]).permutation(len(table)).tolist():
-        with explained(f"--{flag} {getattr(args, flag)}, row {i}", UnicodeError):
-            row = table[i]
-            prompt = prompt_of(row)
-            if is_chat(prompt) and (start is not None or end is not None or long == "keep_start"):
-                raise UserError(
-                    "a chat must keep its end: --start_text none --end_text none, and "
-                    "--long_queries drop or keep_end"
-                )
-            tokens = encode(prompt, tokenizer)
-        query = cut_query(tokens, args.query_length, start, end, long)
-        if query:
-            queries.append(Query(begin + query, begin + prefix + query + suffix, row))
-            if len(queries) >= num_queries:
-                break
-    if not queries:
-        raise UserError(f"--{flag}: no query is left: see --query_length, --start_text, --end_text")
-    PartialState().print(
-        f"--{flag}: {len(queries)} of {len(table)} rows, first "
-        f"{tokenizer.decode(queries[0].context)!r}"
-    )
-    return queries
-
-
-def hold_out(queries: list[Query], count: int) -> tuple[list[Query], list[Query]]:
-    """The first `count` queries, held out, and all that differ from them."""
-    held_out = queries[:count]
-    contexts = [query.context for query in held_out]
-    others = [query for query in queries if query.context not in contexts]
-    if not others:
-        raise UserError(f"--eval_queries {count}: no query is left to train on")
-    return held_out, others
-
-
-# The prompt is in the first of these columns that exists: a chat says more than its last question.
-PROMPTS = """
-    messages query prompt question problem instruction conversations conversation text article
-    content
-""".split()
-# A row with content in one of these is refused: without it the prompt would be another.
-NOT_READ = "system system_prompt history context passage image images tools".split()
-
-
-def prompt_of(row: dict) -> str | list:
-    """What is to be answered in this row: a text, token ids, or a chat, which is a list of messages
-    without the answer. If `chosen` is a chat, this is the longer of two: the prompt column, or all
-    messages of `chosen` but the last."""
-    column = next((name for name in PROMPTS if name in row), "chosen")
-    chosen = row.get("chosen")
-    if column not in row or (column == "chosen" and isinstance(chosen, str)):
-        raise UserError(f"a row needs one of the columns {PROMPTS}, or a chat in `chosen`: {row}")
-    if any(map(row.get, NOT_READ)):
-        raise UserError(f"{NOT_READ} are not read, put them into messages: {row}")
-    if "chosen" in row and not chosen:  # an empty cell does not tell if it is a chat
-        return ""
-    prompt = row[column] or ""
-    if column == "instruction" and row.get("input"):
-        prompt = f"{prompt}\n{row['input']}"
-    if not is_chat(prompt) and not is_chat(chosen):
-        return prompt
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}] if prompt else []
-    elif not is_chat(prompt):
-        raise UserError(f"{column} must be a text or a chat, like `chosen`: {row}")
-    elif prompt[-1].get("role") in ("assistant", "model", "bot"):
-        prompt = prompt[:-1]
-    before = chosen[:-1] if is_chat(chosen) else []
-    texts = [message.get("content") for message in before]
-    if prompt and before and prompt[-1].get("content") not in texts:
-        raise UserError(f"the chat of `chosen` is not about the {column}: {row}")
-    return max(prompt, before, key=len)
-
-
-def is_chat(value: object) -> bool:
-    """Whether this is a list of messages."""
-    return isinstance(value, list) and value != [] and isinstance(value[0], dict)
-
-
-# Some templates write today's date. Labels and queries must have the same tokens on every day.
-FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro %}\n"
-
-
-def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
-    """The text of a chat, by the tokenizer's template. A content in parts is joined."""
-    messages = []
-    for message in chat:
-        content = message.get("content")
-        if is_chat(content) and all(part.get("text") for part in content):
-            content = "".join(part["text"] for part in content)
-        if not isinstance(content, str) or message.get("tool_calls"):
-            raise UserError(f"a message must be a role and a text, and no more: {message}")
-        given = {name: value for name, value in message.items() if value}  # a key may be null
-        messages.append(given | {"content": content})
-    with explained("chat template"):
-        template = FIXED_DATE + tokenizer.get_chat_template()
-        return tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, **options
-        )
-
-
-def cut_query(
-    tokens: list[int], length: int, start: int | None, end: int | None, long: str
-) -> list[int]:
-    """The query in these tokens, or [] if there is none: 1. what comes after the first `start`, or
-    all if `start` is the last token; 2. at most `length` of that, cut or dropped as `long` says; 3.
-    cut back to the last `end`, which stays. See lm_human_preferences/language/datasets.py."""
-    if start is not None:
-        if start not in tokens:
-            return []
-        tokens = tokens[tokens.index(start) + 1 :] or tokens
-    if len(tokens) > length:
-        if long == "drop":
-            return []
-        tokens = tokens[:length] if long == "keep_start" else tokens[-length:]
-    if end is not None:
-        if end not in tokens:
-            return []
-        tokens = tokens[: len(tokens) - tokens[::-1].index(end)]
-    return tokens
-
-
-def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
-    """The id of the flag's text, which must be one token (`eos`: the tokenizer's end)."""
-    text = getattr(args, flag)
-    if text is None:
-        return None
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    # Llama 2's tokenizer encodes `.` with a space before it, which is another token.
-    named = tokenizer.get_vocab().get(text)
-    if text == "eos":
-        ids = [tokenizer.eos_token_id]
-    elif named is not None and tokenizer.decode([named]) == text:
-        ids = [named]
-    elif tokenizer.decode(ids[-1:]) == text:  # a line feed has a space before it, too
-        ids = ids[-1:]
-    if len(ids) != 1 or ids[0] is None:
-        raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
-    return ids[0]
-
-
-def bos(tokenizer: Tokenizer) -> list[int]:
-    """The tokens put before every text: one for Llama and Gemma, for others none."""
-    first = tokenizer("a", add_special_tokens=False).input_ids[:1]
-    if not first:
-        raise UserError("--base_model has a tokenizer without tokens")
-    tokens = tokenizer("a").input_ids  # not of "": then an EOS at the end would look like it
-    return tokens[: tokens.index(first[0])]
-
-
-PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
-
-
-def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
-    """Token ids, without BOS, of a text, a chat that is to be answered, or a padded row of token
-    ids. UserError for anything else, and for ids that the tokenizer does not have. Ids of another
-    model that this tokenizer has, too, are not noticed, so read the first query and label, which
-    are printed."""
-    if is_chat(value):
-        value = render(value, tokenizer, add_generation_prompt=True)
-    known = range(len(tokenizer))
-    if isinstance(value, str):
-        tokens = tokenizer(value, add_special_tokens=False).input_ids
-    elif isinstance(value, list) and all(x in known or x == PADDING for x in value):
-        # 50259 is padding, unless this tokenizer has so many tokens.
-        tokens = [token for token in value if token in known]
-    else:
-        raise UserError(f"neither text, nor chat, nor ids of this tokenizer: {value}")
-    begin = bos(tokenizer)  # a chat template may have put it there
-    return tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
-
-
 # --- results --------------------------------------------------------------------------------------
-def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str) -> None:
+def save_policy(
+    policy: Module, weights: dict, tokenizer: PreTrainedTokenizerBase, parent: str
+) -> None:
     """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders. A head is
     a file in critic/ if there is one, and else in policy/. So is any module of your own."""
     for part, module in policy.named_children():
@@ -1189,16 +952,6 @@ def save_policy(policy: Module, weights: dict, tokenizer: Tokenizer, parent: str
         else:
             reads = "critic" if getattr(policy, "critic", None) else "policy"
             save_file(own, f"{parent}/{reads}/{part}.safetensors")
-
-
-def write_samples(samples: pd.DataFrame, folder: Path) -> None:
-    """Writes samples.jsonl, the last file: it marks a finished run. Prints three queries with their
-    responses before and after the training, and mean scores."""
-    text = samples.to_json(orient="records", lines=True, double_precision=15)
-    write(folder / "samples.jsonl", text)
-    for row in samples.drop_duplicates("query").head(3).itertuples():
-        print(f"\nquery: {row.query!r}\nbefore: {row.response!r}\nafter: {row.response_after!r}")
-    print(f"\nmean score {samples.score.mean():.2f} before, {samples.score_after.mean():.2f} after")
 
 
 # --- entry point ----------------------------------------------------------------------------------
@@ -1229,28 +982,5 @@ def check_settings(args: Args, num_updates: int, num_processes: int) -> None:
         raise UserError(f"--lr_warmup and --critic_warmup must be below {num_updates} updates")
 
 
-def parse_args() -> tuple[str, Args]:
-    """Name of the preset (`tiny` if a flag comes first), and Args."""
-    # People write `--flag none` or `--flag=none`. tyro reads only None.
-    words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
-    preset = words.pop(0) if words and not words[0].startswith("-") else "tiny"
-    if preset not in PRESETS:
-        raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(PRESETS)}")
-    args = tyro.cli(Args, default=PRESETS[preset], args=words, use_underscores=True)
-    try:
-        pydantic.TypeAdapter(Args).validate_python(vars(args))
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
-    if args.resume and not args.output_dir:
-        raise UserError("--resume needs --output_dir, the folder of the run")
-    return preset, args
-
-
 if __name__ == "__main__":
-    try:
-        main(*parse_args())
-    except (UserError, OSError) as error:
-        if os.environ.get("RLHF_DEBUG"):
-            raise
-        sys.exit(f"{FILE.name}: {' '.join(str(error).split())}")
+    run_main(main, Args, PRESETS)

@@ -15,8 +15,8 @@ number of the sample that people liked best, from 0; or chosen, rejected (texts 
 perhaps a prompt. The result, reward_model/, is a Hugging Face folder of a classifier, which gives
 the logit; gain and bias are reward_gain and reward_bias of its config.json.
 
-tf_adam.py has what is not about RLHF: the optimizer and its learning rates, LoRA and bf16, the
-processes, the run's folder. All else is here. A function (except main) that appears in more than
+tf_adam.py has the optimizer, and plumbing/ what is not about RLHF: the command line, the run's
+folder, models and tables. All else is here. A function (except main) that appears in more than
 one of ppo_rlhf.py, rloo_rlhf.py and train_reward.py is identical in all of them, so some of its
 branches may be unused here.
 
@@ -33,57 +33,56 @@ kind, R tokens in a response, T in a row, V in the vocabulary, d hidden units.
 # ]
 # ///
 
+import contextlib
 import json
 import math
-import os
-import re
-import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from glob import escape
 from pathlib import Path
 from typing import Literal
 from zlib import crc32
 
-import datasets
 import numpy as np
 import pandas as pd
 import pydantic
 import torch
-import tyro
 from accelerate import Accelerator, PartialState
-from accelerate.utils import set_seed
+from accelerate.utils import reduce, set_seed
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import cross_entropy, pad
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers import AutoModelForSequenceClassification as AutoClassifier
-from transformers import PreTrainedModel as Model
-from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.utils import ModelOutput
-
-from tf_adam import (
-    Cache,
-    Run,
-    UserError,
-    averaging,
-    choose_folder,
-    clip_gradients,
-    explained,
-    hold_in_bf16,
-    make_accelerator,
-    make_optimizer,
-    patch_layers,
-    reduce_means,
-    set_learning_rates,
-    sums_over,
-    whole,
-    write,
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
+from plumbing.data import Comparison, Query, has_chat, load_labels, load_queries, token_id
+from plumbing.models import (
+    Cache,
+    TokenRows,
+    forward,
+    hold_in_bf16,
+    load_model,
+    load_tokenizer,
+    pad_rows,
+    read_queries,
+)
+from plumbing.run import (
+    Run,
+    UserError,
+    blame,
+    choose_folder,
+    make_accelerator,
+    run_main,
+    say,
+    write,
+)
+from tf_adam import AdamTF
+
 FILE = Path(__file__).resolve()
-TokenRows = list[list[int]]
 
 
 @dataclass
@@ -143,7 +142,7 @@ class Args:
     # Labels (of N rows each), or sampled rows, per pass on a device; gradients accumulate
     micro_batch_size: PositiveInt = 128
     lr: NonNegativeFloat = 2e-3  # The highest learning rate, see --lr_schedule
-    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # --lr decays to 0, or stays
+    lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
     # Number n of warm-up updates: update i (from 0) has the scheduled rate times (i + 1) / (n + 1)
     lr_warmup: NonNegativeInt = 0
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
@@ -191,25 +190,6 @@ PRESETS = {
 }
 
 
-@dataclass
-class Query:
-    """A query in tokens, for its two readers, and its row in the table."""
-
-    input_ids: list[int]  # as the reward model reads it
-    context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
-    columns: dict  # its row in the table, for PPO's and RLOO's --reward_fn
-
-
-@dataclass
-class Comparison:
-    """A label: which of N responses to a query people liked best. A pair has N = 2."""
-
-    query: list[int]
-    responses: TokenRows  # N rows of token ids, not padded
-    best: int  # index of the one that people liked best
-    is_from_chat: bool = False  # whether a chat template made the query
-
-
 def main(preset: str, args: Args) -> None:
     """Sets up and normalizes; trains and logs in a loop; normalizes again, evaluates and saves."""
     accelerator = make_accelerator(args.dtype)
@@ -241,7 +221,7 @@ def main(preset: str, args: Args) -> None:
     hold_in_bf16(ref_lm.requires_grad_(False), args)
     num_tokens = max(tokenizer.get_vocab().values()) + 1
     ref = Reference(ref_lm.to(accelerator.device), num_tokens)
-    model = load_model("base_model", args, AutoClassifier, tokenizer, longest)
+    model = load_model("base_model", args, AutoModelForSequenceClassification, tokenizer, longest)
     set_seed(args.seed)
     if "SequenceClassification" not in str(model.config.architectures):
         # --base_model is a language model. The new head is normal, as the original's, and depends
@@ -271,7 +251,7 @@ def main(preset: str, args: Args) -> None:
     for update in range(run.state["update"], num_updates):
         # 2. train for one epoch, in the original's order if there is one process. Each process
         # takes every world-th label of the batch. An incomplete last batch is skipped, but counts
-        # in the learning-rate schedule (see tf_adam.py), as in the original.
+        # in the learning-rate schedule , as in the original.
         start = update * args.batch_size
         set_learning_rates(optimizer, update, start / len(labels), args)
         mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
@@ -282,7 +262,7 @@ def main(preset: str, args: Args) -> None:
         metrics["train/lr"] = optimizer.param_groups[0]["lr"]
         run.log(metrics)
         if update % 25 == 0:
-            accelerator.print(f"update {update + 1} of {num_updates}: {metrics['train/loss']:.3f}")
+            say(f"update {update + 1} of {num_updates}: {metrics['train/loss']:.3f}")
         if not math.isfinite(metrics["train/gradient_norm"]):
             raise UserError("the gradient is not finite: a smaller --lr may help")
         run.end_update()
@@ -294,8 +274,8 @@ def main(preset: str, args: Args) -> None:
     # 5. evaluate and save
     samples = evaluate_labels(reward, held_out, tokenizer)
     statistics = {
-        "gain": whole(reward.gain).item(),
-        "bias": whole(reward.bias).item(),
+        "gain": full_tensor(reward.gain).item(),
+        "bias": full_tensor(reward.bias).item(),
     }
     if held_out:
         statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
@@ -307,7 +287,7 @@ def main(preset: str, args: Args) -> None:
         save_reward_model(model, weights, statistics, tokenizer, args.output_dir)
         text = samples.to_json(orient="records", lines=True, double_precision=15)
         write(run.folder / "samples.jsonl", text)  # the last file, which marks a finished run
-    accelerator.print(f"{statistics}, see {args.output_dir}")
+    say(f"{statistics}, see {args.output_dir}")
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # ends DDP, else gloo can hang
     accelerator.end_training()
 
@@ -337,7 +317,7 @@ def reward_update(
     records = []
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
     for rows in groups:
-        with averaging(accelerator, model, is_last=rows is groups[-1]):
+        with average_gradients(accelerator, model, is_last=rows is groups[-1]):
             rewards, best, is_hit = label_rewards(model, [labels[i] for i in rows])
             # -log softmax(rewards) at the best of N; for a pair -log sigmoid(chosen - rejected)
             losses = cross_entropy(rewards, best, reduction="none")  # (b,)
@@ -393,7 +373,9 @@ def reference_rewards(
 
 
 @torch.no_grad()
-def evaluate_labels(reward: Module, labels: list[Comparison], tokenizer: Tokenizer) -> pd.DataFrame:
+def evaluate_labels(
+    reward: Module, labels: list[Comparison], tokenizer: PreTrainedTokenizerBase
+) -> pd.DataFrame:
     """A row for each held-out label: its texts, which response is best, all rewards, and whether
     the best one has the highest. Every process evaluates all labels, since weights may be sharded,
     and one at a time, so that no query is padded."""
@@ -412,10 +394,103 @@ def evaluate_labels(reward: Module, labels: list[Comparison], tokenizer: Tokeniz
     return pd.DataFrame(rows)
 
 
+# --- optimizer, and sums over processes -----------------------------------------------------------
+CRITIC_PARTS = ("value_head.", "critic.")
+
+
+def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
+    """AdamTF or AdamW (args.adam) over all weights of the model that are trained.
+
+    Up to four parameter groups: matrices and other weights, then the same of `value_head` and
+    `critic` (`is_critic`), if the model has parts of these names. Only matrices have
+    args.weight_decay. set_learning_rates sets the learning rate of each group.
+    """
+    groups = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            is_critic = name.startswith(CRITIC_PARTS)
+            decay = args.weight_decay if p.dim() > 1 else 0.0
+            new = {"params": [], "weight_decay": decay, "is_critic": is_critic}
+            groups.setdefault((is_critic, p.dim() > 1), new)["params"].append(p)
+    optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
+    with blame("optimizer"):
+        return optimizer(
+            groups.values(),
+            args.lr,
+            betas=tuple(args.adam_betas),
+            eps=args.adam_eps,
+        )
+
+
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, update: int, progress: float, args: Args
+) -> None:
+    """Sets the rates for all optimizer steps of this update (updates count from 0); `progress`, in
+    [0, 1), is the share of the run that is over.
+
+    Warm-up (args.lr_warmup updates) and the linear decay to 0 multiply. Value head
+    and critic have args.critic_lr, if it is given. In the first args.critic_warmup updates the
+    policy's rate is 0: its weights do not move, but Adam's averages and the gradient norm include
+    its gradients.
+    """
+    factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
+    if args.lr_schedule == "linear":
+        factor *= 1 - progress
+    for group in optimizer.param_groups:
+        group["lr"] = factor * args.lr
+        if group["is_critic"] and args.critic_lr is not None:
+            group["lr"] = factor * args.critic_lr
+        if not group["is_critic"] and update < getattr(args, "critic_warmup", 0):
+            group["lr"] = 0.0
+
+
+def average_gradients(
+    accelerator: Accelerator, model: nn.Module, is_last: bool
+) -> contextlib.AbstractContextManager:
+    """A context for the backward pass of a micro-batch. Processes average their gradients at the
+    last micro-batch of a step. With FSDP (whose modules have `reshard`) they do it at each: until
+    then every process would hold whole gradients."""
+    if is_last or hasattr(model, "reshard"):
+        return contextlib.nullcontext()
+    return accelerator.no_sync(model)
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+    """Scales the gradients down to max_norm, if it is given. Returns their norm before that."""
+    return full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+
+
+def full_tensor(x: Tensor) -> Tensor:
+    """The whole of a tensor that FSDP may have sharded."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A record: for each term a tensor (2,), its sum over mask and the size of mask. reduce_means
+    adds such records and divides. So a mask (b, R) gives a mean over tokens, and a mask of one
+    element a mean over records and processes. Records are added in fp64, so that many lose little.
+    """
+    count = mask.sum()
+    return {
+        name: torch.stack([(term.detach().expand_as(mask) * mask).sum(), count]).double()
+        for name, term in terms.items()
+    }
+
+
+def reduce_means(records: list[dict]) -> dict:
+    """Sum / count of every metric over all records and processes, in one collective. All processes
+    need the same metrics, in the same order."""
+    totals = Counter()
+    for record in records:
+        totals.update(record)  # a Counter adds what has the same name, here tensors
+    reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
+    return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
+
+
 # --- sampling -------------------------------------------------------------------------------------
-# Each use of random numbers has its own stream, default_rng([seed, stream, ..]). So no use repeats
-# the numbers of another.
-SAMPLING, QUERIES, LABELS, ROWS = 1, 2, 3, 4
+# Each use of random numbers has its own stream, default_rng([seed, stream, ..]), so that none
+# repeats the numbers of another. plumbing/data.py has streams 2 and 3.
+SAMPLING = 1
 
 
 def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
@@ -475,12 +550,12 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
 class Reference:
     """A language model with the interface that sample() expects of a policy."""
 
-    lm: Model
+    lm: PreTrainedModel
     num_tokens: int
 
     def __call__(self, ids: Tensor, mask: Tensor, cache: Cache) -> tuple[Tensor, None]:
         """Logits (B, 1, V) after ids, in fp32; and no values."""
-        logits = read(self.lm, ids, mask, cache, logits_to_keep=1).logits
+        logits = forward(self.lm, ids, mask, cache, logits_to_keep=1).logits
         return logits[:, -1:, : self.num_tokens], None
 
 
@@ -488,7 +563,7 @@ class RewardModel(Module):
     """reward = gain * logit + bias, with the logit of a classifier. normalize sets gain and bias;
     the gain is also trained with the weights, while the loss does not depend on the bias."""
 
-    def __init__(self, lm: Model, args: Args) -> None:
+    def __init__(self, lm: PreTrainedModel, args: Args) -> None:
         super().__init__()
         self.lm = lm
         self.reads_once = not args.gradient_checkpointing  # else a layer would fill the cache twice
@@ -505,479 +580,20 @@ class RewardModel(Module):
         else:
             responses = torch.cat([ids.repeat_interleave(n, 0), responses], 1)
         mask = torch.cat([mask.repeat_interleave(n, 0), is_real], 1)
-        states = read(self.lm.base_model, responses, mask, cache).last_hidden_state
+        states = forward(self.lm.base_model, responses, mask, cache).last_hidden_state
         rows = torch.arange(len(responses), device=ids.device)
         # negative, so it holds with and without the query
         last = is_real.sum(1) - is_real.shape[1] - 1
         return self.gain * self.lm.score(states[rows, last]).squeeze(1) + self.bias
 
 
-def read_queries(
-    model: Model, queries: Tensor, mask: Tensor, k: int, cache: Cache | None = None
-) -> Cache:
-    """A cache of queries (b, T) for the k texts that follow each: a query is read once, and its
-    entries are repeated k times. Gradients flow through the cache."""
-    if cache is None:
-        cache = Cache(config=model.config)
-    unused = read(model.base_model, queries, mask, cache).last_hidden_state
-    # With sharded weights every output needs a gradient: add the unused states, times zero.
-    cache.layers[0].keys = cache.layers[0].keys + 0 * unused.sum()
-    cache.batch_repeat_interleave(k)
-    return cache
-
-
-def read(
-    model: Model, ids: Tensor, mask: Tensor, cache: Cache | None = None, **options: int
-) -> ModelOutput:
-    """The output of a model, or of its trunk, for ids (B, T). With a cache, ids follow what is in
-    it, and mask covers both. Positions count real tokens, as the original's do."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding has position 0, but is masked
-    return model(
-        ids,
-        attention_mask=mask,
-        position_ids=positions[:, -ids.shape[1] :],
-        past_key_values=cache,
-        use_cache=cache is not None,
-        **options,
-    )
-
-
-def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
-    """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
-    # At least 2 tokens: RLOO reads all but the last in a pass of its own. With FSDP either every
-    # process makes this pass, or none.
-    longest = max(2, *map(len, rows))
-    padded = [[-1] * (longest - len(row)) + row for row in rows]
-    ids = torch.tensor(padded, device=PartialState().device)
-    return ids.clamp(min=0), ids >= 0
-
-
-# --- models ---------------------------------------------------------------------------------------
-def load_tokenizer(flag: str, args: Args) -> Tokenizer:
-    """The tokenizer of the model that the flag names."""
-    name = local_path(getattr(args, flag))
-    with explained(f"--{flag} {name}"):
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-
-
-@torch.no_grad()
-def load_model(
-    flag: str, args: Args, auto_class: type, tokenizer: Tokenizer, longest: int
-) -> Model:
-    """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
-    the original. If --base_model has no reward head, train_reward.py gives it a new one."""
-    name = local_path(getattr(args, flag))
-    what = f"--{flag} {name}"
-    if flag != "base_model" and load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
-    head = "lm_head"
-    options = {}
-    if auto_class is AutoClassifier:
-        head = "score"
-        options["num_labels"] = 1
-    if PartialState().device.type == "cpu":
-        options["attn_implementation"] = "eager"  # the faster one; on a GPU transformers chooses
-    with explained(what):
-        model, info = auto_class.from_pretrained(
-            name,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,  # None would ask
-            ignore_mismatched_sizes=True,  # they are refused below
-            output_loading_info=True,
-            **options,
-        )
-    if hasattr(model, "peft_config"):
-        raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-
-    # transformers only warns about weights that are missing, left over or of another size. What is
-    # left over may belong to another head, or be the attention mask of an old file (attn.bias), but
-    # nothing else of a layer (`h.3.`) or of this head (a bias).
-    left_over = rf"\.\d+\.(?!.*\b(attn|attention)\.(masked_)?bias$)|^{head}\."
-    wrong = {key for key in info["unexpected_keys"] if re.search(left_over, key)}
-    wrong |= info["missing_keys"]
-    if flag == "base_model":
-        wrong.discard("score.weight")
-    wrong |= {str(key) for key in info["mismatched_keys"]}
-    if wrong:
-        raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
-    with explained(what):
-        check_model(model, tokenizer, longest)
-    patch_layers(model, args)
-    return model
-
-
-def check_model(model: Model, tokenizer: Tokenizer, longest: int) -> None:
-    """UserError for too few embeddings, or too short a window; and for a model whose trunk gives
-    other states for a padded text, read through a cache, than for the text alone. This is a first
-    test, on tokens of no meaning; check_update of PPO and RLOO tests the run's own texts."""
-    size = model.get_input_embeddings().num_embeddings
-    top = max(tokenizer.get_vocab().values())
-    window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
-    if top >= size or longest > window:
-        raise UserError(
-            f"token ids go up to {top}, with {size} embeddings; texts to {longest} tokens, in a "
-            f"window of {window}"
-        )
-    # Ours: the first token as padding, the others but the last into a cache, and the last one
-    # through it. Plain: all but the first token, at once.
-    numbers = torch.arange(min(longest, 64))[None]
-    ids = numbers % top
-    mask = numbers > 0
-    cache = Cache(config=model.config)
-    read(model.base_model, ids[:, :-1], mask[:, :-1], cache)
-    cache.batch_repeat_interleave(1)  # changes nothing, but raises for recurrent models
-    ours = read(model.base_model, ids[:, -1:], mask, cache).last_hidden_state
-    plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
-    if not (ours - plain).abs().max() < 1e-3 * plain.std():
-        raise UserError("is not supported: padding or a cache changes its results")
-
-
-def local_path(name: str) -> str:
-    """The path of a file or folder, or else of one beside this script, or else a name on the hub,
-    which is returned as it is."""
-    places = (os.path.expanduser(name), f"{FILE.parent}/{name}")
-    return next((os.path.abspath(path) for path in places if os.path.exists(path)), name)
-
-
-# --- data -----------------------------------------------------------------------------------------
-KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-
-
-def load_table(flag: str, args: Args) -> dict[str, datasets.Dataset]:
-    """The splits of a file, a folder or a data set on the hub. A folder or a hub id may end in
-    :config, ::split or :config:split. If it names a split, only that is returned, as `train`."""
-    name = local_path(getattr(args, flag))
-    kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
-    path, _, rest = name.partition(":")  # path:config:split
-    if os.path.exists(name):  # its name may have a colon
-        path = name
-        rest = ""
-    config, _, split = rest.partition(":")
-    path = local_path(path)
-    files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
-    kinds = {KINDS.get(file.suffix) for file in files} - {None}
-    with explained(f"--{flag} {name}"):
-        if kind:
-            return datasets.load_dataset(kind, data_files=escape(name))
-        splits = datasets.load_dataset(path, config or None)
-    if len(kinds) > 1 or (split or "train") not in splits:
-        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name a file, or DATA::split")
-    return {"train": splits[split]} if split else splits
-
-
-def load_queries(flag: str, args: Args, tokenizer: Tokenizer, num_queries: int) -> list[Query]:
-    """Up to `num_queries` queries (at least one) of the flag's table, in an order drawn from
-    --seed."""
-    begin = bos(tokenizer)
-    prefix = encode(args.query_prefix or "", tokenizer)
-    suffix = encode(args.query_suffix or "", tokenizer)
-    start = token_id("start_text", tokenizer, args)
-    end = token_id("end_text", tokenizer, args)
-    long = args.long_queries
-    if long is None:
-        long = "drop" if end is None else "keep_start"
-    table = load_table(flag, args)["train"]
-    queries = []
-    for i in np.random.default_rng([args.seed, QUERIES]).permutation(len(table)).tolist():
-        with explained(f"--{flag} {getattr(args, flag)}, row {i}", UnicodeError):
-            row = table[i]
-            prompt = prompt_of(row)
-            if is_chat(prompt) and (start is not None or end is not None or long == "keep_start"):
-                raise UserError(
-                    "a chat must keep its end: --start_text none --end_text none, and "
-                    "--long_queries drop or keep_end"
-                )
-            tokens = encode(prompt, tokenizer)
-        query = cut_query(tokens, args.query_length, start, end, long)
-        if query:
-            queries.append(Query(begin + query, begin + prefix + query + suffix, row))
-            if len(queries) >= num_queries:
-                break
-    if not queries:
-        raise UserError(f"--{flag}: no query is left: see --query_length, --start_text, --end_text")
-    PartialState().print(
-        f"--{flag}: {len(queries)} of {len(table)} rows, first "
-        f"{tokenizer.decode(queries[0].context)!r}"
-    )
-    return queries
-
-
-# The prompt is in the first of these columns that exists: a chat says more than its last question.
-PROMPTS = """
-    messages query prompt question problem instruction conversations conversation text article
-    content
-""".split()
-# A row with content in one of these is refused: without it the prompt would be another.
-NOT_READ = "system system_prompt history context passage image images tools".split()
-
-
-def prompt_of(row: dict) -> str | list:
-    """What is to be answered in this row: a text, token ids, or a chat, which is a list of messages
-    without the answer. If `chosen` is a chat, this is the longer of two: the prompt column, or all
-    messages of `chosen` but the last."""
-    column = next((name for name in PROMPTS if name in row), "chosen")
-    chosen = row.get("chosen")
-    if column not in row or (column == "chosen" and isinstance(chosen, str)):
-        raise UserError(f"a row needs one of the columns {PROMPTS}, or a chat in `chosen`: {row}")
-    if any(map(row.get, NOT_READ)):
-        raise UserError(f"{NOT_READ} are not read, put them into messages: {row}")
-    if "chosen" in row and not chosen:  # an empty cell does not tell if it is a chat
-        return ""
-    prompt = row[column] or ""
-    if column == "instruction" and row.get("input"):
-        prompt = f"{prompt}\n{row['input']}"
-    if not is_chat(prompt) and not is_chat(chosen):
-        return prompt
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}] if prompt else []
-    elif not is_chat(prompt):
-        raise UserError(f"{column} must be a text or a chat, like `chosen`: {row}")
-    elif prompt[-1].get("role") in ("assistant", "model", "bot"):
-        prompt = prompt[:-1]
-    before = chosen[:-1] if is_chat(chosen) else []
-    texts = [message.get("content") for message in before]
-    if prompt and before and prompt[-1].get("content") not in texts:
-        raise UserError(f"the chat of `chosen` is not about the {column}: {row}")
-    return max(prompt, before, key=len)
-
-
-def is_chat(value: object) -> bool:
-    """Whether this is a list of messages."""
-    return isinstance(value, list) and value != [] and isinstance(value[0], dict)
-
-
-# Some templates write today's date. Labels and queries must have the same tokens on every day.
-FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro %}\n"
-
-
-def render(chat: list[dict], tokenizer: Tokenizer, **options: bool) -> str:
-    """The text of a chat, by the tokenizer's template. A content in parts is joined."""
-    messages = []
-    for message in chat:
-        content = message.get("content")
-        if is_chat(content) and all(part.get("text") for part in content):
-            content = "".join(part["text"] for part in content)
-        if not isinstance(content, str) or message.get("tool_calls"):
-            raise UserError(f"a message must be a role and a text, and no more: {message}")
-        given = {name: value for name, value in message.items() if value}  # a key may be null
-        messages.append(given | {"content": content})
-    with explained("chat template"):
-        template = FIXED_DATE + tokenizer.get_chat_template()
-        return tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, **options
-        )
-
-
-def cut_query(
-    tokens: list[int], length: int, start: int | None, end: int | None, long: str
-) -> list[int]:
-    """The query in these tokens, or [] if there is none: 1. what comes after the first `start`, or
-    all if `start` is the last token; 2. at most `length` of that, cut or dropped as `long` says; 3.
-    cut back to the last `end`, which stays. See lm_human_preferences/language/datasets.py."""
-    if start is not None:
-        if start not in tokens:
-            return []
-        tokens = tokens[tokens.index(start) + 1 :] or tokens
-    if len(tokens) > length:
-        if long == "drop":
-            return []
-        tokens = tokens[:length] if long == "keep_start" else tokens[-length:]
-    if end is not None:
-        if end not in tokens:
-            return []
-        tokens = tokens[: len(tokens) - tokens[::-1].index(end)]
-    return tokens
-
-
-def load_labels(
-    flag: str, args: Args, tokenizer: Tokenizer
-) -> tuple[list[Comparison], list[Comparison]]:
-    """Labels to train on, the first --num_labels of `train`, and held-out ones: the first
-    --eval_labels of the split `test`, or else of the rest of `train`."""
-    splits = load_table(flag, args)
-    table = splits["train"]
-    count = args.num_labels or len(table)
-    if count > len(table):
-        raise UserError(f"--num_labels {count}: --{flag} has {len(table)} rows")
-    labels = read_labels(flag, table, range(count), tokenizer, args)
-    if len(labels) < args.batch_size:
-        raise UserError(f"--{flag} has {len(labels)} labels for --batch_size {args.batch_size}")
-    held_out = splits.get("test", table)
-    rest = range(0 if "test" in splits else count, len(held_out))[: args.eval_labels]
-    held_out = read_labels(flag, held_out, rest, tokenizer, args)
-    first = tokenizer.batch_decode([labels[0].query, *labels[0].responses])
-    PartialState().print(f"--{flag}: {len(labels)}, first {first}, best is {labels[0].best}")
-    return labels, held_out
-
-
-def read_labels(
-    flag: str, table: datasets.Dataset, rows: range, tokenizer: Tokenizer, args: Args
-) -> list[Comparison]:
-    """The labels in these rows, in either format. Those of no use are left out and counted;
-    UserError if they are more than a tenth. A coin decides whether the chosen response comes first:
-    argmax takes the first of equal rewards, so otherwise a constant model would count as right."""
-    coins = np.random.default_rng([args.seed, LABELS]).integers(0, 2, len(rows)).tolist()
-    end = token_id("truncate_token", tokenizer, args)
-    counts = Counter()
-    labels = []
-    for i, coin in zip(rows, coins, strict=True):
-        with explained(f"--{flag} {getattr(args, flag)}, row {i}", UnicodeError):
-            row = table[i]
-            samples = [row[f"sample{n}"] or "" for n in range(100) if f"sample{n}" in row]
-            if "chosen" in row and "rejected" in row:
-                query, *responses = read_preference(row, end, counts, tokenizer, args)
-                best = coin
-                if coin:  # chosen comes second
-                    responses.reverse()
-            elif "query" in row and row.get("best") in range(len(samples)):
-                if any(map(is_chat, samples)):
-                    raise UserError(f"samples must be texts or token ids, not chats: {row}")
-                query, *responses = [encode(x, tokenizer) for x in (prompt_of(row), *samples)]
-                best = int(row["best"])
-            else:
-                raise UserError(f"neither query, sample0, .., best, nor chosen, rejected: {row}")
-        if not query or not all(responses):
-            counts["left out, for an empty or long prompt, an empty answer, or unlike chats"] += 1
-        elif all(response == responses[0] for response in responses):
-            counts["left out, for equal answers"] += 1
-        else:
-            labels.append(Comparison(bos(tokenizer) + query, responses, best, has_chat(row)))
-    if rows:
-        PartialState().print(f"--{flag}: {len(labels)} of {len(rows)} rows", dict(counts))
-    if len(labels) < 0.9 * len(rows):
-        raise UserError(f"--{flag}: {len(labels)} of {len(rows)} labels are of use: {dict(counts)}")
-    return labels
-
-
-def read_preference(
-    row: dict, end: int | None, counts: Counter, tokenizer: Tokenizer, args: Args
-) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of prompt, chosen and rejected; a dropped prompt is []. As in PPO, an answer ends
-    after its first truncate token at index --truncate_after or later; with `eos`, one is added if
-    there is none. Then it is cut to --response_length. A prompt longer than --query_length is
-    dropped or cut, as --long_queries says (None: dropped); --start_text and --end_text are not
-    used. In a chat, an answer is what the template adds to the prompt. Examples of texts, where _
-    is a space:
-
-        prompt    chosen         rejected      read as
-        Hello     , you.         there         Hello | , you. | there
-        Why?      Why? Because   Why? So       Why? | _Because | _So
-        none      Why? Because   Why? So       Why? | _Because | _So
-    """
-    answers = [row["chosen"], row["rejected"]]
-    if not all(answers):  # an empty cell is null
-        return [], [], []
-    if not (all(isinstance(x, str) for x in answers) or all(is_chat(x) for x in answers)):
-        raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
-    if is_chat(answers[0]):
-        *before, chosen = contents(answers[0])
-        *before_rejected, rejected = contents(answers[1])
-        if not chosen or not rejected:
-            return [], [], []
-        if before and before_rejected and before != before_rejected:  # they answer different turns
-            return [], [], []
-    texts = [value for value in row.values() if isinstance(value, str) or is_chat(value)]
-    if set(PROMPTS) & set(row) or is_chat(answers[0]) or len(texts) > 2:
-        # Texts in unknown columns are an error: one of them may be the prompt.
-        prompt = prompt_of(row)
-    else:
-        # The common beginning may end within a word: that piece is left to the answers.
-        prompt = re.sub(r"(\s|\A)\S*\Z", "", os.path.commonprefix(answers))
-    if is_chat(prompt):
-        begin = render(prompt, tokenizer, add_generation_prompt=True)
-        chats = [x if is_chat(x) else [{"role": "assistant", "content": x}] for x in answers]
-        answers = []
-        for chat in chats:
-            if len(chat) == 1:  # the answer alone
-                chat = prompt + chat
-            whole = render(chat, tokenizer)
-            if not whole.startswith(begin):
-                raise UserError(f"an answer's chat is {whole!r}, and does not continue {begin!r}")
-            answers.append(whole.removeprefix(begin))
-    elif isinstance(prompt, str) and all(answer.startswith(prompt) for answer in answers):
-        answers = [answer.removeprefix(prompt) for answer in answers]
-
-    if is_chat(prompt) and args.long_queries == "keep_start":
-        raise UserError("a chat must keep its end: --long_queries drop or keep_end")
-    query = encode(prompt, tokenizer)
-    parts = [cut_query(query, args.query_length, None, None, args.long_queries or "drop")]
-    for answer in answers:
-        tokens = encode(answer, tokenizer)
-        ends = [i for i, x in enumerate(tokens) if x == end and i >= args.truncate_after]
-        if ends:
-            tokens = tokens[: ends[0] + 1]
-        elif tokens and end is not None:
-            counts["answers without --truncate_token"] += 1
-            if args.truncate_token == "eos" and tokens[-1] != end:
-                tokens.append(end)
-        parts.append(tokens[: args.response_length])
-    return tuple(parts)
-
-
-def has_chat(row: dict) -> bool:
-    """Whether what is asked in this row is a chat, not a text."""
-    return any(is_chat(row.get(name)) for name in ["chosen", *PROMPTS])
-
-
-def contents(chat: list[dict]) -> list:
-    """What its messages say: texts, lists of parts, or calls of tools."""
-    return [message.get("content") or message.get("tool_calls") for message in chat]
-
-
-def token_id(flag: str, tokenizer: Tokenizer, args: Args) -> int | None:
-    """The id of the flag's text, which must be one token (`eos`: the tokenizer's end)."""
-    text = getattr(args, flag)
-    if text is None:
-        return None
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    # Llama 2's tokenizer encodes `.` with a space before it, which is another token.
-    named = tokenizer.get_vocab().get(text)
-    if text == "eos":
-        ids = [tokenizer.eos_token_id]
-    elif named is not None and tokenizer.decode([named]) == text:
-        ids = [named]
-    elif tokenizer.decode(ids[-1:]) == text:  # a line feed has a space before it, too
-        ids = ids[-1:]
-    if len(ids) != 1 or ids[0] is None:
-        raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
-    return ids[0]
-
-
-def bos(tokenizer: Tokenizer) -> list[int]:
-    """The tokens put before every text: one for Llama and Gemma, for others none."""
-    first = tokenizer("a", add_special_tokens=False).input_ids[:1]
-    if not first:
-        raise UserError("--base_model has a tokenizer without tokens")
-    tokens = tokenizer("a").input_ids  # not of "": then an EOS at the end would look like it
-    return tokens[: tokens.index(first[0])]
-
-
-PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
-
-
-def encode(value: str | list, tokenizer: Tokenizer) -> list[int]:
-    """Token ids, without BOS, of a text, a chat that is to be answered, or a padded row of token
-    ids. UserError for anything else, and for ids that the tokenizer does not have. Ids of another
-    model that this tokenizer has, too, are not noticed, so read the first query and label, which
-    are printed."""
-    if is_chat(value):
-        value = render(value, tokenizer, add_generation_prompt=True)
-    known = range(len(tokenizer))
-    if isinstance(value, str):
-        tokens = tokenizer(value, add_special_tokens=False).input_ids
-    elif isinstance(value, list) and all(x in known or x == PADDING for x in value):
-        # 50259 is padding, unless this tokenizer has so many tokens.
-        tokens = [token for token in value if token in known]
-    else:
-        raise UserError(f"neither text, nor chat, nor ids of this tokenizer: {value}")
-    begin = bos(tokenizer)  # a chat template may have put it there
-    return tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
-
-
 # --- results --------------------------------------------------------------------------------------
 def save_reward_model(
-    model: Model, weights: dict, statistics: dict, tokenizer: Tokenizer, parent: str
+    model: PreTrainedModel,
+    weights: dict,
+    statistics: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    parent: str,
 ) -> None:
     """Writes reward_model/, a Hugging Face folder, and results.json."""
     # transformers scores a text at its last token that is not padding. If eos were the padding, it
@@ -995,28 +611,7 @@ def save_reward_model(
 
 
 # --- entry point ----------------------------------------------------------------------------------
-def parse_args() -> tuple[str, Args]:
-    """Name of the preset (`tiny` if a flag comes first), and Args."""
-    # People write `--flag none` or `--flag=none`. tyro reads only None.
-    words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
-    preset = words.pop(0) if words and not words[0].startswith("-") else "tiny"
-    if preset not in PRESETS:
-        raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(PRESETS)}")
-    args = tyro.cli(Args, default=PRESETS[preset], args=words, use_underscores=True)
-    try:
-        pydantic.TypeAdapter(Args).validate_python(vars(args))
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
-    if args.resume and not args.output_dir:
-        raise UserError("--resume needs --output_dir, the folder of the run")
-    return preset, args
 
 
 if __name__ == "__main__":
-    try:
-        main(*parse_args())
-    except (UserError, OSError) as error:
-        if os.environ.get("RLHF_DEBUG"):
-            raise
-        sys.exit(f"{FILE.name}: {' '.join(str(error).split())}")
+    run_main(main, Args, PRESETS)

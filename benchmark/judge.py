@@ -9,6 +9,7 @@ from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 import rloo_rlhf
 from benchmark import common, ours
+from plumbing import data as data_module
 
 
 class Judge:
@@ -27,7 +28,7 @@ class Judge:
         )
         longest = args.query_length + args.response_length
         self.queries = ours.load_queries(tokenizer, args, num_queries)
-        self.end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
+        self.end = data_module.token_id("truncate_token", tokenizer, args)
         load_reward = rloo_rlhf.load_reward
         self.reward = load_reward("reward_model", args, "tiny", tokenizer, longest)
         self.tokenizer = tokenizer

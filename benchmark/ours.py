@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import ppo_rlhf
 import rloo_rlhf
 from benchmark import common
+from plumbing import data as data_module
+from plumbing import models as models_module
 from tf_adam import hold_in_bf16, make_optimizer, set_up_torch
 
 SCRIPTS = {"ppo": ppo_rlhf, "rloo": rloo_rlhf}
@@ -45,7 +47,7 @@ def responses_per_query(args: Any) -> int:
 
 def load_queries(tokenizer: Any, args: Any, count: int) -> list[Any]:
     """Up to `count` of --query_dataset, in the order of args.seed."""
-    return ppo_rlhf.load_queries("query_dataset", args, tokenizer, count)
+    return data_module.load_queries("query_dataset", args, tokenizer, count)
 
 
 def load(auto_class: type, folder: str, args: Any) -> Any:
@@ -53,7 +55,7 @@ def load(auto_class: type, folder: str, args: Any) -> Any:
     args.base_model = folder
     longest = args.query_length + args.response_length
     tokenizer = common.tokenizer()
-    model = ppo_rlhf.load_model("base_model", args, auto_class, tokenizer, longest)
+    model = models_module.load_model("base_model", args, auto_class, tokenizer, longest)
     return model.to(PartialState().device)
 
 
@@ -70,9 +72,9 @@ def make_actor(script: Any, lm: Any, args: Any, critic: Any = None) -> Any:
     return rloo_rlhf.Actor(lm, num_tokens, args)
 
 
-def query(context: list[int]) -> ppo_rlhf.Query:
+def query(context: list[int]) -> data_module.Query:
     """A query that policy and reward model read alike."""
-    return ppo_rlhf.Query(context, context, {"prompt": ""})
+    return data_module.Query(context, context, {"prompt": ""})
 
 
 def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any:

@@ -12,6 +12,8 @@ from tiny_models import BOTH, make_queries, random_rows
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
+from plumbing import data as data_module
+from plumbing import run as run_module
 
 assert_close = functools.partial(torch.testing.assert_close, atol=1e-6, rtol=0)
 
@@ -198,7 +200,7 @@ def make_labels(count):
     labels = []
     for i in range(count):
         query, *responses = random_rows((i % 4 + 1, 1, 2, 3), seed=i)
-        labels.append(train_reward.Comparison(query, responses, i % 3))
+        labels.append(data_module.Comparison(query, responses, i % 3))
     return labels
 
 
@@ -225,7 +227,7 @@ def test_a_model_that_gives_equal_rewards_is_right_by_chance_alone():
 def test_rewards_without_a_deviation_are_refused_and_leave_gain_and_bias():
     reward = make_reward(gain=2.0, bias=0.5)
     for rewards in ([0.5, 0.5], [0.5, NAN], [0.5]):
-        with pytest.raises(train_reward.UserError, match="^--normalization_samples: the rewards"):
+        with pytest.raises(run_module.UserError, match="^--normalization_samples: the rewards"):
             train_reward.normalize(reward, torch.tensor(rewards))
     assert reward.gain == 2
     assert reward.bias == 0.5

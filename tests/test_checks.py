@@ -15,7 +15,7 @@ from tiny_models import BOTH, make_policy, make_queries, random_rows
 
 import ppo_rlhf
 import rloo_rlhf
-import tf_adam
+from plumbing import run as run_module
 
 EIGHT = random_rows((1, 9, 4, 6, 2, 7, 5, 3), seed=1)
 LENGTH = 12
@@ -39,10 +39,10 @@ def test_first_passes_that_differ_and_a_far_policy_stop_a_run(module, dtype, upd
         for sign in (-1, 1):
             module.check_update(update, fine | {name: 0.99 * sign * limit}, args)
             says = f"^{name} is .*, its limit .*: .*; see docs/"
-            with pytest.raises(module.UserError, match=says):
+            with pytest.raises(run_module.UserError, match=says):
                 module.check_update(update, fine | {name: 1.01 * sign * limit}, args)
     for name, bad in itertools.product(fine, ("nan", "inf")):
-        with pytest.raises(module.UserError, match=f"^{name} is {bad}"):
+        with pytest.raises(run_module.UserError, match=f"^{name} is {bad}"):
             module.check_update(update, fine | {name: float(bad)}, args)
 
 
@@ -69,7 +69,7 @@ CASES = [
 @BOTH
 def test_first_ratio_is_exactly_one(module, dtype, name, num_minibatches, mask_truncated, tmp_path):
     """All of the first epoch, where no step moves the weights. Dropout of the configs is off."""
-    tf_adam.set_up_torch(dtype)
+    run_module.set_up_torch(dtype)
     tiny.save_model(tmp_path, name)
     k = 1 if module is ppo_rlhf else 4
     policy = make_policy(tiny.load(tmp_path, dtype=dtype), k)
@@ -171,6 +171,7 @@ def test_a_run_stops_that_samples_from_others(script, fault, folder, tmp_path):
     code = (ROOT / script).read_text()
     assert code.count(right) == 1
     shutil.copy(ROOT / "tf_adam.py", tmp_path)
+    shutil.copytree(ROOT / "plumbing", tmp_path / "plumbing")
     (tmp_path / script).write_text(code.replace(right, wrong))
     status, _, errors = fork_tools.run(str(tmp_path / script), WORDS[script], folder)
     assert status == 1, errors

@@ -21,6 +21,9 @@ from transformers import PreTrainedTokenizerFast
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
+from plumbing import data as data_module
+from plumbing import models as models_module
+from plumbing import run as run_module
 
 SCRIPTS = (ppo_rlhf, rloo_rlhf, train_reward)
 EOS = 0
@@ -97,7 +100,7 @@ def start(script, chat=None, **changes):
             given[name] = f"{name}.jsonl"
             Path(given[name]).write_text(to_lines(*x))
     args = script.Args(**given)
-    tokenizer = script.load_tokenizer("base_model", args)
+    tokenizer = models_module.load_tokenizer("base_model", args)
     tokenizer.chat_template = chat
     return tokenizer, args
 
@@ -107,7 +110,7 @@ def read_queries(rows, chat=None, part="input_ids", **changes):
     found = []
     for script in SCRIPTS:
         tokenizer, args = start(script, chat, query_dataset=rows, **changes)
-        queries = script.load_queries("query_dataset", args, tokenizer, 1_000)
+        queries = data_module.load_queries("query_dataset", args, tokenizer, 1_000)
         found.append([vars(query) for query in queries])
     assert found[0] == found[1] == found[2]
     return sorted(query[part] for query in found[0])
@@ -121,7 +124,7 @@ def read_query(row, *chat, **changes):
 def load_labels(rows, *chat, **changes):
     """Labels to train on, and held-out ones, of a list of rows or a folder."""
     tokenizer, args = start(train_reward, *chat, label_dataset=rows, **changes)
-    return train_reward.load_labels("label_dataset", args, tokenizer)
+    return data_module.load_labels("label_dataset", args, tokenizer)
 
 
 def read_labels(rows, *chat, **changes):
@@ -146,7 +149,7 @@ def refuse(read, rows, *says, chat=None, **changes):
     flag = "--query_dataset" if read is read_queries else "--label_dataset"
     if isinstance(rows, dict):
         rows = [rows] if read is read_queries else [rows, rows]
-    with pytest.raises(ppo_rlhf.UserError) as caught:
+    with pytest.raises(run_module.UserError) as caught:
         read(rows, chat, **changes)
     text = " ".join(str(caught.value).split())
     assert text.startswith(flag), text
@@ -169,23 +172,23 @@ def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     tokenizer.bos_token = bos_token
     begin = [numbers[word] for word in around.partition("$A")[0].split()]
-    assert script.bos(tokenizer) == begin
-    assert script.encode("a b", tokenizer) == [3, 4]
-    assert script.encode("new b", tokenizer) == [0, 4]
-    assert script.encode([*begin, 3, 1], tokenizer) == [3, 1]
-    assert script.encode([*begin, *begin, 3], tokenizer) == [*begin, 3]
+    assert data_module.bos(tokenizer) == begin
+    assert data_module.encode("a b", tokenizer) == [3, 4]
+    assert data_module.encode("new b", tokenizer) == [0, 4]
+    assert data_module.encode([*begin, 3, 1], tokenizer) == [3, 1]
+    assert data_module.encode([*begin, *begin, 3], tokenizer) == [*begin, 3]
 
     def token_of(text):
-        return script.token_id("truncate_token", tokenizer, script.Args(truncate_token=text))
+        return data_module.token_id("truncate_token", tokenizer, script.Args(truncate_token=text))
 
     for text in (".", "</s>", "a"):
         assert token_of(text) == numbers[text]
     assert token_of("eos") == 2
     assert token_of(" a") == 3, "it is no word of the vocabulary"
-    with pytest.raises(script.UserError, match="^--truncate_token 'a b' must be one .*3, 4"):
+    with pytest.raises(run_module.UserError, match="^--truncate_token 'a b' must be one .*3, 4"):
         token_of("a b")
     tokenizer.eos_token = None
-    with pytest.raises(script.UserError, match="^--truncate_token 'eos' must be one token"):
+    with pytest.raises(run_module.UserError, match="^--truncate_token 'eos' must be one token"):
         token_of("eos")
 
 
@@ -204,10 +207,10 @@ def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(
     assert tokenizer(".").input_ids == [5]
     for text, token in {".": 3, "\n": 6, "eos": 0, "</s>": 0, "a": 2}.items():
         args = script.Args(truncate_token=text)
-        assert script.token_id("truncate_token", tokenizer, args) == token
+        assert data_module.token_id("truncate_token", tokenizer, args) == token
     tokenizer, args = start(script, base_model="bytes", truncate_token="Ġ")
-    with pytest.raises(script.UserError, match="^--truncate_token 'Ġ' must be one token"):
-        script.token_id("truncate_token", tokenizer, args)  # its vocabulary's word for a space
+    with pytest.raises(run_module.UserError, match="^--truncate_token 'Ġ' must be one token"):
+        data_module.token_id("truncate_token", tokenizer, args)  # its vocabulary's word for a space
 
 
 @pytest.mark.parametrize("size", [50_257, 50_259, 50_260, 60_000])
@@ -216,14 +219,14 @@ def test_the_padding_of_gpt2s_ids_is_a_token_of_larger_models(size):
     backend = Tokenizer(models.WordLevel(names, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     expected = [5, PAD] if size > PAD else [5]
-    assert [script.encode([5, PAD], tokenizer) for script in SCRIPTS] == [expected] * 3
+    assert [data_module.encode([5, PAD], tokenizer) for script in SCRIPTS] == [expected] * 3
 
 
 def test_ids_of_tokens_that_were_added_are_known():
     tokenizer, _ = start(train_reward)
     tokenizer.add_tokens("new")
     ids = [5, tokenizer.get_vocab()["new"]]
-    assert [script.encode(ids, tokenizer) for script in SCRIPTS] == [ids] * 3
+    assert [data_module.encode(ids, tokenizer) for script in SCRIPTS] == [ids] * 3
 
 
 def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay():
@@ -257,7 +260,7 @@ def test_config_and_split_of_a_table_on_the_hub_are_passed_on(config, split):
     tables = {"train": table.select([0]), "test": table}
     args = ppo_rlhf.Args(query_dataset=f"an/owner:{config}:{split}".rstrip(":"))
     with mock.patch.object(datasets, "load_dataset", return_value=tables) as load:
-        splits = ppo_rlhf.load_table("query_dataset", args)
+        splits = data_module.load_table("query_dataset", args)
     load.assert_called_once_with("an/owner", config or None)
     assert splits == ({"train": tables[split]} if split else tables)
 
@@ -271,7 +274,7 @@ def test_a_table_is_a_split_that_is_named_or_train():
     Path("mixed/a.csv").write_text("text\nw5\n")
 
     def load(name):
-        return ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
+        return data_module.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
 
     (found,) = load("tiny/queries::test").values()  # beside the script
     assert len(found) > 0
@@ -288,7 +291,7 @@ def test_a_table_is_a_split_that_is_named_or_train():
     bad = {"no": "'csv', .*", "only": "'test'", "set::no": "'json', ", "mixed": "'csv'.*"}
     for name, has in bad.items():
         says = rf"^--query_dataset \S*{name} has \[.*{has}.*\]: name a file, or DATA::split$"
-        with pytest.raises(ppo_rlhf.UserError, match=says):
+        with pytest.raises(run_module.UserError, match=says):
             load(name)
 
 
@@ -314,7 +317,7 @@ def test_a_query_is_cut_at_the_first_start_and_the_last_end():
         (None, 4, "keep_end", [3, 4, 3, 5]),
         (3, 3, "drop", [4, 3, 5]),
     ):
-        found = ppo_rlhf.cut_query(tokens, length, start_token, None, long)
+        found = data_module.cut_query(tokens, length, start_token, None, long)
         assert found == query
 
 
@@ -331,7 +334,7 @@ def test_the_seed_orders_queries_and_more_than_are_needed_are_not_read():
     orders = {}
     for seed, need in itertools.product((1, 2), (40, 25, 0)):
         tokenizer, args = start(ppo_rlhf, query_dataset=rows, seed=seed)
-        queries = ppo_rlhf.load_queries("query_dataset", args, tokenizer, need)
+        queries = data_module.load_queries("query_dataset", args, tokenizer, need)
         tokens = [query.input_ids[0] for query in queries]
         assert tokens == orders.setdefault(seed, tokens)[: max(need, 1)]
     assert set(orders[1]) == set(orders[2]) == set(range(5, 45))
@@ -343,7 +346,7 @@ def test_no_query_is_held_out_and_trained_on(module):
     queries = make_queries(rows_of("5 / 6 / 7 / 5 / 8 / 6"))
     for i, query in enumerate(queries):
         query.columns = {"row": i}
-    held_out, others = module.hold_out(queries, 2)
+    held_out, others = data_module.hold_out(queries, 2)
     assert held_out == queries[:2]
     assert others == [queries[2], queries[4]]
 
@@ -383,7 +386,7 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin, c
     tokenizer, args = start(train_reward, base_model="bytes", **long)
 
     def assert_read(row, *expected):
-        read = train_reward.read_preference(row, None, Counter(), tokenizer, args)
+        read = data_module.read_preference(row, None, Counter(), tokenizer, args)
         assert tokenizer.batch_decode(list(read)) == [*expected]
 
     answers = [begin + chosen, begin + rejected]
@@ -532,7 +535,7 @@ def test_a_date_in_a_template_is_the_same_on_every_day(name):
 def test_the_fixed_date_changes_nothing_else_of_a_template(begins):
     tokenizer, _ = start(train_reward, begins + CHATML)
     expected = tokenizer.apply_chat_template(FAR, tokenize=False, add_generation_prompt=True)
-    assert train_reward.render(FAR, tokenizer, add_generation_prompt=True) == expected
+    assert data_module.render(FAR, tokenizer, add_generation_prompt=True) == expected
 
 
 def test_a_template_that_lacks_or_refuses_is_an_error_of_its_row():
@@ -683,7 +686,9 @@ def test_a_label_says_if_it_is_from_a_chat(row, is_from_chat):
 def test_a_file_in_another_encoding_is_an_error_of_its_row():
     Path("latin.jsonl").write_bytes(b'{"text": "w5 caf\xe9"}\n' * 2)
     for read, flag in ((read_queries, "query_dataset"), (load_labels, "label_dataset")):
-        with pytest.raises(ppo_rlhf.UserError, match=rf"^--{flag} latin.jsonl, row [01]: .*utf-8"):
+        with pytest.raises(
+            run_module.UserError, match=rf"^--{flag} latin.jsonl, row [01]: .*utf-8"
+        ):
             read("latin.jsonl")
 
 
@@ -764,7 +769,7 @@ def score(script, function, **columns):
     """Scores by a function of two responses, of one token and of two."""
     tokenizer, args = start(script, reward_fn="colorsys:mine")
     row = {"query": "w5"} | columns
-    queries = [script.Query([token], [token], row) for token in (5, 6)]
+    queries = [data_module.Query([token], [token], row) for token in (5, 6)]
     with mock.patch.object(colorsys, "mine", function, create=True):
         reward = script.load_reward("reward_model", args, "tiny", tokenizer, 14)
     return reward(queries, make_responses([[7], [8, 9]]))
@@ -778,7 +783,7 @@ def test_a_function_returns_a_finite_float_for_each_response(module):
         assert scores.dtype == torch.float32
         assert not scores.requires_grad
     for returned in NO_FLOATS:
-        with pytest.raises(module.UserError, match="^--reward_fn must return "):
+        with pytest.raises(run_module.UserError, match="^--reward_fn must return "):
             score(module, lambda x=returned, **_: x)
 
 
@@ -823,7 +828,7 @@ def test_a_function_gets_chats_where_the_table_has_chats(module):
 
     rows = [{"messages": FAR + TALL}]
     tokenizer, args = start(module, CHATML, query_dataset=rows)
-    queries = module.load_queries("query_dataset", args, tokenizer, 1)
+    queries = data_module.load_queries("query_dataset", args, tokenizer, 1)
     text = tokenizer(YARDS[0]["content"], add_special_tokens=False).input_ids
     module.score_by_function(keep, tokenizer, queries, make_responses([[*text, EOS]]))
     assert seen == [[FAR], [YARDS], [FAR + TALL]]
@@ -838,8 +843,8 @@ def test_a_function_gets_prompts_without_bos_and_whole_numbers_as_they_are(modul
 
     tokenizer, _ = start(module, base_model="llama")
     queries = [
-        module.Query([BOS, 5, EOS, 6], [5], {"query": "", "number": 1}),
-        module.Query([BOS, 7], [7], {"query": "", "number": None}),
+        data_module.Query([BOS, 5, EOS, 6], [5], {"query": "", "number": 1}),
+        data_module.Query([BOS, 7], [7], {"query": "", "number": None}),
     ]
     responses = make_responses([[7], [8]])
     scores = module.score_by_function(keep, tokenizer, queries, responses)

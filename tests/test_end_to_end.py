@@ -22,8 +22,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo_rlhf
 import rloo_rlhf
-import tf_adam
 import train_reward
+from plumbing import run as run_module
 
 FOLDER = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
@@ -82,7 +82,7 @@ def test_three_samples_are_printed_as_they_are(script, tmp_path, capsys):
         texts = {"query": f"[red]q{i}", "response": f"[/x]\x1b]0;{i}"}
         texts["response_after"] = f"{{b}}\n{i}"
         rows += [texts | {"score": i / 7, "score_after": 2 * i / 7}] * 2
-    script.write_samples(pd.DataFrame(rows), tmp_path)
+    run_module.write_samples(pd.DataFrame(rows), tmp_path)
     written = read_lines(tmp_path / "samples.jsonl")
     for mine, row in zip(written, rows, strict=True):
         scores = {name: pytest.approx(row[name], rel=1e-14) for name in ("score", "score_after")}
@@ -126,10 +126,10 @@ def test_a_mac_uses_its_cpu(has):
     with (
         mock.patch.object(torch.accelerator, "is_available", lambda: "acc" in has),
         mock.patch.object(torch.backends.mps, "is_available", lambda: "mps" in has),
-        mock.patch.object(tf_adam, "Accelerator", return_value=Accelerator()) as made,
+        mock.patch.object(run_module, "Accelerator", return_value=Accelerator()) as made,
         mock.patch.object(made.return_value, "wait_for_everyone") as wait,
     ):
-        tf_adam.make_accelerator("fp32")
+        run_module.make_accelerator("fp32")
     wait.assert_called_once()
     assert made.call_args.kwargs["cpu"] == (has != "accelerator")
     (settings,) = made.call_args.kwargs["kwargs_handlers"]

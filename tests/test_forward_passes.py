@@ -26,7 +26,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
-from tf_adam import patch_layers
+from plumbing import data as data_module
+from plumbing import models as models_module
+from plumbing.models import patch_layers
 
 TEMPERATURE = 0.7
 LENGTH = 6
@@ -90,7 +92,7 @@ def test_tokens_that_the_tokenizer_lacks_have_no_logit(k):
     policy = make_policy(lm, k)
     policy.num_tokens = 40
     batch = make_batch(rows_of("1 2 / 1 2"), rows_of("3 4 / 5 6"))
-    ids, mask = ppo_rlhf.pad_rows(rows_of("1 2 3 / 1 2 5"))
+    ids, mask = models_module.pad_rows(rows_of("1 2 3 / 1 2 5"))
     logits, values = policy(ids, mask, last=2)
     assert logits.shape == (2, 2, 40)
     kept = logits.detach().clone()
@@ -144,7 +146,7 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(name, att
         texts = [context + row for context, row in zip(contexts, responses, strict=True)]
         expected = torch.stack([x[-1] for x in plain_rewards(plain, texts)])
 
-        queries = [ppo_rlhf.Query(context, [9, *context, 9], {}) for context in contexts]
+        queries = [data_module.Query(context, [9, *context, 9], {}) for context in contexts]
         batch = tiny.make_responses(responses)
         for module in (ppo_rlhf, rloo_rlhf):
             args = module.Args(micro_batch_size=4)
@@ -158,7 +160,7 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(name, att
         labels = []
         for i, context in enumerate(CONTEXTS):
             its = responses[i * n :][:n]
-            labels.append(train_reward.Comparison(context, its, i % n))
+            labels.append(data_module.Comparison(context, its, i % n))
         for trained, num_passes in zip(both, (2, 1), strict=True):
             sizes.clear()
             with torch.no_grad():
@@ -195,8 +197,8 @@ def test_labels_that_fit_the_window_fit_it_together():
     contexts = random_rows((window - 3, 4), seed=1)
     responses = random_rows((2, 3, window - 5, window - 4), seed=2)
     labels = [
-        train_reward.Comparison(contexts[0], responses[:2], 0),
-        train_reward.Comparison(contexts[1], responses[2:], 0),
+        data_module.Comparison(contexts[0], responses[:2], 0),
+        data_module.Comparison(contexts[1], responses[2:], 0),
     ]
     with torch.no_grad():
         trained = train_reward.RewardModel(model, train_reward.Args())
@@ -210,7 +212,7 @@ def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(name,
     """With sharded weights every output must get a gradient."""
     script = importlib.import_module(name)
     passes = []
-    read = script.read
+    read = models_module.forward
 
     def watched(*arguments, **named):
         output = read(*arguments, **named)
@@ -219,14 +221,15 @@ def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(name,
         passes.append((tuple(arguments[1].shape), made))
         return output
 
-    monkeypatch.setattr(script, "read", watched)
+    monkeypatch.setattr(script, "forward", watched)
+    monkeypatch.setattr(models_module, "forward", watched)
     if script is rloo_rlhf:
         policy = make_policy(tiny.make_lm("gpt2"), 2)
-        ids, mask = script.pad_rows(rows_of("1 2 3 4 / 1 2 5 6"))
+        ids, mask = models_module.pad_rows(rows_of("1 2 3 4 / 1 2 5 6"))
         made, _ = policy(ids, mask, last=2)
         shapes = [(1, 2), (2, 2)]
     else:
-        label = train_reward.Comparison([5, 6, 7], rows_of("8 9 / 10 11 12"), 1)
+        label = data_module.Comparison([5, 6, 7], rows_of("8 9 / 10 11 12"), 1)
         reward = script.RewardModel(tiny.make_classifier(), script.Args())
         made, _, _ = script.label_rewards(reward, [label])
         shapes = [(1, 3), (2, 3)]
@@ -239,8 +242,9 @@ def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(name,
 
 
 def test_sampling_reads_a_query_once_with_checkpointing_too(monkeypatch):
-    read = mock.Mock(wraps=rloo_rlhf.read)
-    monkeypatch.setattr(rloo_rlhf, "read", read)
+    read = mock.Mock(wraps=models_module.forward)
+    monkeypatch.setattr(rloo_rlhf, "forward", read)
+    monkeypatch.setattr(models_module, "forward", read)
     args = rloo_rlhf.Args(rloo_k=2, gradient_checkpointing=True)
     policy = rloo_rlhf.Actor(tiny.make_lm("gpt2"), tiny.VOCABULARY, args)
     contexts = rows_of("1 2 3 / 1 2 3")
@@ -261,10 +265,10 @@ def test_a_head_gets_states_without_gaps():
             patch_layers(lm, ppo_rlhf.Args())
         lm.lm_head.register_forward_hook(lambda _, inputs, __: given.append(inputs[0]))
         for policy in policies:
-            policy(*ppo_rlhf.pad_rows(CONTEXTS), last=2)
+            policy(*models_module.pad_rows(CONTEXTS), last=2)
             assert given[-1].is_contiguous() == is_patched
             assert given[-1].shape[1] == 2
-    ids, mask = ppo_rlhf.pad_rows(CONTEXTS)
+    ids, mask = models_module.pad_rows(CONTEXTS)
     size = tiny.VOCABULARY - 1  # some models have more embeddings than tokens
     reference = train_reward.Reference(lm, size)
     logits, _ = reference(ids, mask, None)

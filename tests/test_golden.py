@@ -27,10 +27,10 @@ from tiny_models import make_queries, make_responses
 from transformers import GPT2Tokenizer
 
 import ppo_rlhf
-import tf_adam
 import train_reward
 from benchmark.ours import make_batch
-from tf_adam import make_optimizer, set_learning_rates
+from plumbing import data as data_module
+from ppo_rlhf import make_optimizer, set_learning_rates
 
 LOGPROB_ATOL = 2e-5
 WEIGHT_ATOL = 2e-6
@@ -141,7 +141,7 @@ def test_query_cut_equals_the_original(golden_08):
         kept = []
         rows = []
         for i, tokens in enumerate(record["tokens"]):
-            cut = ppo_rlhf.cut_query(tokens, length, start, end, "keep_start")
+            cut = data_module.cut_query(tokens, length, start, end, "keep_start")
             if cut or takes_all:
                 kept.append(i)
                 rows.append(cut + [padding] * (length - len(cut)))
@@ -167,7 +167,7 @@ def update_all_ranks(policy, optimizer, batches, epochs, args):
     steppers = [wait] * (world - 1) + [optimizer]
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tf_adam, "reduce", lambda x, how: x * world)  # ranks have as many tokens
+        patch.setattr(ppo_rlhf, "reduce", lambda x, how: x * world)  # ranks have as many tokens
         for i, j in np.ndindex(args.num_epochs, args.num_minibatches):
             records = []
             ranks = zip(batches, epochs, steppers, strict=True)
@@ -261,7 +261,7 @@ def test_reward_training_equals_the_original(golden_03b, micro_batch_size):
     labels = []
     for i, best in enumerate(arrays["labels/best"].tolist()):
         responses = [rows[i] for rows in columns]
-        labels.append(train_reward.Comparison(queries[i], responses, best))
+        labels.append(data_module.Comparison(queries[i], responses, best))
     order = np.random.RandomState(record["hparams"]["run"]["seed"]).permutation(len(labels))
     assert np.array_equal(order, arrays["perm"])
 

@@ -22,7 +22,9 @@ from tiny_models import save_classifier
 from transformers import AutoTokenizer
 
 import ppo_rlhf
-import tf_adam
+from plumbing import data as data_module
+from plumbing import models as models_module
+from plumbing import run as run_module
 
 # Modules that a --reward_fn may name, most of which go wrong when they are imported; and tables.
 FILES = {
@@ -82,7 +84,7 @@ def test_values_out_of_range_name_the_flag(script):
         for value in values:
             shown = ".*" if " " in value else f"({value}|{float(value)})"
             words = f"--{name}={value}".split()
-            with pytest.raises(module.UserError, match=f"^--{name} {shown}: .") as caught:
+            with pytest.raises(run_module.UserError, match=f"^--{name} {shown}: .") as caught:
                 parse(module, words)
             assert "\n" not in str(caught.value)
     for field in dataclasses.fields(args):
@@ -95,7 +97,7 @@ def test_values_out_of_range_name_the_flag(script):
 def test_words_that_are_no_settings(script, capsys):
     module = importlib.import_module(script[:-3])
     says = "^there is no preset 'sentimant': choose one of tiny, sentiment, "
-    with pytest.raises(tf_adam.UserError, match=says):
+    with pytest.raises(run_module.UserError, match=says):
         parse(module, ["sentimant"])
     of_another_script = "--rloo_k 4" if script != RLOO else "--vf_coef 1"
     words_in_a_box = f"""--learning 0.1; --lr; --lr fast; --batch_size 1.5; --seed 1.5;
@@ -157,7 +159,7 @@ def test_bad_input_is_refused(script, words, says, faults):
     words = words.split() if isinstance(words, str) else words
     says = says.replace("@", rf"{words[-2]} (\S*/)?{words[-1]}:? ", 1)
     is_folder = "--output_dir" in words and "--resume" not in words
-    error = OSError if is_folder else tf_adam.UserError
+    error = OSError if is_folder else run_module.UserError
     with pytest.raises(error, match=f"^(?s:{says})"):
         call(script, [*WORDS[script], *words], faults)
     made = [path for path in sorted(faults.rglob("*")) if path not in before]
@@ -175,7 +177,7 @@ def test_these_files_load(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     args = ppo_rlhf.Args(query_dataset=name, start_text=None, end_text=None)
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
-    assert len(ppo_rlhf.load_queries("query_dataset", args, tokenizer, 99)) == 16
+    assert len(data_module.load_queries("query_dataset", args, tokenizer, 99)) == 16
     assert "--query_dataset: 16 of 17 rows, first 'w" in capsys.readouterr().out
 
 
@@ -187,7 +189,7 @@ def test_names_of_files_are_no_patterns(name, tmp_path, monkeypatch):
         path.write_text(to_lines({"text": text}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    table = ppo_rlhf.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
+    table = data_module.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
     assert table["train"]["text"][:] == ["w5"]
 
 
@@ -208,9 +210,9 @@ def test_a_path_is_here_or_beside_the_script(script, tmp_path, monkeypatch):
         ("tiny/model/config.json", f"{beside}/config.json"),
         ("an/owner", "an/owner"),
     ):
-        assert module.local_path(name) == path
+        assert models_module.local_path(name) == path
     (tmp_path / "tiny/model").mkdir(parents=True)
-    assert module.local_path("tiny/model") == f"{tmp_path}/tiny/model"
+    assert models_module.local_path("tiny/model") == f"{tmp_path}/tiny/model"
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])

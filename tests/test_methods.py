@@ -37,6 +37,9 @@ from test_reference import RL, Run, differences, launch
 from tiny_models import save_classifier
 from transformers import AutoTokenizer
 
+from plumbing import data as data_module
+from plumbing import run as run_module
+
 FLAGS = f"""{RL} --base_model model --reward_model judge1 --query_dataset queries.jsonl
     --start_text none --end_text none --response_length 5 --truncate_token w37 --truncate_after 1
     --mask_truncated --penalty_mode add --eval_queries 1 --total_episodes 12 --micro_batch_size 3
@@ -376,5 +379,5 @@ def test_a_margin_is_a_number(kit):
     tokenizer = AutoTokenizer.from_pretrained(kit / "model")
     row = read_lines(kit / "pairs.jsonl")[0] | {"margin": "large"}
     args = script.Args(truncate_token=None)
-    with pytest.raises(script.UserError, match="row 0: margin must be a number: 'large'"):
-        script.read_labels("label_dataset", [row], range(1), tokenizer, args)
+    with pytest.raises(run_module.UserError, match="row 0: margin must be a number: 'large'"):
+        data_module.read_labels("label_dataset", [row], range(1), tokenizer, args)

@@ -28,7 +28,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
-from tf_adam import UserError, make_optimizer
+from plumbing import models as models_module
+from plumbing import run as run_module
+from plumbing.run import UserError
+from ppo_rlhf import make_optimizer
 
 MAKERS = pytest.mark.parametrize("make", [tiny.make_lm, tiny.make_classifier])
 LENGTH = 6
@@ -56,7 +59,7 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(name, tmp_path)
     all_logprobs, _, values = ppo_rlhf.forward_response(policy, batch, 1.0)
     (all_logprobs.square().sum() + values.sum()).backward()
     optimizer.step()
-    tokenizer = ppo_rlhf.load_tokenizer("base_model", args)
+    tokenizer = models_module.load_tokenizer("base_model", args)
     ppo_rlhf.save_policy(policy, policy.state_dict(), tokenizer, str(tmp_path))
     auto_class = AutoModelForCausalLM
     trained, info = auto_class.from_pretrained(tmp_path / "policy", output_loading_info=True)
@@ -80,7 +83,7 @@ def test_a_head_of_ones_own_is_saved_with_rloos_policy(tmp_path):
     args = rloo_rlhf.Args(base_model=str(folder_of("gpt2")))
     policy = rloo_rlhf.Actor(tiny.make_lm("gpt2"), VOCABULARY, args)
     policy.own_head = nn.Linear(2, 3)
-    tokenizer = rloo_rlhf.load_tokenizer("base_model", args)
+    tokenizer = models_module.load_tokenizer("base_model", args)
     weights = policy.state_dict()
     rloo_rlhf.save_policy(policy, weights, tokenizer, str(tmp_path))
     assert (tmp_path / "policy/own_head.safetensors").exists()
@@ -139,7 +142,7 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(n
 
     full = ppo_rlhf.ActorCritic(load(folder), VOCABULARY)
     rows = random_rows((9, 9), seed=3)
-    ids, mask = ppo_rlhf.pad_rows(rows)
+    ids, mask = models_module.pad_rows(rows)
     heads = []
     for head in (lm.get_output_embeddings(), actor.value_head):
         head.register_forward_hook(lambda head, given, made: heads.append((head, given[0], made)))
@@ -156,10 +159,10 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(n
     assert logits.dtype == values.dtype == torch.float32
     assert 1e-4 < error < 0.1 * logits.std()  # bf16 it was
 
-    ids, mask = ppo_rlhf.pad_rows(CONTEXTS)
+    ids, mask = models_module.pad_rows(CONTEXTS)
     with torch.no_grad():
-        trained = ppo_rlhf.read(lm.base_model, ids, mask).last_hidden_state
-        held = ppo_rlhf.read(ref_lm.base_model, ids, mask).last_hidden_state
+        trained = models_module.forward(lm.base_model, ids, mask).last_hidden_state
+        held = models_module.forward(ref_lm.base_model, ids, mask).last_hidden_state
     assert torch.equal(trained, held)
 
 
@@ -332,12 +335,12 @@ def test_the_last_embedding_and_the_whole_window_can_be_used(make):
     model = make("gpt2")
     size = VOCABULARY
     with torch.no_grad():
-        ppo_rlhf.check_model(model, with_top_token(size - 1), WINDOW)
-        ppo_rlhf.check_model(make("gpt2", max_position_embeddings=9), ANY_TOKENIZER, 9)
+        models_module.check_model(model, with_top_token(size - 1), WINDOW)
+        models_module.check_model(make("gpt2", max_position_embeddings=9), ANY_TOKENIZER, 9)
         for top, longest in ((size, WINDOW), (1, WINDOW + 1)):
             says = f"^token ids go up to {top}, with {size} embeddings; texts to {longest} "
             with pytest.raises(UserError, match=f"{says}tokens, in a window of {WINDOW}$"):
-                ppo_rlhf.check_model(model, with_top_token(top), longest)
+                models_module.check_model(model, with_top_token(top), longest)
 
 
 def test_the_window_of_a_model_of_texts_and_images_is_that_of_texts():
@@ -347,24 +350,24 @@ def test_the_window_of_a_model_of_texts_and_images_is_that_of_texts():
         model = AutoModelForCausalLM.from_config(config)
     assert not hasattr(config, "max_position_embeddings")
     with pytest.raises(UserError, match=f"{WINDOW + 1} tokens, in a window of {WINDOW}$"):
-        ppo_rlhf.check_model(model, with_top_token(1), WINDOW + 1)
+        models_module.check_model(model, with_top_token(1), WINDOW + 1)
 
 
 @MAKERS
 @pytest.mark.parametrize("factor", [1.0, 1.0001, 0.9999, 1.01, 0.99, torch.nan])
 def test_a_model_may_differ_from_a_plain_pass_by_rounding_only(make, factor, monkeypatch):
-    plain = ppo_rlhf.read
+    plain = models_module.forward
 
     def scaled(*arguments):
         states = plain(*arguments).last_hidden_state
         return SimpleNamespace(last_hidden_state=factor * states)
 
-    monkeypatch.setattr(ppo_rlhf, "read", scaled)
+    monkeypatch.setattr(models_module, "forward", scaled)
     expected = contextlib.nullcontext()
     if not abs(factor - 1) < 1e-3:
         expected = pytest.raises(UserError, match="padding or a cache changes its results")
     with torch.no_grad(), expected:
-        ppo_rlhf.check_model(make("gpt2"), ANY_TOKENIZER, 20)
+        models_module.check_model(make("gpt2"), ANY_TOKENIZER, 20)
 
 
 @BOTH
@@ -379,7 +382,7 @@ def test_a_reward_model_has_the_same_words_under_the_same_numbers(module):
     ours = {"a": 0, "b": 1}
     assert load_beside(ours, ours)
     for theirs in ({"a": 1, "b": 0}, {"a": 0, "c": 1}, {"a": 0}):
-        with pytest.raises(module.UserError, match="has another tokenizer"):
+        with pytest.raises(run_module.UserError, match="has another tokenizer"):
             load_beside(ours, theirs)
 
 
@@ -435,7 +438,7 @@ def test_logits_go_up_to_the_highest_token_of_a_tokenizer_with_gaps(module, tmp_
 def test_a_special_token_ends_the_samples_that_set_gain_and_bias(special, end, tmp_path):
     """Also one that is not the eos."""
     folder = copy(kit(), tmp_path)
-    tokenizer = train_reward.AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = models_module.AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     with (
         mock.patch.object(train_reward, "load_tokenizer", lambda *_: tokenizer),

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, DistilBertConfig, DistilBertForSequenceC
 import train_reward
 from benchmark import report
 from benchmark.studies.four_seeds import report as four_seeds
+from plumbing import data as data_module
 from tiny import rewards
 
 
@@ -162,7 +163,7 @@ def test_every_patch_is_listed():
 
 def test_the_first_command_finds_its_labels():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
-    labels, held_out = train_reward.load_labels("label_dataset", train_reward.Args(), tokenizer)
+    labels, held_out = data_module.load_labels("label_dataset", train_reward.Args(), tokenizer)
     assert len(labels) == 4000
     assert len(held_out) == 512
 

@@ -34,6 +34,8 @@ from safetensors.torch import load_file
 import ppo_rlhf
 import tf_adam
 import train_reward
+from plumbing import data as data_module
+from plumbing import run as run_module
 
 # Moments inside the writing of something: what happens; part of a line in the log of
 # fork_tools.strike, and which of such lines. metrics.jsonl is opened when it is made and after each
@@ -129,7 +131,7 @@ def folder(tmp_path):
 def refuse(folder, script, words, says):
     """The script ends with this error, and changes nothing."""
     before = contents(folder)
-    with pytest.raises(tf_adam.UserError, match=says):
+    with pytest.raises(run_module.UserError, match=says):
         call(script, words, folder)
     assert contents(folder) == before
 
@@ -261,7 +263,7 @@ def test_a_first_kl_that_is_not_rounding_stops_a_run(script, folder, monkeypatch
         batch.ref_logprobs += 0.002
 
     monkeypatch.setattr(module, "set_logprobs", changed)
-    with pytest.raises(module.UserError, match="^objective/kl is -0.01, its limit 0.005: "):
+    with pytest.raises(run_module.UserError, match="^objective/kl is -0.01, its limit 0.005: "):
         call(script, WORDS[script], folder)
     assert len(read_lines(folder / "out/metrics.jsonl")) == 1
     assert checkpoints(folder) == []
@@ -289,7 +291,7 @@ def test_a_reward_function_that_fails_late_or_moves(
     fails = value != "0.5"
     if fails:
         says = re.escape(f"{count} finite floats, not [{', '.join([value] * count)}]")
-        expected = pytest.raises(tf_adam.UserError, match=f"^--reward_fn must return {says}$")
+        expected = pytest.raises(run_module.UserError, match=f"^--reward_fn must return {says}$")
     with expected:
         call(script, words, folder)
     assert (folder / "out/samples.jsonl").exists() == (not fails)
@@ -340,7 +342,7 @@ def test_a_finished_run_is_not_overwritten(script, tmp_path):
 
 def test_what_prints_with_its_address_is_no_other_data(tmp_path, monkeypatch):
     """An image in a table's column, for example."""
-    load = train_reward.load_queries
+    load = data_module.load_queries
 
     def with_objects(*args):
         queries = load(*args)
@@ -361,7 +363,7 @@ def test_a_run_does_not_go_on_with_other_data(script, name, count, tmp_path):
     rows = read_lines(kit() / f"{name}.jsonl")
     order = range(len(rows))
     if name == "queries":
-        order = np.random.default_rng([1, ppo_rlhf.QUERIES]).permutation(len(rows))
+        order = np.random.default_rng([1, data_module.QUERIES]).permutation(len(rows))
     for i in (order[count], order[count - 1]):
         folder = copy(plain(script, 1), tmp_path / str(i))
         changed = [*rows]
@@ -414,7 +416,7 @@ def test_a_folder_that_another_run_has_used_while_the_models_loaded_is_left_as_i
         found.update(contents(folder / "out"))
 
     monkeypatch.setattr(importlib.import_module(script[:-3]), "set_seed", set_seed)
-    with pytest.raises(tf_adam.UserError, match=NOT_EMPTY):
+    with pytest.raises(run_module.UserError, match=NOT_EMPTY):
         call(script, [*WORDS[script], "--lr", "0.5"], folder)
     assert contents(folder / "out") == found
 
@@ -436,16 +438,16 @@ def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(name, path, tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "new")
     args = ppo_rlhf.Args(output_dir=name)
-    tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
+    run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
     assert args.output_dir == f"{tmp_path}/{path}"
     (tmp_path / "new").mkdir()
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     Path(args.output_dir, "notes.txt").touch()
-    with pytest.raises(tf_adam.UserError, match=f" {tmp_path}/{path} is not empty"):
-        tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", ppo_rlhf.Args(output_dir=name))
+    with pytest.raises(run_module.UserError, match=f" {tmp_path}/{path} is not empty"):
+        run_module.choose_folder(ppo_rlhf.FILE, "tiny", ppo_rlhf.Args(output_dir=name))
     monkeypatch.setattr(tf_adam, "broadcast_object_list", lambda _: ["of the first process"])
     args.output_dir = None  # and the clocks of processes differ
-    tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
+    run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
     assert args.output_dir == f"{tmp_path}/of the first process"
 
 
@@ -482,12 +484,12 @@ def test_every_setting_is_refused_on_resume_or_takes_effect(script, tmp_path):
         assert value is not None or is_copy(script), f"no value of {name} is known"
         args = module.Args(**{"output_dir": str(tmp_path), "resume": True, name: value})
         if name in take_effect or value is None:
-            module.choose_folder(module.FILE, "tiny", args)
+            run_module.choose_folder(module.FILE, "tiny", args)
             assert getattr(args, name) == value
         else:
             says = re.escape(f"--{name} {value}: {tmp_path} was started")
-            with pytest.raises(module.UserError, match=f"^{says} with "):
-                module.choose_folder(module.FILE, "tiny", args)
+            with pytest.raises(run_module.UserError, match=f"^{says} with "):
+                run_module.choose_folder(module.FILE, "tiny", args)
 
 
 def test_what_an_older_run_does_not_record_had_its_default(tmp_path):
@@ -498,15 +500,17 @@ def test_what_an_older_run_does_not_record_had_its_default(tmp_path):
     (tmp_path / "lock").touch()
     (tmp_path / "args.json").write_text(json.dumps({"args": old}))
     args = ppo_rlhf.Args(output_dir=str(tmp_path), resume=True)
-    tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
+    run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
     args.temperature = before + 1
     says = f"^--temperature {before + 1}: {tmp_path} was started with {before}$"
-    with pytest.raises(ppo_rlhf.UserError, match=says):
-        tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
+    with pytest.raises(run_module.UserError, match=says):
+        run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
     args.temperature = before
     (tmp_path / "args.json").write_text(json.dumps({"args": old | {"ent_coef": 0.5}}))
-    with pytest.raises(ppo_rlhf.UserError, match=f"^--ent_coef None: {tmp_path} was started with"):
-        tf_adam.choose_folder(ppo_rlhf.FILE, "tiny", args)
+    with pytest.raises(
+        run_module.UserError, match=f"^--ent_coef None: {tmp_path} was started with"
+    ):
+        run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
@@ -550,7 +554,7 @@ def test_what_may_change_takes_effect(tmp_path, monkeypatch, capsys):
     assert (folder / "out" / PPO).read_text() == "another version"
     for name, record in records.items():
         assert (folder / "out" / name).read_bytes() == record
-    with pytest.raises(ppo_rlhf.UserError, match="^objective/kl is .*, its limit 1e-09: "):
+    with pytest.raises(run_module.UserError, match="^objective/kl is .*, its limit 1e-09: "):
         call(PPO, [*words, "--total_episodes", "28", "--max_kl", "1e-9"], folder)
 
 
@@ -561,11 +565,11 @@ def small(tmp_path):
     accelerator = Accelerator(cpu=True)
     args = ppo_rlhf.Args(adam_eps=1e-3, resume=True, checkpoint_every=1)
     net = torch.nn.Linear(3, 1)
-    net, optimizer = accelerator.prepare(net, tf_adam.make_optimizer(net, args))
+    net, optimizer = accelerator.prepare(net, ppo_rlhf.make_optimizer(net, args))
 
     def go_on(folder, updates=0, **state):
         args.output_dir = str(folder)
-        opened = tf_adam.Run(accelerator, ppo_rlhf.FILE, args, updates, {"data": 5} | state)
+        opened = run_module.Run(accelerator, ppo_rlhf.FILE, args, updates, {"data": 5} | state)
         opened.start()
         for _ in range(opened.state["update"], updates):
             opened.log({})
@@ -622,7 +626,7 @@ def test_the_newest_of_two_checkpoints_is_loaded_by_as_many_processes(small, tmp
     state = two / "checkpoints/0000003/state.json"
     state.write_text(state.read_text().replace('"processes": 1', '"processes": 2'))
     with pytest.raises(
-        tf_adam.UserError, match="^--resume with other processes than the run began with: "
+        run_module.UserError, match="^--resume with other processes than the run began with: "
     ):
         small(two)
 
@@ -691,13 +695,13 @@ def test_a_users_copies_of_checkpoints_are_no_checkpoints(small, tmp_path):
 def test_state_that_json_would_change_is_an_error_at_once(value, small, tmp_path):
     """At the start, or after the update that made it. A tensor, a copy's mistake: a TypeError."""
     says = "^run.state must survive JSON: texts as keys, |is not JSON serializable$"
-    with pytest.raises((tf_adam.UserError, TypeError), match=says):
+    with pytest.raises((run_module.UserError, TypeError), match=says):
         small(tmp_path / "other", updates=1, mine=value)
     assert not (tmp_path / "other/metrics.jsonl").exists()
     opened = small(tmp_path / "other")
     opened.args.checkpoint_every = 9
     opened.state["mine"] = value
-    with pytest.raises((tf_adam.UserError, TypeError), match=says):
+    with pytest.raises((run_module.UserError, TypeError), match=says):
         opened.end_update()
 
 

@@ -20,6 +20,9 @@ from tiny_models import BOTH, Stop, values
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
+from plumbing import data as data_module
+from plumbing import models as models_module
+from plumbing import run as run_module
 
 SCRIPTS = [ppo_rlhf, rloo_rlhf, train_reward]
 ALL = """seed=1 output_dir=None resume=False checkpoint_every=25 track=False base_model='tiny/model'
@@ -114,7 +117,7 @@ def test_sizes_that_go_together(module, settings, good, bad):
         with (
             mock.patch.object(module, "make_accelerator", lambda dtype: two),
             mock.patch.object(module, "choose_folder", side_effect=Stop),
-            pytest.raises(Stop if value in good.split() else module.UserError),
+            pytest.raises(Stop if value in good.split() else run_module.UserError),
         ):
             module.main("tiny", module.Args(**values(f"{settings}={value}")))
 
@@ -123,7 +126,7 @@ def test_sizes_that_go_together(module, settings, good, bad):
 @pytest.mark.parametrize("longest", [0, 1, 3])
 def test_the_window_holds_every_response(module, longest, tmp_path):
     """Two of the four are held out. With a prefix and a suffix the policy's query is the longer."""
-    queries = [module.Query([1], [i, i], {}) for i in range(4)]
+    queries = [data_module.Query([1], [i, i], {}) for i in range(4)]
     queries[longest].context = [longest] * 9
     with (
         mock.patch.object(module, "load_queries", lambda *_: queries),
@@ -149,10 +152,10 @@ def test_the_window_holds_every_label_and_every_sample(sizes, held_out, query, l
     """Of the reference and of the reward model."""
 
     def labels(sizes):
-        return [train_reward.Comparison([1, 2], [[3], (size - 2) * [4]], 0) for size in sizes]
+        return [data_module.Comparison([1, 2], [[3], (size - 2) * [4]], 0) for size in sizes]
 
     both = (labels(sizes), labels(held_out))
-    queries = [train_reward.Query([1], [1] * size, {}) for size in (1, query, 1)]
+    queries = [data_module.Query([1], [1] * size, {}) for size in (1, query, 1)]
     args = train_reward.Args(response_length=5, batch_size=1, output_dir=str(tmp_path / "out"))
     with (
         mock.patch.object(train_reward, "load_queries", lambda *_: queries),
@@ -179,15 +182,15 @@ def test_labels_and_queries_are_both_chats_or_both_texts(
     is_from_chat, asked, num_samples, fits, tmp_path
 ):
     """Unless no query is sampled from."""
-    labels = [train_reward.Comparison([1], [[2], [3]], 0, is_from_chat)]
-    queries = [train_reward.Query([1], [1], {"prompt": asked})]
+    labels = [data_module.Comparison([1], [[2], [3]], 0, is_from_chat)]
+    queries = [data_module.Query([1], [1], {"prompt": asked})]
     given = {"normalization_samples": num_samples, "output_dir": str(tmp_path / "out")}
     says = "^--label_dataset and --query_dataset: both need chats, or both texts$"
     with (
         mock.patch.object(train_reward, "load_queries", lambda *_: queries),
         mock.patch.object(train_reward, "load_labels", lambda *_: (labels, [])),
         mock.patch.object(train_reward, "load_model", side_effect=Stop),
-        pytest.raises(Stop) if fits else pytest.raises(train_reward.UserError, match=says),
+        pytest.raises(Stop) if fits else pytest.raises(run_module.UserError, match=says),
     ):
         train_reward.main("tiny", train_reward.Args(batch_size=1, **given))
 
@@ -248,8 +251,8 @@ def test_every_command_line_runs_offline(task, cache, tmp_path):
         assert (folder / fork_tools.MODEL[script] / "config.json").exists()
     for like in (task, {"sentiment": "descriptiveness", "cnndm": "tldr"}[task]):
         _, args = parse(ppo_rlhf, [like])
-        tokenizer = ppo_rlhf.load_tokenizer("base_model", args)
-        queries = ppo_rlhf.load_queries("query_dataset", args, tokenizer, 2 * hub_tools.ROWS)
+        tokenizer = models_module.load_tokenizer("base_model", args)
+        queries = data_module.load_queries("query_dataset", args, tokenizer, 2 * hub_tools.ROWS)
         assert len(queries) == hub_tools.ROWS
 
 

@@ -24,6 +24,8 @@ from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGenera
 from trl_tools import OWN, PPO09, PPO112
 
 from benchmark import ours
+from plumbing import data as data_module
+from plumbing import run as run_module
 
 BASES = {name: make.base_of(path.read_text()) for name, path in patched.PATCHES.items()}
 NOT_SAID = "not said"
@@ -367,7 +369,7 @@ REFUSED = [
 def test_flags_that_do_not_fit_are_refused(name, flags, says, tmp_path, monkeypatch):
     script = patched.module(name)
     words = [*WORDS[PPO], *flags.split()]
-    with pytest.raises(script.UserError, match=f"^{says}$"):
+    with pytest.raises(run_module.UserError, match=f"^{says}$"):
         call(f"{name}.py", words, copy(kit(), tmp_path), monkeypatch)
 
 
@@ -543,7 +545,7 @@ def test_rewards_of_tokens_are_paid_at_their_tokens(folder):
 def test_rewards_of_more_tokens_than_there_are_fail():
     script = patched.module("trlx")
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
-    queries = [script.Query([1], [1], {"prompt": ""})] * 2
+    queries = [data_module.Query([1], [1], {"prompt": ""})] * 2
     batch = patched.batch("trlx", token_scores=torch.zeros(2, 4))
     batch.responses = torch.tensor([[5, 6, 7, 0], [7, 8, 9, 0]])
 
@@ -558,7 +560,7 @@ def test_rewards_of_more_tokens_than_there_are_fail():
     for lengths in ([1, 2], [2, 3]):
         batch.lengths = torch.tensor(lengths)
         says = "^--reward_fn must return a list, array or tensor"
-        with pytest.raises(script.UserError, match=says):
+        with pytest.raises(run_module.UserError, match=says):
             script.score_by_function(*given)
     rewards[0].append(2.0)
     assert script.score_by_function(*given).tolist() == [3, 6]

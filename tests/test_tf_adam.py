@@ -14,6 +14,8 @@ from torch import nn
 from transformers import AttentionMaskInterface, DynamicCache
 
 import tf_adam
+from plumbing import models as models_module
+from plumbing import run as run_module
 from tf_adam import AdamTF, UserError, explained, make_optimizer, reduce_means, sums_over
 
 SETTINGS = """lr=1e-2 critic_lr=None critic_warmup=0 lr_warmup=0 lr_schedule='linear' adam='tf'
@@ -138,7 +140,7 @@ def test_learning_rates_follow_the_schedule(case):
     update, progress, lr, critic_lr = map(float, numbers.split())
     args = with_settings(**values(changes))
     optimizer = make_optimizer(make_parts("lm", "critic"), args)
-    tf_adam.set_learning_rates(optimizer, int(update), progress, args)
+    ppo_rlhf.set_learning_rates(optimizer, int(update), progress, args)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == pytest.approx([lr, lr, critic_lr, critic_lr])
 
@@ -155,19 +157,19 @@ def test_processes_alone_or_in_ddp_or_fsdp2_are_launched(kind, is_fsdp2):
         says = f"^launch: {kind.value} is not supported: use DDP or FSDP2"
         expected = pytest.raises(UserError, match=says)
     with expected:
-        tf_adam.check_launch(SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2))
+        run_module.check_launch(SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16"])
 def test_settings_of_torch_for_each_dtype(dtype):
     """TF32 for the heads of bf16 runs, too. cuDNN's attention is off."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-    tf_adam.set_up_torch(dtype)
+    run_module.set_up_torch(dtype)
     precision = "highest" if dtype == "fp32" else "high"
     assert torch.get_float32_matmul_precision() == precision
     assert torch.backends.mkldnn.matmul.fp32_precision != "tf32"  # check_model is on the CPU
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert AttentionMaskInterface()["sdpa"] is tf_adam.full_sdpa_mask
+    assert AttentionMaskInterface()["sdpa"] is run_module.full_sdpa_mask
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -176,7 +178,7 @@ def test_only_cpus_keep_freed_memory(has_gpu, monkeypatch):
     libc = mock.Mock()
     monkeypatch.setattr(tf_adam.ctypes, "CDLL", lambda name: libc)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
-    tf_adam.set_up_torch("fp32")
+    run_module.set_up_torch("fp32")
     given = [call.args for call in libc.mallopt.call_args_list]
     expected = [(-4, 0), (-1, -1)]  # in malloc.h M_MMAP_MAX, M_TRIM_THRESHOLD
     if has_gpu:
@@ -189,7 +191,7 @@ def test_a_users_settings_of_the_allocator_stay(name, monkeypatch):
     """Whichever name they have. torch prefers the second one."""
     chosen = {name: "max_split_size_mb:128"}
     monkeypatch.setattr(tf_adam.os, "environ", dict(chosen))
-    tf_adam.set_up_torch("fp32")
+    run_module.set_up_torch("fp32")
     assert chosen.items() <= tf_adam.os.environ.items()
     assert tf_adam.os.environ.keys() & {"PYTORCH_ALLOC_CONF"} <= chosen.keys()
 
@@ -201,7 +203,7 @@ def test_a_users_settings_of_the_allocator_stay(name, monkeypatch):
 def test_settings_of_the_allocator_have_the_name_that_torch_knows(version, name, monkeypatch):
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
     monkeypatch.setattr(tf_adam.os, "environ", {})
-    tf_adam.set_up_torch("fp32")
+    run_module.set_up_torch("fp32")
     for other in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         expected = "expandable_segments:True" if other == name else None
         assert tf_adam.os.environ.get(other) == expected
@@ -214,14 +216,14 @@ def test_layers_are_patched():
     with_cap = SimpleNamespace(attn_logit_softcapping=50.0)  # in Gemma 3 it is the text's
     lm.config.get_text_config = lambda **_: with_cap
     lm.transformer.wte.padding_idx = 3
-    tf_adam.patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=False))
+    models_module.patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=False))
     assert [type(block.mlp.act) for block in lm.transformer.h] == [nn.GELU] * 2
     assert {block.mlp.act.approximate for block in lm.transformer.h} == {"tanh"}
     assert lm.transformer.wte.padding_idx is None
     assert lm.config._attn_implementation == "eager"
     lm.transformer.h = nn.ModuleList()
     with pytest.raises(UserError, match="^--gradient_checkpointing: the model does not support"):
-        tf_adam.patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=True))
+        models_module.patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=True))
 
 
 def test_sums_of_metrics_are_over_a_mask_of_their_shape():
@@ -289,9 +291,9 @@ def test_states_of_a_trunk_in_bf16_come_in_fp32():
 def test_under_bf16_a_cache_is_in_bf16_and_gives_the_same_states(name):
     """As one that keeps the keys in fp32, in which rotary embeddings give them."""
     lm = make_lm(name)
-    tf_adam.patch_layers(lm, with_settings(dtype="bf16", gradient_checkpointing=False))
+    models_module.patch_layers(lm, with_settings(dtype="bf16", gradient_checkpointing=False))
     found = []
-    for kind in (tf_adam.Cache, DynamicCache):
+    for kind in (models_module.Cache, DynamicCache):
         cache = kind(config=lm.config)
         for ids in torch.arange(1, 9).view(4, 1, 2):  # two tokens at a time
             output = lm.base_model(ids, past_key_values=cache)

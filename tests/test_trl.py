@@ -16,6 +16,8 @@ from run_tools import read_lines
 from torch.nn.utils import parameters_to_vector
 from trl_tools import OWN, SYSTEMS
 
+from plumbing import data as data_module
+
 PAGE = ROOT / "docs" / "trl_fidelity.md"
 VERSION = {"trl09": "0.9", "trl112": "1.12", "rloo116": "RLOO"}  # as the table names them
 EQUAL = 1e-5  # of quantities, relative where they are larger than 1
@@ -108,10 +110,10 @@ def replay(recording, args, shake=0):
     `shake` is the seed of a change of first weights that is as small as rounding (0: none)."""
     script = recording.script
     made = []
-    queries = [script.Query([0], [0], {})]  # one held out
+    queries = [data_module.Query([0], [0], {})]  # one held out
     for arrays in recording.rollouts:
         for row in recording.queries(arrays):
-            queries.append(script.Query(row, row, {"prompt": ""}))
+            queries.append(data_module.Query(row, row, {"prompt": ""}))
     models = recording.models()
     random = torch.Generator().manual_seed(shake)
     for p in models[0].parameters():

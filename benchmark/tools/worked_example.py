@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_rlhf
 import rloo_rlhf
+from plumbing import data as data_module
 from tf_adam import make_optimizer, set_learning_rates
 from tiny.rewards import happy
 
@@ -73,7 +74,7 @@ def read_queries(tokenizer: Any) -> list[Any]:
     for line in (ROOT / "tiny/queries/train.jsonl").read_text().splitlines():
         sentence = json.loads(line)["text"].split(".")[1]
         ids = tokenizer(f" {sentence.strip()}.").input_ids
-        queries.append(ppo_rlhf.Query(ids, ids, {}))
+        queries.append(data_module.Query(ids, ids, {}))
     return queries
 
 
@@ -81,7 +82,7 @@ def roll_out(
     script: Any, policy: Any, ref: Any, queries: list[Any], u: Tensor, tokenizer: Any, args: Any
 ) -> Example:
     """Responses with their scores and KL: steps 1 and 2 of main, and the first line of step 3."""
-    end = script.token_id("truncate_token", tokenizer, args)
+    end = data_module.token_id("truncate_token", tokenizer, args)
     batch = script.rollout(policy, queries, u, end, args)
     script.set_logprobs(batch, policy, ref, torch.arange(len(queries)).view(1, -1), args)
     texts = tokenizer.batch_decode(script.truncated(batch))

@@ -82,7 +82,9 @@ def parse(module: Any, words: Sequence[str]) -> tuple[str, Any]:
     """Preset and settings that a script, which is imported here, makes of these words."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [module.__file__, *words])
-        return module.parse_args()
+        from plumbing.run import parse_args
+
+        return parse_args(module.Args, module.PRESETS)
 
 
 def fill(folder: Path) -> Path:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import ppo_rlhf
 import train_reward
+from plumbing import models as models_module
 
 Arrays = dict[str, np.ndarray]
 HERE = Path(__file__).resolve().parent.parent / "golden"
@@ -96,7 +97,7 @@ def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
 def load_lm(auto_class: type, folder: Path) -> Any:
     no_tokenizer = SimpleNamespace(get_vocab=lambda: {"": 9})
     args = ppo_rlhf.Args(base_model=str(folder))
-    return ppo_rlhf.load_model("base_model", args, auto_class, no_tokenizer, 24)
+    return models_module.load_model("base_model", args, auto_class, no_tokenizer, 24)
 
 
 def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:

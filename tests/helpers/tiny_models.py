@@ -26,6 +26,8 @@ from transformers import (
 
 import ppo_rlhf
 import rloo_rlhf
+from plumbing import data as data_module
+from plumbing import models as models_module
 
 BOTH = pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf])
 VOCABULARY = 50
@@ -163,7 +165,7 @@ def load(folder, flag="base_model", attention="eager", classifier=False, **setti
         device = mock.patch.object(ppo_rlhf, "PartialState", lambda: state)
     tokenizer = mock.patch.object(ppo_rlhf, "load_tokenizer", lambda *_: ANY_TOKENIZER)
     with device, tokenizer:
-        return ppo_rlhf.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST)
+        return models_module.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST)
 
 
 def make_lm(name, attention="eager", auto_class=AutoModelForCausalLM, **changes):
@@ -235,9 +237,9 @@ def has_classifier(name: str) -> bool:
     return CONFIGS[name][0] in AutoModelForSequenceClassification._model_mapping
 
 
-def make_queries(contexts: list[list[int]]) -> list[ppo_rlhf.Query]:
+def make_queries(contexts: list[list[int]]) -> list[data_module.Query]:
     """What load_queries returns, without prefixes and suffixes."""
-    return [ppo_rlhf.Query(context, context, {"prompt": ""}) for context in contexts]
+    return [data_module.Query(context, context, {"prompt": ""}) for context in contexts]
 
 
 def make_batch(contexts: list[list[int]], responses: list[list[int]]) -> SimpleNamespace:

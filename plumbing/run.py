@@ -1,0 +1,370 @@
+"""A run from its command line to its last file: errors, settings of torch, processes, and the
+folder with its checkpoints. Nothing here knows an algorithm."""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pydantic
+import torch
+import tyro
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from filelock import FileLock
+from torch import Tensor
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+ROOT = Path(__file__).resolve().parent.parent  # the scripts' folder
+
+
+class UserError(Exception):
+    """An error that the user can fix. A script prints its text as one
+    line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
+
+
+def say(*values: object) -> None:
+    """Prints on the first process. A closed output does not end a run."""
+    try:
+        PartialState().print(*values, flush=True)
+    except (OSError, ValueError):
+        sys.stdout = open(os.devnull, "w")
+
+
+@contextlib.contextmanager
+def blame(what: str, kind: type = Exception) -> Iterator[None]:
+    """Turns an error of this kind in the block into a UserError: `what`, then the cause. Around
+    calls of a library, and of a model, leave `kind` as it is. Around the scripts' own functions
+    name the kind that is expected, so that their bugs keep their traceback."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
+    except kind as error:
+        # The cause of a library's error often says more than the error; some have no text.
+        cause = error.__cause__ or str(error) or repr(error)
+        raise UserError(f"{what}: {cause} (RLHF_DEBUG=1 shows more)") from error
+
+
+def set_up_torch(dtype: str) -> None:
+    """Settings for speed and memory, made before the first tensor: --dtype is "fp32", "tf32" or
+    "bf16". They change results by rounding only."""
+    # Each sampled token needs a slightly longer cache. This lets it reuse the shorter one's memory.
+    # Torch before 2.10 knows only the older name of the variable. If that is set, it is the user's:
+    # torch would prefer the new one.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        has_new_name = torch.__version__ >= (2, 10)
+        name = "PYTORCH_ALLOC_CONF" if has_new_name else "PYTORCH_CUDA_ALLOC_CONF"
+        os.environ.setdefault(name, "expandable_segments:True")
+    # Every process reads its models itself: the reference is not sharded, so it needs all weights.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    libc = ctypes.CDLL(None)
+    # On a CPU it saves a tenth of the time if glibc keeps freed memory. On a machine with a GPU it
+    # would keep the memory of models that have moved to the GPU.
+    if hasattr(libc, "mallopt") and not torch.accelerator.is_available():
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
+    if dtype != "fp32":
+        # In bf16 runs for the heads alone. set_float32_matmul_precision would set it for CPUs, too.
+        torch.backends.cuda.matmul.allow_tf32 = True
+    # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    AttentionMaskInterface.register("sdpa", full_sdpa_mask)
+
+
+def full_sdpa_mask(**named: Any) -> Tensor:
+    """transformers' mask for `sdpa` attention. Its own function first checks whether the mask is
+    True everywhere and could be left out. That check waits for the GPU at every sampled token."""
+    return sdpa_mask(**named | {"allow_is_causal_skip": False})
+
+
+def make_accelerator(dtype: str) -> Accelerator:
+    """The processes and their devices: GPUs, or else CPUs. Prints what they are. UserError for a
+    launch that cannot work, or would train wrongly."""
+    set_up_torch(dtype)
+    with blame("launch"):
+        accelerator = Accelerator(
+            # a Mac's GPU has no fp64
+            cpu=not torch.accelerator.is_available() or torch.backends.mps.is_available(),
+            log_with="wandb",
+            mixed_precision="no",
+            dynamo_backend="no",
+            # The others may wait long for one that writes a checkpoint or has a slow --reward_fn.
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
+        )
+    # The scripts micro-batch by hand; ignore the launcher's setting.
+    accelerator.gradient_accumulation_steps = 1
+    check_launch(accelerator)
+    accelerator.wait_for_everyone()  # one that ends early would break the start of the others
+    say(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
+    return accelerator
+
+
+def check_launch(accelerator: Accelerator) -> None:
+    """UserError for an engine that would train wrongly. DeepSpeed, for example, steps after every
+    micro-batch. FSDP1 holds weights in a form that cannot be sampled from."""
+    kind = accelerator.distributed_type.value
+    if not kind.startswith(("NO", "MULTI")) and not accelerator.is_fsdp2:
+        raise UserError(
+            f"launch: {kind} is not supported: use DDP or FSDP2, see benchmark/accelerate/"
+        )
+
+
+# What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
+# learning rates. Anything else would turn one run into two experiments.
+CHANGEABLE = """resume output_dir track checkpoint_every total_episodes lr
+critic_lr max_kl micro_batch_size gradient_checkpointing""".split()
+
+
+def choose_folder(script: Path, preset: str, args: Any) -> None:
+    """Sets args.output_dir. UserError if it has other files than those of a run to be resumed, or
+    if that run had other settings."""
+    default = f"runs/{script.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # All processes take the first one's: their clocks differ.
+    (name,) = broadcast_object_list([args.output_dir or default])
+    folder = Path(name).expanduser().absolute()
+    args.output_dir = str(folder)
+    files = {path.name for path in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
+    has_checkpoints = any(folder.glob("checkpoints/*/state.json"))
+    would_start_anew = "samples.jsonl" in files and not has_checkpoints
+    if files and ("args.json" not in files or would_start_anew or not args.resume):
+        raise UserError(
+            f"--output_dir {folder} is not empty: choose another, or --resume if it has checkpoints"
+        )
+    if files:
+        before = vars(type(args)()) | json.loads((folder / "args.json").read_text())["args"]
+        for name, value_before in before.items():
+            value = getattr(args, name, None)  # a copy may have lost a setting
+            # --reward_model None: load_reward chooses the newest later, and Run.start compares it.
+            is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
+            if not is_open and json.dumps(value) != json.dumps(value_before):
+                raise UserError(f"--{name} {value}: {folder} was started with {value_before}")
+
+
+SEVEN_DIGITS = "[0-9]" * 7  # a checkpoint's folder, and not a user's copy with another name
+
+
+@dataclass
+class Run:
+    """The folder of a run: args.json, copies of the script, of tf_adam.py and of plumbing/,
+    metrics.jsonl, checkpoints/, and at the end samples.jsonl.
+
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are noted: the run stops at the end of the update, with a
+    checkpoint (if the launcher waits that long: see docs/clusters.md). After the last update a
+    signal changes nothing.
+    Press Ctrl-C twice to stop at once."""
+
+    accelerator: Accelerator
+    script: Path
+    args: Any
+    num_updates: int
+    # What the loop carries to the next update. It must be equal on all processes, and survive JSON
+    # (texts as keys, no tensors). A resumed run takes it from its newest checkpoint. The run is
+    # refused if "data", the checksum of its queries or labels, has changed.
+    state: dict
+    stopped_at: float = 0.0  # when the first signal came
+
+    def start(self) -> None:
+        """Starts the run, or continues it at its newest checkpoint. The order matters: the folder
+        is read with the lock held (until this process ends); no process writes before all have
+        read; and signals end the process, as usual, until all is ready."""
+        accelerator = self.accelerator
+        self.folder = Path(self.args.output_dir)
+        self.lock = FileLock(self.folder / "lock", is_singleton=True)
+        (run_id,) = broadcast_object_list([secrets.token_hex(4)])  # of Weights & Biases
+        self.state |= {"update": 0, "processes": accelerator.num_processes, "run_id": run_id}
+        self.state_as_json()  # fails now, if it would fail after the first update
+        if accelerator.is_main_process:
+            self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
+        choose_folder(self.script, "", self.args)  # again, with the lock: a run may have used it
+        # What the first process sees: another node may see an older state of the folder, or none.
+        (checkpoints,) = broadcast_object_list([self.checkpoints()])
+        if checkpoints:
+            newest = checkpoints[-1]
+            saved = json.loads((newest / "state.json").read_text())
+            for name in ("data", "processes"):  # shuffles are per process
+                if saved[name] != self.state[name]:
+                    raise UserError(f"--resume with other {name} than the run began with: {newest}")
+            self.state |= saved  # a key that a copy has added since then keeps its first value
+            accelerator.load_state(str(newest))
+        if self.args.track:
+            wandb = {"id": self.state["run_id"], "name": self.folder.name, "resume": "allow"}
+            accelerator.init_trackers("rlhf", vars(self.args), {"wandb": wandb})
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            self.write_records()
+        # from here on signals stop the run between updates
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, self.note_signal)
+        self.last_log = time.monotonic()
+
+    def write_records(self) -> None:
+        """args.json and the scripts, as they were when the run began; metrics.jsonl without the
+        updates after the checkpoint. A resumed run says if a script has changed since."""
+        is_new = self.state["update"] == 0
+        if is_new:  # first args.json: a folder that has other files, but not this one, is refused
+            record = {"script": self.script.stem, "torch": torch.__version__}
+            record["args"] = vars(self.args)
+            write(self.folder / "args.json", json.dumps(record, indent=2))
+        shared = [ROOT / "tf_adam.py", *sorted((ROOT / "plumbing").glob("*.py"))]
+        for path in (self.script, *shared):
+            copy = self.folder / (path.relative_to(ROOT) if path in shared else path.name)
+            copy.parent.mkdir(exist_ok=True)
+            if is_new or not copy.exists():  # the script may have another name now
+                write(copy, path.read_text())
+            elif copy.read_bytes() != path.read_bytes():
+                say(f"{path.name} is no longer as it was when the run began, see {copy}")
+        (self.folder / "samples.jsonl").unlink(missing_ok=True)
+        log = self.folder / "metrics.jsonl"
+        log.touch()
+        lines = log.read_text().splitlines(keepends=True)
+        write(log, "".join(lines[: self.state["update"]]))
+
+    def note_signal(self, number: int, frame: object) -> None:
+        """Notes a signal. Launchers may send a process the same one twice, so only a Ctrl-C that
+        comes a second later ends it at once."""
+        now = time.monotonic()
+        self.stopped_at = self.stopped_at or now
+        if number == signal.SIGINT and now > self.stopped_at + 1:
+            raise KeyboardInterrupt
+
+    def log(self, metrics: dict) -> None:
+        """Adds the seconds since the last call (with checkpoints) and the peak memory of the GPU.
+        Writes a line of metrics.jsonl, and logs where --track asks for it."""
+        now = time.monotonic()
+        metrics["seconds"] = now - self.last_log
+        self.last_log = now
+        metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        if self.accelerator.is_main_process:
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(f"{json.dumps(metrics)}\n")
+        # not as W&B's step, which cannot go back when a run is resumed at a checkpoint
+        self.accelerator.log(metrics | {"update": self.state["update"] + 1})
+
+    def checkpoints(self) -> list[Path]:
+        """The folders of complete checkpoints, checkpoints/<updates made>, the newest last."""
+        found = self.folder.glob(f"checkpoints/{SEVEN_DIGITS}/state.json")
+        return sorted(path.parent for path in found)
+
+    def end_update(self) -> None:
+        """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
+        any process. No random state is needed: uniforms and shuffles follow from seed, update and
+        row."""
+        self.state["update"] += 1
+        made = self.state["update"]
+        state = self.state_as_json()
+        stops, states = zip(*gather_object([(self.stopped_at, state)]), strict=True)
+        if len(set(states)) > 1:
+            raise UserError(f"run.state differs between processes, gather it first: {state}")
+        every = self.args.checkpoint_every or self.num_updates
+        if any(stops) or made % every == 0 or made == self.num_updates:
+            self.save_checkpoint(self.folder / f"checkpoints/{made:07d}", state)
+        if any(stops):  # a signal may reach one process only
+            say(f"stopped by a signal; {self.how_to_go_on()}")
+            raise SystemExit(130)
+
+    def how_to_go_on(self) -> str:
+        """The command that continues this run."""
+        words = f"{shlex.join(sys.argv)} --resume --output_dir {shlex.quote(str(self.folder))}"
+        return f"to go on (behind python):\n{words}"
+
+    @contextlib.contextmanager
+    def keeping_updates(self) -> Iterator[None]:
+        """Around rollout and scoring, in which no weight changes. If they fail on any process, all
+        save the state after the last complete update, and the error says how to go on."""
+        error = None
+        try:
+            yield
+        except Exception as failure:  # noqa: BLE001  it is raised again below
+            error = failure
+        if not any(gather_object([error is not None])):
+            return
+        made = self.state["update"]
+        path = self.folder / f"checkpoints/{made:07d}"
+        if path not in broadcast_object_list([self.checkpoints()])[0]:
+            self.save_checkpoint(path, self.state_as_json())
+        error = error or UserError("another process failed")
+        error.add_note(f"The state after update {made} is saved; {self.how_to_go_on()}")
+        raise error
+
+    def state_as_json(self) -> str:
+        """The state in JSON. UserError if a resumed run would not read the same from it."""
+        text = json.dumps(self.state)
+        if json.loads(text) != self.state:
+            raise UserError("run.state must survive JSON: texts as keys, lists instead of tuples")
+        return text
+
+    def save_checkpoint(self, path: Path, state: str) -> None:
+        """Writes a checkpoint, and removes all but the newest two, also what kills have left."""
+        self.accelerator.save_state(str(path))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            write(path / "state.json", state)  # last: from now on it is a checkpoint
+            kept = self.checkpoints()[-2:]
+            for old in set(path.parent.glob(SEVEN_DIGITS)) - set(kept):
+                (old / "state.json").unlink(missing_ok=True)  # first: from now on it is none
+                shutil.rmtree(old)
+        self.accelerator.wait_for_everyone()  # no process goes on before it is written
+
+
+def write(path: Path, text: str) -> None:
+    """Writes the file so that a kill leaves the old text or the new one, but no part of it."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.unlink(missing_ok=True)  # a link would be followed
+    unfinished.write_text(text)
+    unfinished.rename(path)
+
+
+def write_samples(samples: pd.DataFrame, folder: Path) -> None:
+    """Writes samples.jsonl, the last file: it marks a finished run. Prints three queries with their
+    responses before and after the training, and mean scores."""
+    text = samples.to_json(orient="records", lines=True, double_precision=15)
+    write(folder / "samples.jsonl", text)
+    for row in samples.drop_duplicates("query").head(3).itertuples():
+        say(f"\nquery: {row.query!r}\nbefore: {row.response!r}\nafter: {row.response_after!r}")
+    say(f"\nmean score {samples.score.mean():.2f} before, {samples.score_after.mean():.2f} after")
+
+
+def parse_args(args_class: type, presets: dict[str, Any]) -> tuple[str, Any]:
+    """Name of the preset (`tiny` if a flag comes first), and the settings."""
+    # People write `--flag none` or `--flag=none`. tyro reads only None.
+    words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
+    preset = words.pop(0) if words and not words[0].startswith("-") else "tiny"
+    if preset not in presets:
+        raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(presets)}")
+    args = tyro.cli(args_class, default=presets[preset], args=words, use_underscores=True)
+    try:
+        pydantic.TypeAdapter(args_class).validate_python(vars(args))
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
+    if args.resume and not args.output_dir:
+        raise UserError("--resume needs --output_dir, the folder of the run")
+    return preset, args
+
+
+def run_main(main: Callable[[str, Any], None], args_class: type, presets: dict[str, Any]) -> None:
+    """The entry point of a script: runs it, and prints a UserError as one line."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a text that the terminal cannot show
+    try:
+        main(*parse_args(args_class, presets))
+    except UserError as error:
+        if os.environ.get("RLHF_DEBUG"):
+            raise
+        line = f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}"
+        sys.exit("\n".join([line, *getattr(error, "__notes__", [])]))
