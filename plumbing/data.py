@@ -6,7 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -256,6 +256,7 @@ class Comparison:
     responses: TokenRows  # N rows of token ids, not padded
     best: int  # index of the one that people liked best
     is_from_chat: bool = False  # whether a chat template made the query
+    row: dict = field(default_factory=dict)  # its row in the table
 
 
 def load_labels(
@@ -310,7 +311,7 @@ def read_labels(
         elif all(response == responses[0] for response in responses):
             counts["left out, for equal answers"] += 1
         else:
-            labels.append(Comparison(bos(tokenizer) + query, responses, best, has_chat(row)))
+            labels.append(Comparison(bos(tokenizer) + query, responses, best, has_chat(row), row))
     if rows:
         say(f"--{flag}: {len(labels)} of {len(rows)} rows", dict(counts))
     if len(labels) < 0.9 * len(rows):

@@ -367,7 +367,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "flags", "says"), REFUSED)
 def test_flags_that_do_not_fit_are_refused(name, flags, says, tmp_path, monkeypatch):
-    script = patched.module(name)
+    patched.module(name)
     words = [*WORDS[PPO], *flags.split()]
     with pytest.raises(run_module.UserError, match=f"^{says}$"):
         call(f"{name}.py", words, copy(kit(), tmp_path), monkeypatch)

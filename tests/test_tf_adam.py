@@ -13,10 +13,12 @@ from tiny_models import make_lm, values
 from torch import nn
 from transformers import AttentionMaskInterface, DynamicCache
 
-import tf_adam
+import ppo_rlhf
 from plumbing import models as models_module
 from plumbing import run as run_module
-from tf_adam import AdamTF, UserError, explained, make_optimizer, reduce_means, sums_over
+from plumbing.run import UserError, blame
+from ppo_rlhf import make_optimizer, reduce_means, sums_over
+from tf_adam import AdamTF
 
 SETTINGS = """lr=1e-2 critic_lr=None critic_warmup=0 lr_warmup=0 lr_schedule='linear' adam='tf'
 adam_eps=1e-5 adam_betas=(0.9,0.999) weight_decay=0.0"""
@@ -124,7 +126,6 @@ def test_groups_are_matrices_and_the_rest_of_policy_and_critic():
 
 # Settings; update, progress, the policy's rate, the critic's
 RATES = """
-lr_schedule='cosine' lr_warmup=3; 2 0.75 1.09835e-3 1.09835e-3
 lr_warmup=3; 0 0 2.5e-3 2.5e-3
 lr_warmup=3; 2 0.5 3.75e-3 3.75e-3
 lr_warmup=3; 3 0.5 5e-3 5e-3
@@ -176,7 +177,7 @@ def test_settings_of_torch_for_each_dtype(dtype):
 def test_only_cpus_keep_freed_memory(has_gpu, monkeypatch):
     """With a GPU that would be the memory of models that have moved to it."""
     libc = mock.Mock()
-    monkeypatch.setattr(tf_adam.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(run_module.ctypes, "CDLL", lambda name: libc)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
     run_module.set_up_torch("fp32")
     given = [call.args for call in libc.mallopt.call_args_list]
@@ -190,10 +191,10 @@ def test_only_cpus_keep_freed_memory(has_gpu, monkeypatch):
 def test_a_users_settings_of_the_allocator_stay(name, monkeypatch):
     """Whichever name they have. torch prefers the second one."""
     chosen = {name: "max_split_size_mb:128"}
-    monkeypatch.setattr(tf_adam.os, "environ", dict(chosen))
+    monkeypatch.setattr(run_module.os, "environ", dict(chosen))
     run_module.set_up_torch("fp32")
-    assert chosen.items() <= tf_adam.os.environ.items()
-    assert tf_adam.os.environ.keys() & {"PYTORCH_ALLOC_CONF"} <= chosen.keys()
+    assert chosen.items() <= run_module.os.environ.items()
+    assert run_module.os.environ.keys() & {"PYTORCH_ALLOC_CONF"} <= chosen.keys()
 
 
 @pytest.mark.parametrize(
@@ -202,11 +203,11 @@ def test_a_users_settings_of_the_allocator_stay(name, monkeypatch):
 )
 def test_settings_of_the_allocator_have_the_name_that_torch_knows(version, name, monkeypatch):
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
-    monkeypatch.setattr(tf_adam.os, "environ", {})
+    monkeypatch.setattr(run_module.os, "environ", {})
     run_module.set_up_torch("fp32")
     for other in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         expected = "expandable_segments:True" if other == name else None
-        assert tf_adam.os.environ.get(other) == expected
+        assert run_module.os.environ.get(other) == expected
 
 
 def test_layers_are_patched():
@@ -261,13 +262,13 @@ def test_sums_of_metrics_are_in_fp64():
     ],
 )
 def test_errors_are_explained_by_what_was_asked_and_why_it_failed(error, says):
-    with pytest.raises(UserError) as caught, explained("--flag"):
+    with pytest.raises(UserError) as caught, blame("--flag"):
         raise error
     assert str(caught.value) == says
     assert caught.value.__cause__ is error  # for RLHF_DEBUG
-    with pytest.raises(UserError, match="^--flag: the cause"), explained("--flag"):
+    with pytest.raises(UserError, match="^--flag: the cause"), blame("--flag"):
         raise ValueError("the error") from OSError("the cause")
-    with pytest.raises(ZeroDivisionError), explained("--flag", UserError):
+    with pytest.raises(ZeroDivisionError), blame("--flag", UserError):
         raise ZeroDivisionError
 
 
@@ -280,7 +281,7 @@ def test_states_of_a_trunk_in_bf16_come_in_fp32():
         return SimpleNamespace(last_hidden_state=layer(ids))
 
     ids = torch.randn(4, 3)
-    states = tf_adam.run_in_bf16(forward, ids).last_hidden_state
+    states = models_module.run_in_bf16(forward, ids).last_hidden_state
     assert states.dtype == torch.float32
     assert torch.equal(states, states.bfloat16().float())
     assert not torch.equal(states, layer(ids))

@@ -31,10 +31,11 @@ make = load(SYSTEMS / "make.py")
 
 @functools.cache
 def folder() -> Path:
-    """Of all copies, with tf_adam.py beside them."""
+    """Of all copies, with tf_adam.py and plumbing/ beside them."""
     made = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     shutil.copy(ROOT / "tf_adam.py", made)
+    shutil.copytree(ROOT / "plumbing", made / "plumbing")
     return made
 
 
@@ -47,6 +48,7 @@ def script(name: str) -> Path:
 def copy_of(base: str, name: str, to: Path) -> Path:
     """A copy of any script with this patch in a new folder, for patches of more than one script."""
     shutil.copy(ROOT / "tf_adam.py", to)
+    shutil.copytree(ROOT / "plumbing", to / "plumbing", dirs_exist_ok=True)
     return make.patched(name, to / f"{name}_copy.py", script=base)
 
 
