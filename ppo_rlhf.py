@@ -243,6 +243,11 @@ class Batch:
     advantages: Tensor | None = None  # (B, R), new in each minibatch; in RLOO (B,)
     returns: Tensor | None = None  # (B, R), new in each minibatch
     counted: Tensor | None = None  # (b, R), tokens that the loss is a mean over; in RLOO (b,)
+    kept: list[int] | None = None  # B numbers of tokens that count
+
+    def __post_init__(self) -> None:
+        if self.kept is None:
+            self.kept = self.loss_mask.sum(1).tolist()
 
 
 def main(preset: str, args: Args) -> None:
@@ -456,7 +461,8 @@ def ppo_update(
     # check_update compares log-probabilities of sampling with those of set_logprobs, by the mean of
     # each response: in bf16 the error of one token among many can be large by chance. The largest
     # over all processes is the same on each of them, so reduce_means does not change it.
-    sampling_errors = (batch.logprobs - batch.sampled_logprobs).abs().mean(1)  # (B,)
+    errors = (batch.logprobs - batch.sampled_logprobs).abs() * batch.loss_mask
+    sampling_errors = errors.sum(1) / batch.loss_mask.sum(1)  # (B,)
     records = [sums_over(once, {"sampling_error": gather(sampling_errors).max()})]
     ratio_errors = []
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
@@ -471,7 +477,7 @@ def ppo_update(
         # share. DDP and FSDP then average over processes, which num_processes undoes.
         mini.counted = mini.loss_mask  # (b, R)
         loss_scale = accelerator.num_processes / sum_over_ranks(mini.counted)
-        groups = micro_batches(torch.arange(len(minibatch)), mini.contexts, args.micro_batch_size)
+        groups = micro_batches(torch.arange(len(minibatch)), mini, args.micro_batch_size)
         for rows in groups:
             micro = select(mini, rows)
             with average_gradients(accelerator, policy, is_last=rows is groups[-1]):
@@ -665,7 +671,10 @@ def rollout(
     # autocast discards its bf16 copies of trained weights when the outermost autocast block ends.
     # This disabled block is the outermost one, so weights are cast once and not at every token.
     with torch.autocast(u.device.type, enabled=False):
-        responses, logprobs = sample(policy, contexts, u, args.temperature)
+        end = truncate_id if args.mask_truncated else None  # else all tokens count
+        responses, logprobs = sample(
+            policy, contexts, u, args.temperature, end, args.truncate_after
+        )
     until_end, found_end = truncate(responses, truncate_id, args.truncate_after)
     loss_mask = until_end if args.mask_truncated else torch.ones_like(until_end)
     return Batch(contexts, responses, until_end.sum(1), found_end, loss_mask, logprobs)
@@ -677,38 +686,61 @@ def set_logprobs(
 ) -> None:
     """Sets the batch's log-probabilities, by policy and reference, and values. Rows go through the
     models in the micro-batches of minibatches (num_minibatches, b)."""
-    batch.logprobs = torch.empty_like(batch.sampled_logprobs)  # the loop writes every row
-    batch.ref_logprobs = torch.empty_like(batch.sampled_logprobs)
-    batch.values = torch.empty_like(batch.sampled_logprobs)
+    batch.logprobs = torch.zeros_like(batch.sampled_logprobs)
+    batch.ref_logprobs = torch.zeros_like(batch.sampled_logprobs)
+    batch.values = torch.zeros_like(batch.sampled_logprobs)
     for minibatch in minibatches:
-        for rows in micro_batches(minibatch, batch.contexts, args.micro_batch_size):
+        for rows in micro_batches(minibatch, batch, args.micro_batch_size):
             micro = select(batch, rows)
             index = rows.to(batch.responses.device)
+            place = (index, slice(micro.responses.shape[1]))
             # [1:] leaves no name on the (b, R, V) tensor: there is room for the reference's.
-            found = forward_response(policy, micro, args.temperature)[1:]
-            batch.logprobs[index], batch.values[index] = found
-            batch.ref_logprobs[index] = forward_response(ref, micro, args.temperature)[1]
+            logprobs, values = forward_response(policy, micro, args.temperature)[1:]
+            batch.logprobs[place] = logprobs
+            batch.values[place] = values
+            batch.ref_logprobs[place] = forward_response(ref, micro, args.temperature)[1]
 
 
 @torch.no_grad()
 def sample(
-    policy: Module, contexts: TokenRows, u: Tensor, temperature: float
+    policy: Module,
+    contexts: TokenRows,
+    u: Tensor,
+    temperature: float,
+    end: int | None = None,
+    after: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
-    the log-probabilities of their tokens. All have R tokens; truncate finds their ends later."""
+    the log-probabilities of their tokens. Without `end` all have R tokens; truncate finds their
+    ends later. With it a response may stop behind this token at index `after` or later: what is not
+    sampled is 0."""
     cache = Cache(config=policy.lm.config)
     ids, mask = pad_rows(contexts)
-    responses = []
-    logprobs = []
-    for column in u.split(1, 1):  # (B, 1), one for each token
+    responses = torch.zeros_like(u, dtype=torch.long)
+    logprobs = torch.zeros_like(u)
+    rows = torch.arange(len(u), device=u.device)  # the responses that have not ended
+    for t in range(u.shape[1]):
         logits, _ = policy(ids, mask, cache=cache)
         probs = (logits[:, -1] / temperature).softmax(-1)  # (B, V)
         # From now on the model reads only the newest token: the cache has all before it.
-        ids = inverse_cdf(probs, column)
+        ids = inverse_cdf(probs, u[rows, t].unsqueeze(1))
         mask = pad(mask, (0, 1), value=True)
-        responses.append(ids)
-        logprobs.append(probs.gather(1, ids).log())
-    return torch.cat(responses, 1), torch.cat(logprobs, 1)
+        responses[rows, t] = ids.squeeze(1)
+        logprobs[rows, t] = probs.gather(1, ids).log().squeeze(1)
+
+        # Every few tokens, so that a GPU seldom waits, ended responses leave the batch. Processes
+        # stop together: with FSDP they need each other's weights.
+        if end is not None and t % 8 == 7:
+            _, has_ended = truncate(responses[rows, : t + 1], end, after)
+            if reduce(has_ended.logical_not().sum(), "sum") == 0:
+                break
+            has_ended[0] &= not has_ended.all()  # a process that waits for others keeps one row
+            kept = has_ended.logical_not().nonzero().squeeze(1)
+            cache.batch_select_indices(kept)
+            ids = ids[kept]
+            mask = mask[kept]
+            rows = rows[kept]
+    return responses, logprobs
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
@@ -739,12 +771,15 @@ def truncated(batch: Batch) -> TokenRows:
 
 
 def select(batch: Batch, rows: Tensor) -> Batch:
-    """A batch of these rows (numbers, on the CPU), in this order."""
+    """A batch of these rows (numbers, on the CPU), in this order, cut behind the last token that
+    counts in any of them."""
     index = rows.to(batch.responses.device)
     fields = vars(batch).items()
-    tensors = {name: x[index] for name, x in fields if isinstance(x, Tensor)}
     lists = {name: [x[i] for i in rows] for name, x in fields if isinstance(x, list)}
-    return replace(batch, **tensors, **lists)
+    tensors = {name: x[index] for name, x in fields if isinstance(x, Tensor)}
+    longest = max(lists["kept"])
+    cut = {name: x[:, :longest] for name, x in tensors.items() if x.dim() == 2}
+    return replace(batch, **lists, **tensors | cut)
 
 
 @torch.no_grad()
@@ -868,10 +903,14 @@ def reward_head(classifier: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def micro_batches(rows: Tensor, token_rows: TokenRows, size: int) -> tuple[Tensor, ...]:
-    """The row numbers in groups of up to `size` rows of similar length: less padding. The sort is
-    stable, so a query's K rows stay together."""
-    lengths = torch.tensor([len(token_rows[i]) for i in rows])
+def micro_batches(rows: Tensor, batch: Batch, size: int) -> tuple[Tensor, ...]:
+    """The row numbers in groups of up to `size` rows of similar length: less padding. All responses
+    to a query go where its longest does, and the sort is stable, so RLOO's K stay together."""
+    longest = Counter()
+    for i in rows.tolist():
+        query = tuple(batch.contexts[i])
+        longest[query] = max(longest[query], len(query) + batch.kept[i])
+    lengths = torch.tensor([longest[tuple(batch.contexts[i])] for i in rows])
     return rows[lengths.argsort(stable=True)].split(size)
 
 

@@ -505,23 +505,44 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def sample(
-    policy: Module, contexts: TokenRows, u: Tensor, temperature: float
+    policy: Module,
+    contexts: TokenRows,
+    u: Tensor,
+    temperature: float,
+    end: int | None = None,
+    after: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
-    the log-probabilities of their tokens. All have R tokens; truncate finds their ends later."""
+    the log-probabilities of their tokens. Without `end` all have R tokens; truncate finds their
+    ends later. With it a response may stop behind this token at index `after` or later: what is not
+    sampled is 0."""
     cache = Cache(config=policy.lm.config)
     ids, mask = pad_rows(contexts)
-    responses = []
-    logprobs = []
-    for column in u.split(1, 1):  # (B, 1), one for each token
+    responses = torch.zeros_like(u, dtype=torch.long)
+    logprobs = torch.zeros_like(u)
+    rows = torch.arange(len(u), device=u.device)  # the responses that have not ended
+    for t in range(u.shape[1]):
         logits, _ = policy(ids, mask, cache=cache)
         probs = (logits[:, -1] / temperature).softmax(-1)  # (B, V)
         # From now on the model reads only the newest token: the cache has all before it.
-        ids = inverse_cdf(probs, column)
+        ids = inverse_cdf(probs, u[rows, t].unsqueeze(1))
         mask = pad(mask, (0, 1), value=True)
-        responses.append(ids)
-        logprobs.append(probs.gather(1, ids).log())
-    return torch.cat(responses, 1), torch.cat(logprobs, 1)
+        responses[rows, t] = ids.squeeze(1)
+        logprobs[rows, t] = probs.gather(1, ids).log().squeeze(1)
+
+        # Every few tokens, so that a GPU seldom waits, ended responses leave the batch. Processes
+        # stop together: with FSDP they need each other's weights.
+        if end is not None and t % 8 == 7:
+            _, has_ended = truncate(responses[rows, : t + 1], end, after)
+            if reduce(has_ended.logical_not().sum(), "sum") == 0:
+                break
+            has_ended[0] &= not has_ended.all()  # a process that waits for others keeps one row
+            kept = has_ended.logical_not().nonzero().squeeze(1)
+            cache.batch_select_indices(kept)
+            ids = ids[kept]
+            mask = mask[kept]
+            rows = rows[kept]
+    return responses, logprobs
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
