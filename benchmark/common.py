@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -279,3 +280,9 @@ def private_stdout() -> Iterator[TextIO]:
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         yield answers
+
+
+def copy_shared(folder: Path) -> None:
+    """What a copy of a script needs beside it: tf_adam.py and plumbing/."""
+    shutil.copy(ROOT / "tf_adam.py", folder)
+    shutil.copytree(ROOT / "plumbing", folder / "plumbing", dirs_exist_ok=True)

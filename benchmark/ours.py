@@ -16,7 +16,9 @@ import rloo_rlhf
 from benchmark import common
 from plumbing import data as data_module
 from plumbing import models as models_module
-from tf_adam import hold_in_bf16, make_optimizer, set_up_torch
+from plumbing.models import hold_in_bf16
+from plumbing.run import set_up_torch
+from ppo_rlhf import make_optimizer
 
 SCRIPTS = {"ppo": ppo_rlhf, "rloo": rloo_rlhf}
 END = 13  # a truncate token, `.` in GPT-2's vocabulary: the text is random anyway

@@ -30,7 +30,8 @@ DIFFERENT_FIELDS = {  # between train_reward.py and the others, and why
     "response_length": "labels are cut to it, too",
     "truncate_token": "ends what is sampled, or what people compared",
 }
-SECTIONS = "the algorithm, checks, rollout and scoring, forward passes, models, data, results"
+SECTIONS = """the algorithm, optimizer, and sums over processes, checks, rollout and scoring,
+forward passes, models, results""".replace("\n", " ")
 
 
 def read(script):
@@ -90,7 +91,8 @@ def test_args_of_one_name_agree_in_type_default_and_help(one, other):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_argument_is_read(script):
-    text = read(script) + read("tf_adam.py")
+    shared = [path.read_text() for path in ROOT.glob("plumbing/*.py")]
+    text = "".join([read(script), *shared])
     for name in arguments(script):
         is_read = rf"args\.{name}\b|[\"']{name}[\"'][,)]|\b{name}\b.*\.split\(\)|\(\"{name}\""
         assert re.search(is_read, text), f"nothing reads --{name}"
@@ -108,7 +110,7 @@ def test_size_and_density_of_the_scripts(script):
     assert density.long_statements <= 0.05
 
 
-OTHERS = [ROOT / "tf_adam.py", *ROOT.glob("tests/**/*.py")]
+OTHERS = [ROOT / "tf_adam.py", *ROOT.glob("plumbing/[a-z]*.py"), *ROOT.glob("tests/**/*.py")]
 # throughput.py installs releases of TRL in benchmark/speed/.trl
 OTHERS += [path for path in ROOT.glob("benchmark/**/*.py") if ".trl" not in path.parts]
 
@@ -125,6 +127,7 @@ def test_order_of_a_script(script):
     expected = SECTIONS
     if script == REWARD:
         expected = SECTIONS.replace("checks, rollout and scoring", "sampling")
+        expected = expected.replace("models, ", "")
     assert ", ".join(sections) == f"{expected}, entry point"
 
 
@@ -155,8 +158,11 @@ def test_the_header_of_a_script_asks_for_what_the_project_asks_for(script):
     assert sorted(header["dependencies"]) == sorted(project["dependencies"])
 
 
-def test_nothing_but_tf_adam_is_imported_between_the_scripts():
-    modules = {path.stem for path in ROOT.glob("*.py")}
+def test_scripts_stand_on_tf_adam_and_plumbing_which_imports_no_script():
+    modules = {path.stem for path in ROOT.glob("*.py")} | {"plumbing"}
     for script in SCRIPTS:
         imported = set(re.findall(r"^ *(?:from|import) (\w+)", read(script), re.M))
-        assert imported & modules == {"tf_adam"}
+        assert imported & modules == {"tf_adam", "plumbing"}
+    for path in ROOT.glob("plumbing/*.py"):
+        imported = set(re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.M))
+        assert imported & modules <= {"plumbing"}

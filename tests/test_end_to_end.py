@@ -28,6 +28,9 @@ from plumbing import run as run_module
 FOLDER = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
+SHARED = ["tf_adam.py", *(f"plumbing/{path.name}" for path in ROOT.glob("plumbing/*.py"))]
+
+
 def below(folder, names):
     return {f"{folder}/{name}" for name in names}
 
@@ -36,7 +39,7 @@ def below(folder, names):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_leaves_these_files(script, world, tmp_path):
     out = plain(script, world) / "out"
-    files = {"args.json", "metrics.jsonl", "samples.jsonl", "lock", script, "tf_adam.py"}
+    files = {"args.json", "metrics.jsonl", "samples.jsonl", "lock", script, *SHARED}
     files |= below(MODEL[script], FOLDER)
     files |= {"results.json"} if script == REWARD else {"policy/generation_config.json"}
     if "reward" in WORDS[script]:  # --critic
@@ -49,7 +52,7 @@ def test_a_run_leaves_these_files(script, world, tmp_path):
     if fork_tools.is_copy(script):
         found &= files  # it may leave more
     assert found == files
-    for name in (script, "tf_adam.py"):
+    for name in (script, *SHARED):
         assert (out / name).read_text() == (ROOT / name).read_text()
     record = json.loads((out / "args.json").read_text())
     assert (record["script"], record["torch"]) == (script[:-3], torch.__version__)

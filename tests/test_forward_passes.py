@@ -278,7 +278,9 @@ def test_a_head_gets_states_without_gaps():
 
 def test_micro_batches_have_rows_of_similar_length_and_keep_those_of_a_query_together():
     rows = torch.tensor([5, 4, 1, 0, 3, 2, 6])
-    token_rows = rows_of("1 1 1 / 1 1 1 / 1 / 1 / 1 1 / 1 1 / 1")
-    groups = ppo_rlhf.micro_batches(rows, token_rows, 2)
+    contexts = rows_of("1 1 1 / 1 1 1 / 2 / 2 / 1 1 / 1 1 / 1")
+    mask = torch.ones(7, 1)
+    batch = SimpleNamespace(contexts=contexts, kept=[1] * 7, loss_mask=mask)
+    groups = ppo_rlhf.micro_batches(rows, batch, 2)
     found = [group.tolist() for group in groups]
     assert found == rows_of("3 2 / 6 5 / 4 1 / 0")

@@ -35,7 +35,6 @@ from reference import (
 from run_tools import read_lines, read_metrics, to_lines
 from test_reference import RL, Run, differences, launch
 from tiny_models import save_classifier
-from transformers import AutoTokenizer
 
 from plumbing import data as data_module
 from plumbing import run as run_module
@@ -376,8 +375,7 @@ def test_a_dual_clip_limits_the_loss_where_the_advantage_is_negative():
 
 def test_a_margin_is_a_number(kit):
     script = patched.module("margin")
-    tokenizer = AutoTokenizer.from_pretrained(kit / "model")
     row = read_lines(kit / "pairs.jsonl")[0] | {"margin": "large"}
-    args = script.Args(truncate_token=None)
-    with pytest.raises(run_module.UserError, match="row 0: margin must be a number: 'large'"):
-        data_module.read_labels("label_dataset", [row], range(1), tokenizer, args)
+    label = data_module.Comparison([1], [[2], [3]], 0, row=row)
+    with pytest.raises(run_module.UserError, match="^margin must be a number: 'large'"):
+        script.margin_of(label)

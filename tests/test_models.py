@@ -295,7 +295,7 @@ def test_a_model_is_checked_in_fp32(monkeypatch):
     def note(model, *_):
         forwards.append(model.get_decoder().forward)
 
-    monkeypatch.setattr(ppo_rlhf, "check_model", note)
+    monkeypatch.setattr(models_module, "check_model", note)
     model = load(folder_of("gpt2"), dtype="bf16")
     assert forwards == [GPT2Model.forward.__get__(model.get_decoder())]
 

@@ -68,7 +68,7 @@ def test_while_sampling_no_states_are_kept():
     policy = make_policy(tiny.make_lm("gpt2"), 1)
     contexts = random_rows([4, 2], seed=8)
     u = torch.zeros(2, 3)
-    with mock.patch.object(ppo_rlhf, "read", wraps=models_module.forward) as read:
+    with mock.patch.object(ppo_rlhf, "forward", wraps=models_module.forward) as read:
         ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
     for call in read.call_args_list:
         assert not call.kwargs["output_hidden_states"]

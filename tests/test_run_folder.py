@@ -32,7 +32,6 @@ from run_tools import assert_same_metrics, call, read_lines, to_lines
 from safetensors.torch import load_file
 
 import ppo_rlhf
-import tf_adam
 import train_reward
 from plumbing import data as data_module
 from plumbing import run as run_module
@@ -445,7 +444,7 @@ def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(name, path, tmp_pa
     Path(args.output_dir, "notes.txt").touch()
     with pytest.raises(run_module.UserError, match=f" {tmp_path}/{path} is not empty"):
         run_module.choose_folder(ppo_rlhf.FILE, "tiny", ppo_rlhf.Args(output_dir=name))
-    monkeypatch.setattr(tf_adam, "broadcast_object_list", lambda _: ["of the first process"])
+    monkeypatch.setattr(run_module, "broadcast_object_list", lambda _: ["of the first process"])
     args.output_dir = None  # and the clocks of processes differ
     run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
     assert args.output_dir == f"{tmp_path}/of the first process"
@@ -618,8 +617,8 @@ def test_the_newest_of_two_checkpoints_is_loaded_by_as_many_processes(small, tmp
     assert (state["update"], state["added"]) == (3, 0.5)
     # The first process has seen no newer one.
     seen = [folder / "checkpoints/0000002"]
-    broadcast = mock.patch.object(tf_adam, "broadcast_object_list")
-    with broadcast as given, mock.patch.object(tf_adam, "choose_folder"):
+    broadcast = mock.patch.object(run_module, "broadcast_object_list")
+    with broadcast as given, mock.patch.object(run_module, "choose_folder"):
         given.side_effect = [["id"], [seen]]
         assert small(folder).state["update"] == 2
     two = copy(folder, tmp_path / "two")
@@ -652,7 +651,7 @@ def test_checkpoints_are_left_after_these_updates(every, expected, small, tmp_pa
         assert path not in one.checkpoints()
         rmtree(path)
 
-    monkeypatch.setattr(tf_adam.shutil, "rmtree", checked)
+    monkeypatch.setattr(run_module.shutil, "rmtree", checked)
     found = []
     for _ in range(3):
         one.end_update()
@@ -666,7 +665,7 @@ def test_processes_wait_until_a_checkpoint_is_written_and_choose_a_folder_with_i
     def checked(*_):
         assert FileLock(tmp_path / "new/lock", is_singleton=True).is_locked
 
-    monkeypatch.setattr(tf_adam, "choose_folder", checked)
+    monkeypatch.setattr(run_module, "choose_folder", checked)
     one = small(tmp_path / "new")
     written = []
 
@@ -723,9 +722,9 @@ def test_seconds_are_of_one_update_and_memory_is_in_gigabytes(small, tmp_path, m
     """The first ones begin when all is ready."""
     clock = itertools.accumulate(itertools.count(1))  # 1, 3, 6, 10
     fake = SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime)
-    monkeypatch.setattr(tf_adam, "time", fake)
+    monkeypatch.setattr(run_module, "time", fake)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5_000_000_000)
-    monkeypatch.setattr(tf_adam, "choose_folder", lambda *_: next(clock))
+    monkeypatch.setattr(run_module, "choose_folder", lambda *_: next(clock))
     small(tmp_path / "timed", updates=3)
     rows = read_lines(tmp_path / "timed/metrics.jsonl")
     assert rows == [{"seconds": i, "peak_memory_gb": 5} for i in (3, 4, 5)]

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ppo_rlhf
 import rloo_rlhf
 from plumbing import data as data_module
-from tf_adam import make_optimizer, set_learning_rates
+from ppo_rlhf import make_optimizer, set_learning_rates
 from tiny.rewards import happy
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,12 +7,12 @@ update. `--report FILE`, before the script, writes it to a file.
 """
 
 import argparse
-import importlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate.utils
 import simulated_device
 import torch
 
@@ -22,15 +22,14 @@ from plumbing import run as run_module
 def reduce_on_device_alone() -> None:
     """From now on `reduce` refuses a tensor on the CPU, as NCCL does with several processes; with
     one it would do nothing."""
-    module = importlib.import_module("tf_adam")
-    function = module.reduce
+    function = accelerate.utils.reduce
 
     def checked(x: torch.Tensor, how: str) -> torch.Tensor:
         if x.device.type == "cpu":
             raise simulated_device.MixedDevices("reduce of a tensor on the CPU")
         return function(x, how)
 
-    module.reduce = checked
+    accelerate.utils.reduce = checked  # before a script imports it
 
 
 def note_updates(ledger: simulated_device.Ledger) -> list[Any]:

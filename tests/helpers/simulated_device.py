@@ -73,7 +73,7 @@ kernels: list[torch.library.Library] = []  # they are registered as long as thes
 
 
 def place() -> tuple[str, str]:
-    """Where in the code an operation comes from: functions of the script and of tf_adam.py, from
+    """Where in the code an operation comes from: functions of the script and of plumbing/, from
     the outermost (main/rollout/sample), and the line. A backward pass runs in a thread of its own,
     while the main one waits in it."""
     functions = []
@@ -81,7 +81,7 @@ def place() -> tuple[str, str]:
     innermost = sys._current_frames()[threading.main_thread().ident]
     for frame, number in traceback.walk_stack(innermost):
         folder, name = os.path.split(frame.f_code.co_filename)
-        if folder == os.path.dirname(sys.argv[0]):
+        if folder.removesuffix("/plumbing") == os.path.dirname(sys.argv[0]):
             line = line or f"{name}:{number}"
             functions.append(frame.f_code.co_name)
     return "/".join(reversed(functions)), line

@@ -162,8 +162,8 @@ def load(folder, flag="base_model", attention="eager", classifier=False, **setti
     device = contextlib.nullcontext()
     if attention != "eager":  # load_model takes its branch for GPUs; weights stay on the CPU
         state = SimpleNamespace(device=torch.device("cuda"))
-        device = mock.patch.object(ppo_rlhf, "PartialState", lambda: state)
-    tokenizer = mock.patch.object(ppo_rlhf, "load_tokenizer", lambda *_: ANY_TOKENIZER)
+        device = mock.patch.object(models_module, "PartialState", lambda: state)
+    tokenizer = mock.patch.object(models_module, "load_tokenizer", lambda *_: ANY_TOKENIZER)
     with device, tokenizer:
         return models_module.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST)
 

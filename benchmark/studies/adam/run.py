@@ -26,7 +26,8 @@ import torch
 
 import ppo_rlhf
 from benchmark import common, ours
-from tf_adam import make_optimizer, set_up_torch
+from plumbing.run import set_up_torch
+from ppo_rlhf import make_optimizer
 from tiny.rewards import happy
 
 sys.path.append(str(common.ROOT / "tests" / "helpers"))

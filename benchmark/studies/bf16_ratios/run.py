@@ -39,7 +39,8 @@ from torch.nn.functional import pad
 import ppo_rlhf
 import rloo_rlhf
 from benchmark import common, ours
-from tf_adam import run_in_bf16, set_up_torch
+from plumbing.models import run_in_bf16
+from plumbing.run import set_up_torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LIMITS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}  # the scripts' check_update has these
@@ -169,9 +170,9 @@ def measure(
     for dtype in options.dtypes:
         autocast_trunk(actor, dtype)
         batch = ours.rollout(actor, actor, asked, u, everyone.view(1, 1, -1), None, args)
-        parts = script.micro_batches(everyone, batch.contexts, micro)
+        parts = script.micro_batches(everyone, batch, micro)
         fewer = max(copies, micro // 2)
-        other_parts = script.micro_batches(everyone, batch.contexts, fewer)
+        other_parts = script.micro_batches(everyone, batch, fewer)
         autocast_trunk(actor, "fp32")
         with torch.no_grad():
             exact = in_parts(actor, batch, parts)

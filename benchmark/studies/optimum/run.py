@@ -32,7 +32,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ppo_rlhf
 import rloo_rlhf
 from benchmark import common, ours
-from tf_adam import make_optimizer, set_learning_rates, set_up_torch
+from plumbing.run import set_up_torch
+from ppo_rlhf import make_optimizer, set_learning_rates
 
 VOCABULARY = 8
 LENGTH = 3

@@ -36,7 +36,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,12 +70,12 @@ DROPOUT = (
 )
 # VADER reads the responses of every update, in metrics.jsonl.
 JUDGED = (
-    ("from tf_adam import", "from benchmark.tools import vader\nfrom tf_adam import"),
+    ("from plumbing.data import", "from benchmark.tools import vader\nfrom plumbing.data import"),
     (
-        "        batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)\n",
-        "        batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)\n"
-        "        texts = tokenizer.batch_decode(truncated(batch))\n"
-        "        read = torch.tensor(vader.sentiment([], texts), device=raw_scores.device)\n",
+        "            batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)\n",
+        "            batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)\n"
+        "            texts = tokenizer.batch_decode(truncated(batch))\n"
+        "            read = torch.tensor(vader.sentiment([], texts), device=raw_scores.device)\n",
     ),
     (
         '            "objective/scores": batch.scores,\n',
@@ -232,7 +231,7 @@ def changed_copy(choice: Choice, path: Path) -> str:
             raise ValueError(f"{choice.script}: {old!r} stands there {text.count(old)} times")
         text = text.replace(old, new)
     path.write_text(text)
-    shutil.copy(common.ROOT / "tf_adam.py", path.parent)  # a run makes a record of it
+    common.copy_shared(path.parent)
     return str(path)
 
 

@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -39,8 +38,8 @@ REWARD = "train_reward.py"
 # In every copy: VADER reads the responses that are trained on.
 TRUE_SCORE = (
     (
-        "\nfrom tf_adam import ",
-        "\nfrom benchmark.tools.vader import sentiment\nfrom tf_adam import ",
+        "\nfrom plumbing.data import ",
+        "\nfrom benchmark.tools.vader import sentiment\nfrom plumbing.data import ",
     ),
     (
         "        run.log(metrics)  # adds seconds and peak_memory_gb\n",
@@ -187,7 +186,7 @@ def train(run: Run, args: argparse.Namespace) -> tuple[Path, str]:
     if not (out / "samples.jsonl").exists() and not log.with_suffix(".stopped").exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         script = copy_of(run, out.with_name(f"{out.name}.py"))
-        shutil.copy(common.ROOT / "tf_adam.py", out.parent)  # a run makes a record of it
+        common.copy_shared(out.parent)
         command = [sys.executable, str(script), *flags.split()]
         command += ["--output_dir", str(out), "--resume"]
         paths = {"PYTHONPATH": str(common.ROOT), "OMP_NUM_THREADS": "1"}
