@@ -82,9 +82,11 @@ from plumbing.run import (
     blame,
     choose_folder,
     make_accelerator,
+    prepare,
     run_main,
     say,
     write_samples,
+    writing,
 )
 from tf_adam import AdamTF
 
@@ -277,13 +279,8 @@ def main(preset: str, args: Args) -> None:
     num_tokens = max(tokenizer.get_vocab().values()) + 1
     policy = ActorCritic(lm, num_tokens, critic)
     ref = ActorCritic(ref_lm, num_tokens).to(accelerator.device)  # its values are not used
-    optimizer = make_optimizer(policy, args)
     # `wrapped` is what is trained: it averages gradients over processes. `policy` is inside.
-    wrapped, optimizer = accelerator.prepare(policy, optimizer)
-    policy = accelerator.unwrap_model(wrapped)
-    # FSDP's modules have `reshard`: autocast must not keep bf16 copies of their gathered weights.
-    torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
-    # evaluation(policy) is a table: the policy's responses to the held-out queries, scores and KL
+    wrapped, policy, optimizer = prepare(accelerator, policy, make_optimizer(policy, args))
     evaluation = partial(evaluate, ref, held_out, score_fn, tokenizer, truncate_id, args)
     before = evaluation(ref)  # the reference is the untrained policy, also when a run is resumed
     run = Run(accelerator, FILE, args, num_updates, {"kl_coef": args.kl_coef, "data": checksum})
@@ -294,8 +291,7 @@ def main(preset: str, args: Args) -> None:
         # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
         with run.keeping_updates():
             start = update * args.batch_size + rank * share
-            mine = range(start, start + share)
-            my_queries = [queries[i % len(queries)] for i in mine]
+            my_queries = [queries[i % len(queries)] for i in range(start, start + share)]
             u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)
             batch = rollout(policy, my_queries, u.split(share)[rank], truncate_id, args)
             epochs = shuffle(args, rank, update, share)  # (num_epochs, num_minibatches, b)
@@ -346,7 +342,8 @@ def main(preset: str, args: Args) -> None:
     # 7. save and evaluate; get_state_dict may gather weights, so every process calls it
     weights = accelerator.get_state_dict(wrapped)
     if rank == 0:
-        save_policy(policy, weights, tokenizer, args.output_dir)
+        with writing(args.output_dir):
+            save_policy(policy, weights, tokenizer, args.output_dir)
     after = evaluation(policy).drop(columns="query").add_suffix("_after")
     if rank == 0:
         write_samples(before.join(after), run.folder)

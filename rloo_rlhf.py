@@ -85,9 +85,11 @@ from plumbing.run import (
     blame,
     choose_folder,
     make_accelerator,
+    prepare,
     run_main,
     say,
     write_samples,
+    writing,
 )
 from tf_adam import AdamTF
 
@@ -263,19 +265,16 @@ def main(preset: str, args: Args) -> None:
     # --total_episodes reads more of them.
     checksum = crc32(np.concatenate(contexts[: args.eval_queries + args.batch_size]))
     held_out, queries = hold_out(queries, args.eval_queries)
-    held_out = [query for query in held_out for _ in range(args.rloo_k)]  # adjacent, see Actor
+    # K adjacent rows for each query: see Actor
+    held_out = [query for query in held_out for _ in range(args.rloo_k)]
+    queries = [query for query in queries for _ in range(args.rloo_k)]
     score_fn = load_reward("reward_model", args, preset, tokenizer, longest)
     lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
     num_tokens = max(tokenizer.get_vocab().values()) + 1
     policy = Actor(lm, num_tokens, args)
     ref = Actor(ref_lm, num_tokens, args).to(accelerator.device)
-    optimizer = make_optimizer(policy, args)
     # `wrapped` is what is trained: it averages gradients over processes. `policy` is inside.
-    wrapped, optimizer = accelerator.prepare(policy, optimizer)
-    policy = accelerator.unwrap_model(wrapped)
-    # FSDP's modules have `reshard`: autocast must not keep bf16 copies of their gathered weights.
-    torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
-    # evaluation(policy) is a table: the policy's responses to the held-out queries, scores and KL
+    wrapped, policy, optimizer = prepare(accelerator, policy, make_optimizer(policy, args))
     evaluation = partial(evaluate, ref, held_out, score_fn, tokenizer, truncate_id, args)
     before = evaluation(ref)  # the reference is the untrained policy, also when a run is resumed
     run = Run(accelerator, FILE, args, num_updates, {"kl_coef": args.kl_coef, "data": checksum})
@@ -339,7 +338,8 @@ def main(preset: str, args: Args) -> None:
     # 7. save and evaluate; get_state_dict may gather weights, so every process calls it
     weights = accelerator.get_state_dict(wrapped)
     if rank == 0:
-        save_policy(policy, weights, tokenizer, args.output_dir)
+        with writing(args.output_dir):
+            save_policy(policy, weights, tokenizer, args.output_dir)
     after = evaluation(policy).drop(columns="query").add_suffix("_after")
     if rank == 0:
         write_samples(before.join(after), run.folder)

@@ -76,9 +76,11 @@ from plumbing.run import (
     blame,
     choose_folder,
     make_accelerator,
+    prepare,
     run_main,
     say,
     write,
+    writing,
 )
 from tf_adam import AdamTF
 
@@ -237,12 +239,8 @@ def main(preset: str, args: Args) -> None:
         end = None  # an ordinary token
     if args.normalization_samples:
         normalize(reward, reference_rewards(accelerator, reward, ref, queries, 0, end, args))
-    optimizer = make_optimizer(reward, args)
     # `wrapped` is what is trained: it averages gradients over processes. `reward` is inside.
-    wrapped, optimizer = accelerator.prepare(reward, optimizer)
-    reward = accelerator.unwrap_model(wrapped)
-    # FSDP's modules have `reshard`: autocast must not keep bf16 copies of their gathered weights.
-    torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
+    wrapped, reward, optimizer = prepare(accelerator, reward, make_optimizer(reward, args))
 
     texts = [labels, [query.context for query in queries]]
     run = Run(accelerator, FILE, args, num_updates, {"data": crc32(str(texts).encode())})
@@ -284,9 +282,10 @@ def main(preset: str, args: Args) -> None:
     # are saved from `statistics`. Every process calls it.
     weights = accelerator.get_state_dict(wrapped)
     if rank == 0:
-        save_reward_model(model, weights, statistics, tokenizer, args.output_dir)
         text = samples.to_json(orient="records", lines=True, double_precision=15)
-        write(run.folder / "samples.jsonl", text)  # the last file, which marks a finished run
+        with writing(args.output_dir):
+            save_reward_model(model, weights, statistics, tokenizer, args.output_dir)
+            write(run.folder / "samples.jsonl", text)  # the last file, which marks a finished run
     say(f"{statistics}, see {args.output_dir}")
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # ends DDP, else gloo can hang
     accelerator.end_training()

@@ -25,7 +25,7 @@ import tyro
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -46,7 +46,7 @@ def say(*values: object) -> None:
 
 
 @contextlib.contextmanager
-def blame(what: str, kind: type = Exception) -> Iterator[None]:
+def blame(what: str, kind: type | tuple = Exception) -> Iterator[None]:
     """Turns an error of this kind in the block into a UserError: `what`, then the cause. Around
     calls of a library, and of a model, leave `kind` as it is. Around the scripts' own functions
     name the kind that is expected, so that their bugs keep their traceback."""
@@ -124,6 +124,17 @@ def check_launch(accelerator: Accelerator) -> None:
         )
 
 
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """What is trained: the wrapped model, which averages gradients over processes; the model inside
+    it; and the optimizer."""
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    # FSDP's modules have `reshard`: autocast must not keep bf16 copies of their gathered weights.
+    torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
+    return wrapped, accelerator.unwrap_model(wrapped), optimizer
+
+
 # What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
 # learning rates. Anything else would turn one run into two experiments.
 CHANGEABLE = """resume output_dir track checkpoint_every total_episodes lr
@@ -189,7 +200,8 @@ class Run:
         self.state |= {"update": 0, "processes": accelerator.num_processes, "run_id": run_id}
         self.state_as_json()  # fails now, if it would fail after the first update
         if accelerator.is_main_process:
-            self.lock.acquire(blocking=False)  # makes the folder; an OSError if a run has the lock
+            with writing(self.folder):  # an OSError if a run has the lock
+                self.lock.acquire(blocking=False)  # makes the folder
         choose_folder(self.script, "", self.args)  # again, with the lock: a run may have used it
         # What the first process sees: another node may see an older state of the folder, or none.
         (checkpoints,) = broadcast_object_list([self.checkpoints()])
@@ -206,7 +218,8 @@ class Run:
             accelerator.init_trackers("rlhf", vars(self.args), {"wandb": wandb})
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            self.write_records()
+            with writing(self.folder):
+                self.write_records()
         # from here on signals stop the run between updates
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self.note_signal)
@@ -250,7 +263,7 @@ class Run:
         self.last_log = now
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
         if self.accelerator.is_main_process:
-            with open(self.folder / "metrics.jsonl", "a") as file:
+            with writing(self.folder), open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(f"{json.dumps(metrics)}\n")
         # not as W&B's step, which cannot go back when a run is resumed at a checkpoint
         self.accelerator.log(metrics | {"update": self.state["update"] + 1})
@@ -310,15 +323,24 @@ class Run:
 
     def save_checkpoint(self, path: Path, state: str) -> None:
         """Writes a checkpoint, and removes all but the newest two, also what kills have left."""
-        self.accelerator.save_state(str(path))
+        with writing(path):
+            self.accelerator.save_state(str(path))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            write(path / "state.json", state)  # last: from now on it is a checkpoint
+            with writing(path):
+                write(path / "state.json", state)  # last: from now on it is a checkpoint
             kept = self.checkpoints()[-2:]
             for old in set(path.parent.glob(SEVEN_DIGITS)) - set(kept):
                 (old / "state.json").unlink(missing_ok=True)  # first: from now on it is none
                 shutil.rmtree(old)
         self.accelerator.wait_for_everyone()  # no process goes on before it is written
+
+
+@contextlib.contextmanager
+def writing(folder: Path | str) -> Iterator[None]:
+    """Around what is written to a folder: a full disk, for example, becomes one line."""
+    with blame(f"{folder} cannot be written", (OSError, RuntimeError)):
+        yield
 
 
 def write(path: Path, text: str) -> None:
@@ -333,7 +355,8 @@ def write_samples(samples: pd.DataFrame, folder: Path) -> None:
     """Writes samples.jsonl, the last file: it marks a finished run. Prints three queries with their
     responses before and after the training, and mean scores."""
     text = samples.to_json(orient="records", lines=True, double_precision=15)
-    write(folder / "samples.jsonl", text)
+    with writing(folder):
+        write(folder / "samples.jsonl", text)
     for row in samples.drop_duplicates("query").head(3).itertuples():
         say(f"\nquery: {row.query!r}\nbefore: {row.response!r}\nafter: {row.response_after!r}")
     say(f"\nmean score {samples.score.mean():.2f} before, {samples.score_after.mean():.2f} after")

@@ -39,7 +39,7 @@ MINE = """
 FIELD = "    track: bool = False"
 SEED = "seed: conint(ge=0, lt=4_000_000_000) = "
 CHANGES = (
-    ("from tf_adam import (\n", "from tf_adam import (\n    of_my_own,\n"),
+    ("from tf_adam import AdamTF\n", "from tf_adam import AdamTF, of_my_own\n"),
     (FIELD, f'    mine: Literal["less", "more"] = "less"  # Mine\n{FIELD}'),
     (f"{SEED}1 ", f"{SEED}7 "),
     ("    run.start()\n", "    run.start()\n    seen = []\n"),

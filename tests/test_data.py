@@ -694,7 +694,7 @@ def test_a_file_in_another_encoding_is_an_error_of_its_row():
 
 def test_a_bug_that_a_row_brings_out_keeps_its_traceback():
     text = {"text": "w5"}
-    for script, read, row in ((ppo_rlhf, read_queries, text), (train_reward, load_labels, LABEL)):
+    for read, row in ((read_queries, text), (load_labels, LABEL)):
         with mock.patch.object(data_module, "prompt_of", side_effect=ZeroDivisionError):
             with pytest.raises(ZeroDivisionError):
                 read([row])

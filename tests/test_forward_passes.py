@@ -1,6 +1,7 @@
 """Passes over padded rows and through caches give what transformers gives for each text alone."""
 
 import importlib
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest

@@ -376,7 +376,7 @@ def test_a_reward_model_has_the_same_words_under_the_same_numbers(module):
 
     def load_beside(ours, theirs):
         mine, other = (mock.Mock(**{"get_vocab.return_value": x}) for x in (ours, theirs))
-        with mock.patch.object(module, "load_tokenizer", lambda flag, args: other):
+        with mock.patch.object(models_module, "load_tokenizer", lambda flag, args: other):
             return module.load_reward("reward_model", args, "tiny", mine, 8)
 
     ours = {"a": 0, "b": 1}

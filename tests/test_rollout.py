@@ -179,11 +179,11 @@ def test_rows_are_selected_from_tensors_and_from_lists(module):
     fields = [("texts", list, None)]
     own = dataclasses.make_dataclass("Own", fields, bases=bases)
     contexts = [[1], [2], [3]]
-    tensors = torch.arange(3).repeat(5, 1)
+    tensors = torch.arange(3).view(1, 3, 1).repeat(5, 1, 1)  # (3, 1) each
     batch = own(contexts, *tensors, texts=["a", "b", "c"])
     rows = torch.tensor([2, 0])
     found = module.select(batch, rows)
     assert found.contexts == [[3], [1]]
-    assert found.responses.tolist() == [2, 0]
+    assert found.responses.tolist() == [[2], [0]]
     assert found.texts == ["c", "a"]
     assert found.rewards is None

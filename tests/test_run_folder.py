@@ -178,7 +178,8 @@ def test_kills_and_interruptions_change_no_bit(script, world, folder):
         assert code == STATUS[kind], (line, errors)
         assert not (folder / "out/samples.jsonl").exists()
         if kind == "full":
-            assert errors.splitlines()[-1] == f"{script}: [Errno 28] No space left on device"
+            says = rf"{script}: .*/out.* cannot be written: .*No space left on device.*"
+            assert re.fullmatch(says, errors.splitlines()[-1]), errors
         if is_signal:
             says, command = printed.splitlines()[-2:]
             assert says == "stopped by a signal; to go on (behind python):"
@@ -290,7 +291,9 @@ def test_a_reward_function_that_fails_late_or_moves(
     fails = value != "0.5"
     if fails:
         says = re.escape(f"{count} finite floats, not [{', '.join([value] * count)}]")
-        expected = pytest.raises(run_module.UserError, match=f"^--reward_fn must return {says}$")
+        expected = pytest.raises(
+            run_module.UserError, match=rf"^--reward_fn must return {says}(\n|$)"
+        )
     with expected:
         call(script, words, folder)
     assert (folder / "out/samples.jsonl").exists() == (not fails)
@@ -302,13 +305,12 @@ def test_a_reward_function_that_fails_late_or_moves(
 
 
 @pytest.mark.parametrize("script", [PPO, REWARD])
-def test_the_model_is_on_the_disk_before_results_are_printed(script, folder):
-    """As when the program that reads them has gone; no flag is to blame."""
+def test_a_closed_output_does_not_end_a_run(script, folder):
+    """As when the program that reads it has gone."""
     refuse = (fork_tools.refuse_to_print, "mean score" if script == PPO else "test/accuracy")
     code, _, errors = run(script, WORDS[script], folder, refuse)
+    assert code == 0, errors
     assert_same_results(folder, plain(script, 1))
-    assert code == 1
-    assert errors.splitlines()[-1] == f"{script}: [Errno 32] Broken pipe"
 
 
 # --- who may use a folder -------------------------------------------------------------------------

@@ -7,6 +7,7 @@ update. `--report FILE`, before the script, writes it to a file.
 """
 
 import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
