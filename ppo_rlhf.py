@@ -544,10 +544,9 @@ def set_learning_rates(
     """Sets the rates for all optimizer steps of this update (updates count from 0); `progress`, in
     [0, 1), is the share of the run that is over.
 
-    Warm-up (args.lr_warmup updates) and the linear decay to 0 multiply. Value head
-    and critic have args.critic_lr, if it is given. In the first args.critic_warmup updates the
-    policy's rate is 0: its weights do not move, but Adam's averages and the gradient norm include
-    its gradients.
+    Warm-up (args.lr_warmup updates) and the linear decay to 0 multiply. Value head and critic have
+    args.critic_lr, if it is given. In the first args.critic_warmup updates the policy's rate is 0:
+    its weights do not move, but Adam's averages and the gradient norm include its gradients.
     """
     factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
     if args.lr_schedule == "linear":

@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent  # the scripts' folder
 
 
 class UserError(Exception):
-    """An error that the user can fix. A script prints its text as one
-    line, and ends. With RLHF_DEBUG=1 in the environment it shows the traceback."""
+    """An error that the user can fix. A script prints its text as one line, and ends. With
+    RLHF_DEBUG=1 in the environment it shows the traceback."""
 
 
 def say(*values: object) -> None:
@@ -176,8 +176,7 @@ class Run:
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 are noted: the run stops at the end of the update, with a
     checkpoint (if the launcher waits that long: see docs/clusters.md). After the last update a
-    signal changes nothing.
-    Press Ctrl-C twice to stop at once."""
+    signal changes nothing. Press Ctrl-C twice to stop at once."""
 
     accelerator: Accelerator
     script: Path
