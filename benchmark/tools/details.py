@@ -20,6 +20,8 @@ PPO = "ppo_rlhf.py"
 RLOO = "rloo_rlhf.py"
 REWARD = "train_reward.py"
 ADAM = "tf_adam.py"
+MODELS = "plumbing/models.py"
+DATA = "plumbing/data.py"
 
 
 @dataclass
@@ -138,7 +140,7 @@ ORIGINAL = [
     ),
     Detail(
         "TensorFlow's Adam is the default, without weight decay and without clipping of gradients.",
-        ADAM,
+        PPO,
         '{"tf": AdamTF, "torch": torch.optim.AdamW}',
         '{"tf": torch.optim.AdamW, "torch": torch.optim.AdamW}',
         PPO_RUN,
@@ -153,7 +155,7 @@ ORIGINAL = [
     Detail(
         "A query begins after the first `.` of its text and ends with the last one. Tokens are "
         "compared, not characters.",
-        PPO,
+        DATA,
         "tokens.index(start) + 1",
         "tokens.index(start)",
         "golden::query_cut_equals_the_original",
@@ -161,7 +163,7 @@ ORIGINAL = [
     Detail(
         "`--query_prefix` and `--query_suffix` are for the policy. The reward model reads the "
         "query without them.",
-        PPO,
+        DATA,
         "Query(begin + query, begin + prefix + query + suffix, row)",
         "Query(begin + query + suffix, begin + prefix + query + suffix, row)",
         PPO_RUN,
@@ -169,14 +171,14 @@ ORIGINAL = [
     Detail(
         "Padding is marked by a mask alone: the ids under it are 0, so the model needs no padding "
         "token.",
-        PPO,
+        MODELS,
         "(ids.clamp(min=0), ids >= 0)",
         "(ids.clamp(min=0), ids >= -1)",
         CACHED,
     ),
     Detail(
         "Positions count real tokens, and not padding.",
-        PPO,
+        MODELS,
         "(mask.cumsum(1) - 1).clamp(min=0)",
         "(torch.ones_like(mask).cumsum(1) - 1).clamp(min=0)",
         CACHED,
@@ -215,7 +217,7 @@ ORIGINAL = [
     ),
     Detail(
         "Logits are computed in fp32, in bf16 runs too, because only the trunk is under autocast.",
-        ADAM,
+        MODELS,
         'args.dtype == "bf16"',
         "False",
         "models::under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16",
@@ -224,8 +226,8 @@ ORIGINAL = [
         "Old log-probabilities come from passes over the update's own micro-batches, so the first "
         "ratio is 1. The original takes them from its sampler.",
         PPO,
-        "found = forward_response(policy, micro, args.temperature)[1:]",
-        "found = micro.sampled_logprobs, micro.sampled_logprobs",
+        "batch.logprobs[place] = logprobs",
+        "batch.logprobs[place] = micro.sampled_logprobs",
         "checks::first_ratio_is_exactly_one",
     ),
     Detail(
@@ -442,14 +444,14 @@ OPTIONS = [
     Detail(
         "`--adam_betas` sets Adam's decay rates. `--weight_decay` acts on matrices only, and apart "
         "from the gradient (Llama 2).",
-        ADAM,
+        PPO,
         "args.weight_decay if p.dim() > 1 else 0.0",
-        "((matrices, args.weight_decay), (others, args.weight_decay))",
+        "args.weight_decay",
         CRITIC_RUN,
     ),
     Detail(
         "`--max_grad_norm` scales larger gradients down to this norm (Llama 2).",
-        ADAM,
+        PPO,
         "max_norm or math.inf",
         "False",
         CRITIC_RUN,
@@ -457,7 +459,7 @@ OPTIONS = [
     Detail(
         "`--lr_schedule` can keep the rate constant. With `--lr_warmup` n the first update has lr "
         "/ (n + 1) (InstructGPT).",
-        ADAM,
+        PPO,
         "(update + 1) / (args.lr_warmup + 1)",
         "update / (args.lr_warmup + 1)",
         CRITIC_RUN,
@@ -466,7 +468,7 @@ OPTIONS = [
         "`--critic policy` gives the value head a trunk of its own, and trains all of it, also "
         "with `--lora_rank`. `--critic_lr` is its learning rate (DeepSpeed-Chat and Qwen have two "
         "rates).",
-        ADAM,
+        PPO,
         "factor * args.critic_lr",
         "factor * args.lr",
         CRITIC_RUNS,
@@ -481,16 +483,16 @@ OPTIONS = [
     ),
     Detail(
         "`--critic_warmup` leaves the policy as it is, to the bit, in the first updates. The KL is "
-        "0 meanwhile, so with an `--adaptive_kl_target` the coefficient falls (Qwen).",
-        ADAM,
-        'update < getattr(args, "critic_warmup", 0)',
+        "0 meanwhile, and its coefficient stays as it is (Qwen).",
+        PPO,
+        'update < args.critic_warmup',
         "False",
         CRITIC_RUN,
     ),
     Detail(
         "`--lora_rank` trains adapters, and the reference is the policy without them (TRL with "
         "peft).",
-        ADAM,
+        MODELS,
         "args.lora_alpha",
         "1",
         "models::lora_adapters_depend_on_the_seed_alone",
@@ -518,7 +520,7 @@ TOUR = [
     ),
     (
         "# --- rollout and scoring",
-        "`sample` and `rollout`; scores; `ActorCritic` with its value head; log-probabilities",
+        "`sample` and `rollout`; scores; log-probabilities; `ActorCritic` with its value head",
     ),
     (
         "# --- models",

@@ -42,7 +42,7 @@ def original_of(copy: Path) -> str:
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """With --script, pytest runs in a copy of the project that has that script in the place of its
-    original, and tf_adam.py from beside it."""
+    original, and tf_adam.py and plumbing/ from beside it."""
     if not config.getoption("--script"):
         return None
     copy = config.invocation_params.dir / config.getoption("--script")
@@ -59,8 +59,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     flags = config.getoption("--script_flags")
     env = os.environ | {"COPIED_SCRIPT": original, "SCRIPT_FLAGS": flags}
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("tests", "benchmark", "tiny", "docs"):
-            ignored = shutil.ignore_patterns("__pycache__")
+        ignored = shutil.ignore_patterns("__pycache__")
+        for name in ("tests", "benchmark", "tiny", "docs", "plumbing"):
             shutil.copytree(ROOT / name, f"{folder}/{name}", ignore=ignored)
         for pattern in ("*.py", "*.toml", "*.md"):
             for file in ROOT.glob(pattern):
@@ -68,6 +68,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         shutil.copy(copy, f"{folder}/{original}")
         if copy.with_name("tf_adam.py").exists():
             shutil.copy(copy.with_name("tf_adam.py"), folder)
+        if copy.with_name("plumbing").is_dir():
+            places = (copy.with_name("plumbing"), f"{folder}/plumbing")
+            shutil.copytree(*places, ignore=ignored, dirs_exist_ok=True)
         sys.stderr.write(f"{copy} in the place of {original}\n")
         command = [sys.executable, "-m", "pytest", *words]
         return subprocess.run(command, cwd=folder, env=env).returncode

@@ -64,8 +64,8 @@ UNCHECKED = ("        check_update(update, metrics, args)\n", "")
 DROPOUT = (
     UNCHECKED,
     (
-        "    policy = accelerator.unwrap_model(wrapped)\n",
-        "    policy = accelerator.unwrap_model(wrapped).train()\n",
+        "    evaluation = partial(",
+        "    policy.train()\n    evaluation = partial(",
     ),
 )
 # VADER reads the responses of every update, in metrics.jsonl.
