@@ -564,8 +564,8 @@ def average_gradients(
     accelerator: Accelerator, model: nn.Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
     """A context for the backward pass of a micro-batch. Processes average their gradients at the
-    last micro-batch of a step. With FSDP (whose modules have `reshard`) they do it at each: until
-    then every process would hold whole gradients."""
+    last micro-batch of a step. If weights are sharded (by modules with `reshard`) they do it at
+    each: until then every process would hold whole gradients."""
     if is_last or hasattr(model, "reshard"):
         return contextlib.nullcontext()
     return accelerator.no_sync(model)
@@ -577,7 +577,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """The whole of a tensor that FSDP may have sharded."""
+    """The whole of a tensor, which may be sharded."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
@@ -725,12 +725,13 @@ def sample(
         logprobs[rows, t] = probs.gather(1, ids).log().squeeze(1)
 
         # Every few tokens, so that a GPU seldom waits, ended responses leave the batch. Processes
-        # stop together: with FSDP they need each other's weights.
+        # stop together: they need each other's weights if these are sharded.
         if end is not None and t % 8 == 7:
             _, has_ended = truncate(responses[rows, : t + 1], end, after)
             if reduce(has_ended.logical_not().sum(), "sum") == 0:
                 break
-            has_ended[0] &= not has_ended.all()  # a process that waits for others keeps one row
+            # A process that waits for others keeps one row.
+            has_ended[0] &= has_ended.all().logical_not()
             kept = has_ended.logical_not().nonzero().squeeze(1)
             cache.batch_select_indices(kept)
             ids = ids[kept]
@@ -994,8 +995,8 @@ def check_settings(args: Args, num_updates: int, num_shares: int) -> None:
     """UserError for settings that do not go together. The batch is divided in num_shares."""
     if args.batch_size % num_shares:
         raise UserError(
-            f"--batch_size {args.batch_size} must be a multiple of {num_shares}: all processes, "
-            "minibatches, and responses to a query"
+            f"--batch_size {args.batch_size} must be a multiple of {num_shares} (processes x "
+            "minibatches x responses per query)"
         )
     if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(

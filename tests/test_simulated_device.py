@@ -18,6 +18,8 @@ from fork_tools import PPO, REWARD, RLOO, WORDS, copy, kit, run_on_device, succe
 from run_tools import assert_same_metrics, read_lines
 from safetensors.torch import load_file
 
+from benchmark import common
+
 REFUSED = "MixedDevices"
 
 # Runs in which the device must do what the CPU does.
@@ -38,14 +40,15 @@ BF16 = {PPO: f"--critic reward {LORA}", RLOO: "", REWARD: ""}
 ERRORS = ("sampling_error", "first_ratio_error")
 # Where the script passes a device, or moves something to it.
 A_DEVICE = r",? ?\bdevice=[\w.]+(\(\)\.device)?|\.to\((PartialState\(\)|accelerator)\.device\)"
-PLACES = list(re.finditer(A_DEVICE, (ROOT / PPO).read_text()))
+FILES = (PPO, "plumbing/models.py", "plumbing/data.py")
+PLACES = [(name, at) for name in FILES for at in re.finditer(A_DEVICE, (ROOT / name).read_text())]
 
-# Synchronisations of an update: while tokens are sampled, where none is for a token, and in all the
-# rest.
+# Synchronisations of an update: while tokens are sampled, where two are for every 8 tokens, and in
+# all the rest.
 # `pytest -n 0 -sk synchronisations` measures them anew and lists the lines that they come from.
 SYNCS = {
-    (PPO, "masked"): (1, 24),
-    (RLOO, "masked"): (1, 24),
+    (PPO, "masked"): (5, 25),
+    (RLOO, "masked"): (5, 25),
     (REWARD, "plain"): (0, 7),
 }
 
@@ -116,12 +119,13 @@ def test_a_run_is_resumed(tmp_path):
 
 @pytest.mark.parametrize("number", range(len(PLACES)))
 def test_a_device_that_is_left_out_is_found(number, tmp_path):
-    text = (ROOT / PPO).read_text()
-    at = PLACES[number]
+    name, at = PLACES[number]
+    text = (ROOT / name).read_text()
     function = re.findall(r"\n *def (\w+)", text[: at.start()])[-1]
-    more = f"{FUNCTION} --critic shared" if function == "score_by_function" else MASKED
-    (tmp_path / PPO).write_text(text[: at.start()] + text[at.end() :])
-    shutil.copy(ROOT / "tf_adam.py", tmp_path)
+    more = f"{FUNCTION} --critic shared" if function == "call_reward_fn" else MASKED
+    common.copy_shared(tmp_path)
+    shutil.copy(ROOT / PPO, tmp_path)
+    (tmp_path / name).write_text(text[: at.start()] + text[at.end() :])
     script = str(tmp_path / PPO)
     code, _, errors = run_on_device(script, words_of(PPO, more), new_folder(tmp_path))
     assert (code, REFUSED in errors) == (1, True), (function, errors)

@@ -69,8 +69,6 @@ WITHOUT = [
 # updates `early_stopping` made two of its four epochs, and these are exact.
 ALONE = [
     ("trl09", "early_stopping", ["early_stopping"]),
-    ("trl112", "cosine", []),
-    ("rloo116", "cosine", []),
 ]
 FAR = [line.split(maxsplit=3) for line in OF_FAR.strip().splitlines()]
 # Noted of main: the last call of these, with what it returned.

@@ -17,8 +17,6 @@ import accelerate.utils
 import simulated_device
 import torch
 
-from plumbing import run as run_module
-
 
 def reduce_on_device_alone() -> None:
     """From now on `reduce` refuses a tensor on the CPU, as NCCL does with several processes; with
@@ -58,6 +56,7 @@ def main() -> None:
     updates = note_updates(ledger)
     reduce_on_device_alone()
     module = importlib.import_module(script.stem)
+    run_module = importlib.import_module("plumbing.run")  # what is beside the script
     module.main(*run_module.parse_args(module.Args, module.PRESETS))
     report = {"launches": ledger.launches, "updates": updates}
     Path(options.report).write_text(json.dumps(report))

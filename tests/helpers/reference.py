@@ -97,8 +97,6 @@ def scheduled(lr: float, left: float, update: int, s: Any) -> float:
     decay = 1.0
     if s.lr_schedule == "linear":
         decay = left
-    if s.lr_schedule == "cosine":
-        decay = math.sin(left * math.pi / 2) ** 2
     return lr * rise * decay
 
 
@@ -564,7 +562,8 @@ def reinforce(script: str, settings: Settings, folder: Path, world: int) -> Simp
             variance = row["returns/var"] + 1e-8
             row["val/var_explained"] = 1 - row["val/error"] / variance
         metrics.append(row)
-        kl_coef = adapt(kl_coef, row["objective/kl"], s)
+        if update >= s.critic_warmup:
+            kl_coef = adapt(kl_coef, row["objective/kl"], s)
 
     after = evaluate(policy, ref, judge, held_out, s)
     samples = []

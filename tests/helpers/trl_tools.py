@@ -33,7 +33,7 @@ COMMON = {  # TRL ends a response with the EOS, masks what follows, and has PyTo
     "eval_queries": 1,
     "checkpoint_every": 0,
 }
-SCHEDULES = ("linear", "cosine", "constant")
+SCHEDULES = ("linear", "constant")
 # Of transformers' TrainingArguments, in the form of Recording.table.
 TRAINING = """
 lr_scheduler_type  'linear'  lr_schedule
@@ -519,7 +519,8 @@ class RLOO116(Recording):
         return found[:: self.config["num_generations"]]
 
     def shuffles(self, arrays: Arrays) -> Tensor:
-        order = torch.arange(len(arrays["prompt_ids"]))  # the rows of a query are side by side
+        queries = len(arrays["prompt_ids"]) // self.config["num_generations"]
+        order = torch.arange(queries)  # the script puts the rows of a query side by side
         return order.view(1, self.num_minibatches, -1).repeat(self.config["num_iterations"], 1, 1)
 
     def model(self, name: str) -> Module:
