@@ -249,13 +249,7 @@ def main(preset: str, args: Args) -> None:
     accelerator = make_accelerator(args.dtype)
     rank = accelerator.process_index
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    num_shares = accelerator.num_processes * args.num_minibatches * args.rloo_k
-    check_settings(args, num_updates, num_shares)
-    if args.micro_batch_size % args.rloo_k:
-        raise UserError(
-            f"--micro_batch_size {args.micro_batch_size} must be a multiple of --rloo_k "
-            f"{args.rloo_k}"
-        )
+    check_settings(args, num_updates, accelerator.num_processes)
     choose_folder(FILE, preset, args)  # sets args.output_dir
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
 
@@ -294,9 +288,7 @@ def main(preset: str, args: Args) -> None:
             my_queries = [queries[i % len(queries)] for i in range(start, start + share)]
             u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)
             batch = rollout(policy, my_queries, u.split(share)[rank], truncate_id, args)
-            groups = shuffle(args, rank, update, share // args.rloo_k)  # of K rows
-            groups = groups.unsqueeze(3) * args.rloo_k + torch.arange(args.rloo_k)
-            epochs = groups.flatten(2)  # (num_epochs, num_minibatches, b)
+            epochs = shuffle(args, rank, update, share)  # (num_epochs, num_minibatches, b)
             # The rows go through the first epoch's micro-batches. So padding and rounding are the
             # same in the first optimizer step, where every ratio is 1, on a CPU exactly.
             set_logprobs(batch, policy, ref, epochs[0], args)
@@ -445,35 +437,52 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 # --- optimizer, and sums over processes -----------------------------------------------------------
+CRITIC_PARTS = ("value_head.", "critic.")
+
+
 def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
-    """AdamTF or AdamW (args.adam) over all weights of the model that are trained. The matrices of
-    each part of the model, which have args.weight_decay, are a parameter group, and so are its
-    other weights. The group's `part` is the part's name."""
+    """AdamTF or AdamW (args.adam) over all weights of the model that are trained.
+
+    Up to four parameter groups: matrices and other weights, then the same of `value_head` and
+    `critic` (`is_critic`), if the model has parts of these names. Only matrices have
+    args.weight_decay. set_learning_rates sets the learning rate of each group.
+    """
     groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            part = name.partition(".")[0]
+            is_critic = name.startswith(CRITIC_PARTS)
             decay = args.weight_decay if p.dim() > 1 else 0.0
-            new = {"params": [], "weight_decay": decay, "part": part}
-            groups.setdefault((part, p.dim() > 1), new)["params"].append(p)
+            new = {"params": [], "weight_decay": decay, "is_critic": is_critic}
+            groups.setdefault((is_critic, p.dim() > 1), new)["params"].append(p)
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
-    betas = tuple(args.adam_betas)
     with blame("optimizer"):
-        return optimizer(groups.values(), args.lr, betas=betas, eps=args.adam_eps)
+        return optimizer(
+            groups.values(),
+            args.lr,
+            betas=tuple(args.adam_betas),
+            eps=args.adam_eps,
+        )
 
 
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, update: int, progress: float, args: Args
-) -> float:
-    """Sets the rate for all optimizer steps of this update (updates count from 0); `progress`, in
-    [0, 1), is the share of the run that is over. Returns the rate as a share of args.lr. Warm-up
-    (args.lr_warmup updates) and the linear decay to 0 multiply."""
+) -> None:
+    """Sets the rates for all optimizer steps of this update (updates count from 0); `progress`, in
+    [0, 1), is the share of the run that is over.
+
+    Warm-up (args.lr_warmup updates) and the linear decay to 0 multiply. Value head and critic have
+    args.critic_lr, if it is given. In the first args.critic_warmup updates the policy's rate is 0:
+    its weights do not move, but Adam's averages and the gradient norm include its gradients.
+    """
     factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
     if args.lr_schedule == "linear":
         factor *= 1 - progress
     for group in optimizer.param_groups:
         group["lr"] = factor * args.lr
-    return factor
+        if group["is_critic"] and args.critic_lr is not None:
+            group["lr"] = factor * args.critic_lr
+        if not group["is_critic"] and update < getattr(args, "critic_warmup", 0):
+            group["lr"] = 0.0
 
 
 def average_gradients(
@@ -558,9 +567,10 @@ SAMPLING, ROWS = 1, 4
 
 def shuffle(args: Args, rank: int, update: int, num_rows: int) -> Tensor:
     """The row numbers of an update's minibatches, (num_epochs, num_minibatches, b). Each epoch is a
-    permutation of all rows."""
+    permutation of all rows. In RLOO the K rows of a query stay side by side."""
     generator = np.random.default_rng([args.seed, ROWS, rank, update])
-    epochs = [generator.permutation(num_rows) for _ in range(args.num_epochs)]
+    groups = np.arange(num_rows).reshape(-1, getattr(args, "rloo_k", 1))  # a query's rows in each
+    epochs = [generator.permutation(groups) for _ in range(args.num_epochs)]
     return torch.tensor(np.array(epochs)).view(args.num_epochs, args.num_minibatches, -1)
 
 
@@ -883,12 +893,18 @@ def save_policy(
 
 
 # --- entry point ----------------------------------------------------------------------------------
-def check_settings(args: Args, num_updates: int, num_shares: int) -> None:
-    """UserError for settings that do not go together. The batch is divided in num_shares."""
-    if args.batch_size % num_shares:
+def check_settings(args: Args, num_updates: int, num_processes: int) -> None:
+    """UserError for settings that do not go together."""
+    k = getattr(args, "rloo_k", 1)
+    divisor = num_processes * args.num_minibatches * k
+    if args.batch_size % divisor:
         raise UserError(
-            f"--batch_size {args.batch_size} must be a multiple of {num_shares} (processes x "
-            "minibatches x responses per query)"
+            f"--batch_size {args.batch_size} must be a multiple of {divisor} "
+            "(processes x minibatches x RLOO's responses per query)"
+        )
+    if args.micro_batch_size % k:
+        raise UserError(
+            f"--micro_batch_size {args.micro_batch_size} must be a multiple of --rloo_k {k}"
         )
     if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(
@@ -900,8 +916,8 @@ def check_settings(args: Args, num_updates: int, num_shares: int) -> None:
             f"--kl_horizon {args.kl_horizon} must be above a fifth of --batch_size "
             f"{args.batch_size}"
         )
-    if args.lr_warmup >= num_updates:
-        raise UserError(f"--lr_warmup {args.lr_warmup} must be below {num_updates} updates")
+    if max(args.lr_warmup, getattr(args, "critic_warmup", 0)) >= num_updates:
+        raise UserError(f"--lr_warmup and --critic_warmup must be below {num_updates} updates")
 
 
 if __name__ == "__main__":

@@ -394,35 +394,52 @@ def evaluate_labels(
 
 
 # --- optimizer, and sums over processes -----------------------------------------------------------
+CRITIC_PARTS = ("value_head.", "critic.")
+
+
 def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
-    """AdamTF or AdamW (args.adam) over all weights of the model that are trained. The matrices of
-    each part of the model, which have args.weight_decay, are a parameter group, and so are its
-    other weights. The group's `part` is the part's name."""
+    """AdamTF or AdamW (args.adam) over all weights of the model that are trained.
+
+    Up to four parameter groups: matrices and other weights, then the same of `value_head` and
+    `critic` (`is_critic`), if the model has parts of these names. Only matrices have
+    args.weight_decay. set_learning_rates sets the learning rate of each group.
+    """
     groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            part = name.partition(".")[0]
+            is_critic = name.startswith(CRITIC_PARTS)
             decay = args.weight_decay if p.dim() > 1 else 0.0
-            new = {"params": [], "weight_decay": decay, "part": part}
-            groups.setdefault((part, p.dim() > 1), new)["params"].append(p)
+            new = {"params": [], "weight_decay": decay, "is_critic": is_critic}
+            groups.setdefault((is_critic, p.dim() > 1), new)["params"].append(p)
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
-    betas = tuple(args.adam_betas)
     with blame("optimizer"):
-        return optimizer(groups.values(), args.lr, betas=betas, eps=args.adam_eps)
+        return optimizer(
+            groups.values(),
+            args.lr,
+            betas=tuple(args.adam_betas),
+            eps=args.adam_eps,
+        )
 
 
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, update: int, progress: float, args: Args
-) -> float:
-    """Sets the rate for all optimizer steps of this update (updates count from 0); `progress`, in
-    [0, 1), is the share of the run that is over. Returns the rate as a share of args.lr. Warm-up
-    (args.lr_warmup updates) and the linear decay to 0 multiply."""
+) -> None:
+    """Sets the rates for all optimizer steps of this update (updates count from 0); `progress`, in
+    [0, 1), is the share of the run that is over.
+
+    Warm-up (args.lr_warmup updates) and the linear decay to 0 multiply. Value head and critic have
+    args.critic_lr, if it is given. In the first args.critic_warmup updates the policy's rate is 0:
+    its weights do not move, but Adam's averages and the gradient norm include its gradients.
+    """
     factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
     if args.lr_schedule == "linear":
         factor *= 1 - progress
     for group in optimizer.param_groups:
         group["lr"] = factor * args.lr
-    return factor
+        if group["is_critic"] and args.critic_lr is not None:
+            group["lr"] = factor * args.critic_lr
+        if not group["is_critic"] and update < getattr(args, "critic_warmup", 0):
+            group["lr"] = 0.0
 
 
 def average_gradients(

@@ -281,7 +281,7 @@ def test_micro_batches_have_rows_of_similar_length_and_keep_those_of_a_query_tog
     rows = torch.tensor([5, 4, 1, 0, 3, 2, 6])
     contexts = rows_of("1 1 1 / 1 1 1 / 2 / 2 / 1 1 / 1 1 / 1")
     mask = torch.ones(7, 1)
-    batch = SimpleNamespace(contexts=contexts, kept=[1] * 7, loss_mask=mask)
+    batch = SimpleNamespace(contexts=contexts, num_counted=[1] * 7, loss_mask=mask)
     groups = ppo_rlhf.micro_batches(rows, batch, 2)
     found = [group.tolist() for group in groups]
     assert found == rows_of("3 2 / 6 5 / 4 1 / 0")

@@ -56,7 +56,7 @@ OF_ALL = "--reward_model none --reward_fn reference_tools:of_all --rloo_k 2"
 PPO_B = f"""{STEPS} --no-whiten_advantages --critic reward --critic_lr 3e-3
     --critic_warmup 1 --num_epochs 3 --gradient_checkpointing"""
 PPO_C = """--critic policy --critic_lr 1e-2 --weight_decay 0.3 --adaptive_kl_target 0.13
-    --lr_warmup 1"""
+    --lr_warmup 1 --seed 63"""
 RLOO_B = "--lr 2e-4 --kl_coef 0.5 --gradient_checkpointing"
 RLOO_C = "--batch_size 24 --total_episodes 62 --lr_warmup 1 --seed 8"
 RLOO_D = f"{OF_COLUMN} --micro_batch_size 126"

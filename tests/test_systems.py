@@ -328,7 +328,7 @@ def test_top_p_draws_from_the_fewest_tokens_that_hold_so_much():
     lm = make_lm("gpt2")
     u = qwen.uniforms(3, 1, 4, 6)
     policy = qwen.ActorCritic(lm, VOCABULARY)
-    responses, logprobs = qwen.sample(policy, contexts, u, temperature, 0.6)
+    responses, logprobs = qwen.sample(policy, contexts, u, temperature, top_p=0.6)
     rows = [context + row for context, row in zip(contexts, responses.tolist(), strict=True)]
     left_out = 0
     for i, (logits, context) in enumerate(zip(full_logits(lm, rows), contexts, strict=True)):

@@ -485,7 +485,7 @@ OPTIONS = [
         "`--critic_warmup` leaves the policy as it is, to the bit, in the first updates. The KL is "
         "0 meanwhile, and its coefficient stays as it is (Qwen).",
         PPO,
-        "update < args.critic_warmup",
+        'update < getattr(args, "critic_warmup", 0)',
         "False",
         CRITIC_RUN,
     ),

@@ -519,8 +519,7 @@ class RLOO116(Recording):
         return found[:: self.config["num_generations"]]
 
     def shuffles(self, arrays: Arrays) -> Tensor:
-        queries = len(arrays["prompt_ids"]) // self.config["num_generations"]
-        order = torch.arange(queries)  # the script puts the rows of a query side by side
+        order = torch.arange(len(arrays["prompt_ids"]))  # the rows of a query are side by side
         return order.view(1, self.num_minibatches, -1).repeat(self.config["num_iterations"], 1, 1)
 
     def model(self, name: str) -> Module:

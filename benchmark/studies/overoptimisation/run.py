@@ -43,6 +43,7 @@ from benchmark import common
 from benchmark.differences import interval
 from benchmark.judge import Judge
 from benchmark.studies.short_runs.run import Choice, output_to, run, slug, true_score_at
+from plumbing.run import parse_args
 
 SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
 WINDOW = 5  # updates whose means make a point of a curve
@@ -162,7 +163,7 @@ def train(
     paths = ["--reward_model", str(reward), "--output_dir", str(out)]
     sys.argv = [script.__file__, *flags.split(), *rate, *paths]
     with output_to(out.with_name(f"{out.name}.log")):
-        script.main(*script.parse_args())
+        script.main(*parse_args(script.Args, script.PRESETS))
     row = {
         "algorithm": algorithm,
         "labels": source,
