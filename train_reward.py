@@ -410,15 +410,12 @@ def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
             is_critic = name.startswith(CRITIC_PARTS)
             decay = args.weight_decay if p.dim() > 1 else 0.0
             new = {"params": [], "weight_decay": decay, "is_critic": is_critic}
-            groups.setdefault((is_critic, p.dim() > 1), new)["params"].append(p)
+            group = groups.setdefault((is_critic, p.dim() > 1), new)
+            group["params"].append(p)
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
+    betas = tuple(args.adam_betas)
     with blame("optimizer"):
-        return optimizer(
-            groups.values(),
-            args.lr,
-            betas=tuple(args.adam_betas),
-            eps=args.adam_eps,
-        )
+        return optimizer(groups.values(), args.lr, betas=betas, eps=args.adam_eps)
 
 
 def set_learning_rates(
@@ -497,7 +494,8 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     take their rows of one array, so these numbers do not depend on how many processes there are.
     The same numbers give the same responses: to sample queries again, take another draw, for
     example num_updates + update + 1."""
-    numbers = np.random.default_rng([seed, SAMPLING, draw]).random((batch, length), np.float32)
+    generator = np.random.default_rng([seed, SAMPLING, draw])
+    numbers = generator.random((batch, length), np.float32)
     return torch.from_numpy(numbers).to(PartialState().device)
 
 
@@ -550,7 +548,8 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     rarer than 6e-8 is still rounded.) For NaN, clamp gives the last token, and the run is stopped
     later."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=probs.shape[1] - 1)
+    tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+    return tokens.clamp(max=probs.shape[1] - 1)
 
 
 def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:

@@ -187,6 +187,8 @@ def load_model(
             output_loading_info=True,
             **options,
         )
+    if getattr(model.config, "quantization_config", None):
+        raise UserError(f"{what} is quantized: save a copy in fp32 or bf16 first (`dequantize()`)")
     if hasattr(model, "peft_config"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
 
