@@ -54,9 +54,8 @@ import pandas as pd
 import pydantic
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather, reduce, set_seed
+from accelerate.utils import gather, reduce, set_seed
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import pad
@@ -78,6 +77,7 @@ from plumbing.models import (
     load_tokenizer,
     pad_rows,
     read_queries,
+    save_policy,
 )
 from plumbing.run import (
     Run,
@@ -85,6 +85,7 @@ from plumbing.run import (
     blame,
     choose_folder,
     make_accelerator,
+    newest_reward_model,
     prepare,
     run_main,
     say,
@@ -237,7 +238,8 @@ class Batch:
     advantages: Tensor | None = None  # (B, R), new in each minibatch; in RLOO (B,)
     returns: Tensor | None = None  # (B, R), new in each minibatch
     counted: Tensor | None = None  # (b, R), tokens that the loss is a mean over; in RLOO (b,)
-    num_counted: list[int] | None = None  # B numbers of tokens that count
+    # B numbers of tokens that count: a list, so that no pass waits for the GPU
+    num_counted: list[int] | None = None
 
     def __post_init__(self) -> None:
         if self.num_counted is None:
@@ -829,8 +831,6 @@ def micro_batches(rows: Tensor, batch: Batch, size: int) -> tuple[Tensor, ...]:
 
 
 # --- models ---------------------------------------------------------------------------------------
-
-
 def load_reward(
     flag: str, args: Args, preset: str, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> Callable:
@@ -843,12 +843,7 @@ def load_reward(
             return partial(score_by_function, partial(resolve_name(args.reward_fn)), tokenizer)
 
     if getattr(args, flag) is None:
-        finished = Path.cwd().glob(f"runs/train_reward-{preset}-*-20??????-??????/samples.jsonl")
-        newest = max(finished, key=lambda path: path.parent.name[-15:], default=None)  # by time
-        (newest,) = broadcast_object_list([newest])  # what the first process sees
-        if not newest:
-            raise UserError(f"--{flag} None: `python train_reward.py {preset}` makes one")
-        setattr(args, flag, str(newest.with_name("reward_model")))
+        setattr(args, flag, newest_reward_model(preset))
     say(f"--{flag} {getattr(args, flag)}")
     model = load_model(flag, args, AutoModelForSequenceClassification, tokenizer, longest)
     hold_in_bf16(model.requires_grad_(False), args)
@@ -869,27 +864,6 @@ def load_policy_and_reference(
     ref_lm = copy.deepcopy(lm, shared).requires_grad_(False)
     hold_in_bf16(ref_lm, args)
     return lm, ref_lm
-
-
-# --- results --------------------------------------------------------------------------------------
-def save_policy(
-    policy: Module, weights: dict, tokenizer: PreTrainedTokenizerBase, parent: str
-) -> None:
-    """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders. A head is
-    a file in critic/ if there is one, and else in policy/. So is any module of your own."""
-    for part, module in policy.named_children():
-        own = {
-            name: weights[f"{part}.{name}"]
-            for name in module.state_dict()
-            if name not in getattr(module, "all_tied_weights_keys", ())  # tied: saved once
-        }
-        if hasattr(module, "save_pretrained"):
-            folder = f"{parent}/{part.replace('lm', 'policy')}"  # lm is saved as policy/
-            module.save_pretrained(folder, state_dict=own)
-            tokenizer.save_pretrained(folder)
-        else:
-            reads = "critic" if getattr(policy, "critic", None) else "policy"
-            save_file(own, f"{parent}/{reads}/{part}.safetensors")
 
 
 # --- entry point ----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -233,6 +234,26 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, long
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
     if not (ours - plain).abs().max() < 1e-3 * plain.std():
         raise UserError("is not supported: padding or a cache changes its results")
+
+
+def save_policy(
+    policy: nn.Module, weights: dict, tokenizer: PreTrainedTokenizerBase, parent: str
+) -> None:
+    """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders. A head is
+    a file in critic/ if there is one, and else in policy/. So is any module of your own."""
+    for part, module in policy.named_children():
+        own = {
+            name: weights[f"{part}.{name}"]
+            for name in module.state_dict()
+            if name not in getattr(module, "all_tied_weights_keys", ())  # tied: saved once
+        }
+        if hasattr(module, "save_pretrained"):
+            folder = f"{parent}/{part.replace('lm', 'policy')}"  # lm is saved as policy/
+            module.save_pretrained(folder, state_dict=own)
+            tokenizer.save_pretrained(folder)
+        else:
+            reads = "critic" if getattr(policy, "critic", None) else "policy"
+            save_file(own, f"{parent}/{reads}/{part}.safetensors")
 
 
 def local_path(name: str) -> str:

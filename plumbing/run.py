@@ -342,6 +342,17 @@ def writing(folder: Path | str) -> Iterator[None]:
         yield
 
 
+def newest_reward_model(preset: str) -> str:
+    """The folder of the newest reward model that train_reward.py has finished for this preset, in
+    the current folder's runs/. UserError if there is none."""
+    finished = Path.cwd().glob(f"runs/train_reward-{preset}-*-20??????-??????/samples.jsonl")
+    newest = max(finished, key=lambda path: path.parent.name[-15:], default=None)  # by time
+    (newest,) = broadcast_object_list([newest])  # what the first process sees
+    if not newest:
+        raise UserError(f"--reward_model None: `python train_reward.py {preset}` makes one")
+    return str(newest.with_name("reward_model"))
+
+
 def write(path: Path, text: str) -> None:
     """Writes the file so that a kill leaves the old text or the new one, but no part of it."""
     unfinished = path.with_suffix(".tmp")

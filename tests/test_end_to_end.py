@@ -202,7 +202,7 @@ def test_the_newest_reward_model_is_taken(tmp_path, monkeypatch, capsys):
         assert capsys.readouterr().out == f"--reward_model {path}\n"
     # What the first process sees counts.
     seen = tmp_path / "runs/train_reward-tiny-2-20260102-030405/samples.jsonl"
-    monkeypatch.setattr(ppo_rlhf, "broadcast_object_list", lambda _: [seen])
+    monkeypatch.setattr(run_module, "broadcast_object_list", lambda _: [seen])
     args = ppo_rlhf.Args()
     ppo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, 24)
     assert args.reward_model == str(seen.with_name("reward_model"))

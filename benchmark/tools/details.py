@@ -524,7 +524,7 @@ TOUR = [
     ),
     (
         "# --- models",
-        "Plumbing that you can skip: models, data, results, flags. More is in `tf_adam.py`",
+        "Loading of models, and the entry point. What is not about RLHF is in [plumbing](plumbing)",
     ),
 ]
 
