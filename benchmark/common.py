@@ -23,7 +23,7 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py", "tf_adam.py")
+SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py", "tf_adam.py", "plumbing")
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()  # a new reward head is what is wanted here
 

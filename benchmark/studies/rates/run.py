@@ -1,0 +1,67 @@
+"""Five learning rates for PPO and RLOO on the default task, with all else as it is.
+
+    python benchmark/studies/rates/run.py        # writes rates.json: 30 runs, a few minutes each
+
+README.md beside this file has the protocol, which was written before the first run. Runs are made
+and judged as in short_runs/run.py. Those that are finished, in --folder, are used again.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import numpy as np
+import torch
+
+from benchmark import common
+from benchmark.studies.short_runs import run as short_runs
+
+RATES = ["2e-4", "5e-5", "8e-4", "1e-4", "4e-4"]  # the default's first, then from the outside
+NAMES = {"default": "PPO", "RLOO, K 4": "RLOO"}
+LAST = 10  # updates whose mean is the end of a run
+METRICS = {"clipfrac": "policy/clipfrac", "entropy": "policy/entropy", "seconds": "seconds"}
+
+
+def of_updates(out: Path) -> dict[str, Any]:
+    """Means over all updates of a run, and over its last ones."""
+    metrics = common.read_lines(out / "metrics.jsonl")
+    found = {}
+    for name, key in METRICS.items():
+        values = [row[key] for row in metrics]
+        found[name] = float(np.mean(values))
+        found[f"{name}_at_end"] = float(np.mean(values[-LAST:]))
+    found["updates"] = len(metrics)
+    return found
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__, __file__)
+    add = parser.add_argument
+    add("--tag", default="rates", help="name of the record")
+    add("--seeds", type=int, nargs="+", default=[21, 22, 23])
+    add("--rates", nargs="+", default=RATES)
+    add("--episodes", type=int, default=12_800, help="of each policy (that is the default)")
+    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
+    add("--folder", default="runs/ablations", help="where the runs go")
+    args = parser.parse_args()
+    os.chdir(common.ROOT)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    folder = Path(args.folder) / common.commit()
+    rows = []
+    for rate in args.rates:
+        sizes = ["--total_episodes", str(args.episodes), "--batch_size", "128", "--lr", rate]
+        tasks = [(name, seed, folder, sizes) for seed in args.seeds for name in NAMES]
+        for task, row in zip(tasks, short_runs.run_all(tasks, args.jobs), strict=True):
+            out, _ = short_runs.run_folder(*task)
+            rows.append({"algorithm": NAMES[task[0]], "lr": float(rate)} | row | of_updates(out))
+            common.write(args, rows)  # after each run: what is finished is kept
+    short = ("algorithm", "lr", "seed", "failed", "true_score", "kl", "clipfrac", "entropy")
+    common.show_rows([{name: row.get(name) for name in short} for row in rows])
+
+
+if __name__ == "__main__":
+    main()
