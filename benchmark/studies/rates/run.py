@@ -2,8 +2,8 @@
 
     python benchmark/studies/rates/run.py        # writes rates.json: 30 runs, a few minutes each
 
-README.md beside this file has the protocol, which was written before the first run. Runs are made
-and judged as in short_runs/run.py. Those that are finished, in --folder, are used again.
+protocol.md beside this file was written before the first run. Runs are made and judged as in
+short_runs/run.py. Those that are finished, in --folder, are used again.
 """
 
 import os
