@@ -38,20 +38,14 @@ functions. In forward passes a `mask` is an attention mask (B, T).
 import contextlib
 import copy
 import math
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Literal
-from zlib import crc32
 
 import numpy as np
-import pandas as pd
-import pydantic
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather, reduce, set_seed
@@ -66,13 +60,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from plumbing.data import Query, call_reward_fn, hold_out, load_queries, token_id
+from plumbing.data import Query, hold_out, load_queries, token_id
+from plumbing.labels import load_reward_fn
 from plumbing.models import (
     Cache,
     TokenRows,
     add_adapters,
     forward,
-    hold_in_bf16,
+    freeze,
+    full_tensor,
     load_model,
     load_tokenizer,
     pad_rows,
@@ -88,9 +84,7 @@ from plumbing.run import (
     newest_reward_model,
     prepare,
     run_main,
-    say,
     write_samples,
-    writing,
 )
 from tf_adam import AdamTF
 
@@ -102,7 +96,6 @@ class Args:
     """Settings of a run. A preset may come first: sentiment, descriptiveness, cnndm, tldr."""
 
     # --help shows the comment beside a field, or else the lines right above it, up to a blank one.
-    __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False)
 
     # the run
     seed: conint(ge=0, lt=4_000_000_000) = 1  # Fixes data order, sampling and new weights
@@ -134,9 +127,9 @@ class Args:
     # the task
 
     # A file (json, jsonl, csv, parquet, txt), or a folder or hub id, perhaps with :config:split
-    # behind it. The first of these columns that exists is used: messages, query, prompt, question,
-    # problem, instruction, conversations, conversation, text, article, content
     query_dataset: str = "tiny/queries"
+    # The column of queries (None: the first that exists of prompt, messages, query, text)
+    prompt_column: str | None = None
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop)
     long_queries: Literal["drop", "keep_start", "keep_end"] | None = None
@@ -229,6 +222,7 @@ class Batch:
     lengths: Tensor  # (B,), of the responses up to their truncate token
     found_end: Tensor  # (B,), whether there is a truncate token, at --truncate_after or later
     loss_mask: Tensor  # (B, R), tokens that count: all, or those within `lengths`
+    num_tokens: list[int]  # B numbers of tokens that count; in a list no pass waits for the GPU
     sampled_logprobs: Tensor  # (B, R), for check_update
     logprobs: Tensor | None = None  # (B, R), of the policy before the update: the old ones
     ref_logprobs: Tensor | None = None  # (B, R), of the reference
@@ -237,13 +231,7 @@ class Batch:
     rewards: Tensor | None = None  # (B, R), before whitening
     advantages: Tensor | None = None  # (B, R), new in each minibatch; in RLOO (B,)
     returns: Tensor | None = None  # (B, R), new in each minibatch
-    counted: Tensor | None = None  # (b, R), tokens that the loss is a mean over; in RLOO (b,)
-    # B numbers of tokens that count: a list, so that no pass waits for the GPU
-    num_counted: list[int] | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_counted is None:
-            self.num_counted = self.loss_mask.sum(1).tolist()
+    loss_weights: Tensor | None = None  # (b, R), 1 where the loss is averaged; in RLOO (b,)
 
 
 def main(preset: str, args: Args) -> None:
@@ -251,35 +239,38 @@ def main(preset: str, args: Args) -> None:
     accelerator = make_accelerator(args.dtype)
     rank = accelerator.process_index
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    check_settings(args, num_updates, accelerator.num_processes)
-    choose_folder(FILE, preset, args)  # sets args.output_dir
+    check_settings(args, num_updates, accelerator.num_processes, args.rloo_k)
+    args.output_dir = choose_folder(FILE, preset, args)
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
 
     # data and models; most of what cannot run fails here, before anything is written
     set_seed(args.seed)
-    tokenizer = load_tokenizer("base_model", args)
-    truncate_id = token_id("truncate_token", tokenizer, args)
+    tokenizer = load_tokenizer("base_model", args.base_model)
+    truncate_id = token_id("truncate_token", args.truncate_token, tokenizer)
     num_queries = args.eval_queries + num_updates * args.batch_size // args.rloo_k
-    queries = load_queries("query_dataset", args, tokenizer, num_queries)
+    queries = load_queries(args, tokenizer, num_queries)
     contexts = [query.context for query in queries]
-    longest = max(map(len, contexts)) + args.response_length
-    # On --resume Run refuses another checksum. It is of the first queries, because a run with more
-    # --total_episodes reads more of them.
-    checksum = crc32(np.concatenate(contexts[: args.eval_queries + args.batch_size]))
     held_out, queries = hold_out(queries, args.eval_queries)
     # K adjacent rows for each query: see Actor
     held_out = [query for query in held_out for _ in range(args.rloo_k)]
     queries = [query for query in queries for _ in range(args.rloo_k)]
-    score_fn = load_reward("reward_model", args, preset, tokenizer, longest)
-    lm, ref_lm = load_policy_and_reference(args, tokenizer, longest)
-    num_tokens = max(tokenizer.get_vocab().values()) + 1
-    policy = Actor(lm, num_tokens, args)
-    ref = Actor(ref_lm, num_tokens, args).to(accelerator.device)
+    longest = max(map(len, contexts)) + args.response_length
+    load = partial(load_model, tokenizer=tokenizer, longest=longest, args=args)
+    if args.reward_fn:
+        score_fn = load_reward_fn(args.reward_fn, tokenizer)
+    else:
+        args.reward_model = args.reward_model or newest_reward_model(preset)
+        score_fn = load_reward_model(load, args.reward_model, args)
+    lm, ref_lm = load_policy_and_reference(load, args)
+    policy = Actor(lm, args)
+    ref = Actor(ref_lm, args).to(accelerator.device)
     # `wrapped` is what is trained: it averages gradients over processes. `policy` is inside.
     wrapped, policy, optimizer = prepare(accelerator, policy, make_optimizer(policy, args))
-    evaluation = partial(evaluate, ref, held_out, score_fn, tokenizer, truncate_id, args)
-    before = evaluation(ref)  # the reference is the untrained policy, also when a run is resumed
-    run = Run(accelerator, FILE, args, num_updates, {"kl_coef": args.kl_coef, "data": checksum})
+    # The reference is the untrained policy, also when a run is resumed.
+    before = evaluate(ref, ref, held_out, score_fn, tokenizer, truncate_id, args)
+    # A resumed run must have the same first queries. With more --total_episodes it reads more.
+    first = contexts[: args.eval_queries + args.batch_size]
+    run = Run(accelerator, FILE, args, num_updates, first, {"kl_coef": args.kl_coef})
     run.start()
     for update in range(run.state["update"], num_updates):
         kl_coef = run.state["kl_coef"]
@@ -290,14 +281,14 @@ def main(preset: str, args: Args) -> None:
             my_queries = [queries[i % len(queries)] for i in range(start, start + share)]
             u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)
             batch = rollout(policy, my_queries, u.split(share)[rank], truncate_id, args)
-            epochs = shuffle(args, rank, update, share)  # (num_epochs, num_minibatches, b)
+            rows = np.arange(share).reshape(-1, args.rloo_k)  # the K of a query in one row
+            epochs = shuffle(rows, rank, update, args)
             # The rows go through the first epoch's micro-batches. So padding and rounding are the
             # same in the first optimizer step, where every ratio is 1, on a CPU exactly.
             set_logprobs(batch, policy, ref, epochs[0], args)
 
             # 2. score: of the response up to its truncate token, with a penalty if there is none
-            raw_scores = score_fn(my_queries, batch)  # (B,)
-            batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)
+            batch.scores = score_responses(score_fn, my_queries, batch, args)  # (B,)
 
         # 3. reward: the score minus a KL penalty
         kl = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask  # (B, R), the estimator k1
@@ -306,48 +297,49 @@ def main(preset: str, args: Args) -> None:
 
         # 4. update: learning rates, and the optimizer steps
         set_learning_rates(optimizer, update, update / num_updates, args)
-        records = rloo_update(accelerator, wrapped, optimizer, batch, epochs, args)
+        log = rloo_update(accelerator, wrapped, optimizer, batch, epochs, args)
 
-        # 5. log; each entry has a number for every response, which reduce_means averages
-        per_response = {
-            "objective/scores": batch.scores,
-            "objective/score_total": rewards,
-            "objective/found_end": batch.found_end,
-            "objective/length": batch.lengths,
-            "objective/kl": kl.sum(1),
-            "objective/entropy": -(batch.logprobs * batch.loss_mask).sum(1),  # of samples
-            "objective/non_score_reward": -kl_coef * kl.sum(1),
-        }
-        metrics = reduce_means([*records, sums_over(torch.ones_like(raw_scores), per_response)])
+        # 5. log: means of numbers for every response, (B,), and of what the update has added
+        log.add(
+            {
+                "objective/scores": batch.scores,
+                "objective/score_total": rewards,
+                "objective/found_end": batch.found_end,
+                "objective/length": batch.lengths,
+                "objective/kl": kl.sum(1),
+                "objective/entropy": -(batch.logprobs * batch.loss_mask).sum(1),  # of samples
+                "objective/non_score_reward": -kl_coef * kl.sum(1),
+                "sampling_error": sampling_error(batch),
+            }
+        )
+        metrics = log.reduce()
         metrics |= {
             "objective/kl_coef": kl_coef,
             "episode": (update + 1) * args.batch_size,
             "lr": optimizer.param_groups[0]["lr"],
         }
-        run.log(metrics)  # adds seconds and peak_memory_gb
-        say(
-            f"update {update + 1} of {num_updates}: score {metrics['objective/scores']:.2f}, "
-            f"KL {metrics['objective/kl']:.2f} nats, {metrics['seconds']:.1f} s"
-        )
+        run.log(metrics, "objective/scores", "objective/kl")  # prints these, and adds seconds
         check_update(update, metrics, args)
 
         # 6. adapt the KL coefficient; leave a checkpoint
         run.state["kl_coef"] = adapt_kl_coef(kl_coef, metrics["objective/kl"], args)
         run.end_update()
 
-    # 7. save and evaluate; get_state_dict may gather weights, so every process calls it
-    weights = accelerator.get_state_dict(wrapped)
-    if rank == 0:
-        with writing(args.output_dir):
-            save_policy(policy, weights, tokenizer, args.output_dir)
-    after = evaluation(policy).drop(columns="query").add_suffix("_after")
-    if rank == 0:
-        write_samples(before.join(after), run.folder)
+    # 7. save and evaluate
+    save_policy(accelerator, wrapped, tokenizer, args.output_dir)
+    after = evaluate(policy, ref, held_out, score_fn, tokenizer, truncate_id, args)
+    write_samples(before, after, run.folder)
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # ends DDP, else gloo can hang
     accelerator.end_training()
 
 
 # --- the algorithm --------------------------------------------------------------------------------
+def score_responses(score_fn: Callable, queries: list[Query], batch: Batch, args: Args) -> Tensor:
+    """Scores (B,), for training and for evaluations."""
+    scores = score_fn(queries, truncated(batch))
+    return penalize_missing_end(scores, batch.found_end, args)
+
+
 def penalize_missing_end(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
     """Scores (B,). Where there is no truncate token, --penalty_reward_value replaces the score or
     is added to it (--penalty_mode)."""
@@ -380,52 +372,42 @@ def rloo_loss(logprobs: Tensor, old: Batch, args: Args) -> tuple[Tensor, dict[st
 
 def rloo_update(
     accelerator: Accelerator,
-    policy: Module,
+    wrapped: Module,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     epochs: Tensor,
     args: Args,
-) -> list[dict]:
-    """Makes all optimizer steps on one batch, and returns what is logged of them. `policy` is the
-    wrapped one, whose backward passes average gradients over processes. epochs (num_epochs,
-    num_minibatches, b) says which rows are in which minibatch."""
-    once = torch.ones((), device=batch.responses.device)  # a mask for what is a single number
-    # check_update compares log-probabilities of sampling with those of set_logprobs, by the mean of
-    # each response: in bf16 the error of one token among many can be large by chance. The largest
-    # over all processes is the same on each of them, so reduce_means does not change it.
-    errors = (batch.logprobs - batch.sampled_logprobs).abs() * batch.loss_mask
-    sampling_errors = errors.sum(1) / batch.loss_mask.sum(1)  # (B,)
-    records = [sums_over(once, {"sampling_error": gather(sampling_errors).max()})]
-    ratio_errors = []
+) -> "Metrics":
+    """Makes all optimizer steps on one batch, and returns what is logged of them. epochs
+    (num_epochs, num_minibatches, b) says which rows are in which minibatch."""
+    log = Metrics()
+    first_errors = []
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
 
         # The loss is the mean over the minibatches of all processes. Each micro-batch adds its
         # share. DDP and FSDP then average over processes, which num_processes undoes.
-        mini.counted = torch.ones_like(mini.advantages)  # (b,); for a loss per token mini.loss_mask
-        loss_scale = accelerator.num_processes / sum_over_ranks(mini.counted)
+        mini.loss_weights = torch.ones_like(mini.advantages)  # (b,), or per token: mini.loss_mask
+        loss_scale = accelerator.num_processes / reduce(mini.loss_weights.sum(), "sum")
         groups = micro_batches(torch.arange(len(minibatch)), mini, args.micro_batch_size)
-        for rows in groups:
+        for i, rows in enumerate(groups, start=1):
             micro = select(mini, rows)
-            with average_gradients(accelerator, policy, is_last=rows is groups[-1]):
-                all_logprobs, logprobs, _ = forward_response(policy, micro, args.temperature)
+            with average_gradients(accelerator, wrapped, is_last=i == len(groups)):
+                all_logprobs, new = forward_response(wrapped, micro, args.temperature)
+                logprobs = new["logprobs"]
                 loss, metrics = rloo_loss(logprobs, micro, args)  # a loss of your own: add it here
-                loss = loss.view_as(micro.counted)  # an error if yours has another shape
-                accelerator.backward((loss * micro.counted).sum() * loss_scale)
+                accelerator.backward((loss * micro.loss_weights).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
-            records.append(sums_over(micro.counted, metrics))
-            # Entropies count by token, also in RLOO, whose loss counts responses.
-            entropies = {"policy/entropy": entropy(all_logprobs.detach())}
+            log.add(metrics | {"loss/total": loss}, micro.loss_weights)
+            log.add({"policy/entropy": entropy(all_logprobs.detach())}, micro.loss_mask)
             del all_logprobs  # makes room for the next ones
-            records.append(sums_over(micro.loss_mask, entropies))
             if step == 0:
-                ratio_errors.append((logprobs.detach() - micro.logprobs).abs().max())
-        norm = clip_gradients(policy, args.max_grad_norm)
-        records.append(sums_over(once, {"gradient_norm": norm}))
+                first_errors.append((logprobs.detach() - micro.logprobs).abs().max())
+        log.add({"gradient_norm": clip_gradients(wrapped, args.max_grad_norm)})
         optimizer.step()
         optimizer.zero_grad()
-    records.append(sums_over(once, {"first_ratio_error": gather(torch.stack(ratio_errors)).max()}))
-    return records
+    log.add({"first_ratio_error": gather(torch.stack(first_errors)).max()})
+    return log
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
@@ -439,49 +421,33 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 # --- optimizer, and sums over processes -----------------------------------------------------------
-CRITIC_PARTS = ("value_head.", "critic.")
-
-
 def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
-    """AdamTF or AdamW (args.adam) over all weights of the model that are trained.
-
-    Up to four parameter groups: matrices and other weights, then the same of `value_head` and
-    `critic` (`is_critic`), if the model has parts of these names. Only matrices have
-    args.weight_decay. set_learning_rates sets the learning rate of each group.
-    """
+    """AdamTF or AdamW (--adam) over all weights that are trained. Each part of the model, like
+    `lm`, has a parameter group of matrices, which alone have --weight_decay, and one of others."""
     groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            is_critic = name.startswith(CRITIC_PARTS)
+            part = name.partition(".")[0]
             decay = args.weight_decay if p.dim() > 1 else 0.0
-            new = {"params": [], "weight_decay": decay, "is_critic": is_critic}
-            group = groups.setdefault((is_critic, p.dim() > 1), new)
+            new = {"params": [], "part": part, "weight_decay": decay}
+            group = groups.setdefault((part, p.dim() > 1), new)
             group["params"].append(p)
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
-    betas = tuple(args.adam_betas)
     with blame("optimizer"):
-        return optimizer(groups.values(), args.lr, betas=betas, eps=args.adam_eps)
+        return optimizer(groups.values(), args.lr, betas=args.adam_betas, eps=args.adam_eps)
 
 
 def set_learning_rates(
-    optimizer: torch.optim.Optimizer, update: int, progress: float, args: Args
+    optimizer: torch.optim.Optimizer, update: int, progress: float, args: Args, **lrs: float
 ) -> None:
-    """Sets the rates for all optimizer steps of this update (updates count from 0); `progress`, in
-    [0, 1), is the share of the run that is over.
-
-    Warm-up (args.lr_warmup updates) and the linear decay to 0 multiply. Value head and critic have
-    args.critic_lr, if it is given. In the first args.critic_warmup updates the policy's rate is 0:
-    its weights do not move, but Adam's averages and the gradient norm include its gradients.
-    """
+    """Sets the rates for all optimizer steps of this update (updates count from 0): the highest
+    rate, times the warm-up, times the linear decay to 0. `progress`, in [0, 1), is the share of the
+    run that is over; `lrs` has the highest rates of parts for which it is not --lr."""
     factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
     if args.lr_schedule == "linear":
         factor *= 1 - progress
     for group in optimizer.param_groups:
-        group["lr"] = factor * args.lr
-        if group["is_critic"] and args.critic_lr is not None:
-            group["lr"] = factor * args.critic_lr
-        if not group["is_critic"] and update < getattr(args, "critic_warmup", 0):
-            group["lr"] = 0.0
+        group["lr"] = factor * lrs.get(group["part"], args.lr)
 
 
 def average_gradients(
@@ -500,36 +466,30 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     return full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
 
 
-def full_tensor(x: Tensor) -> Tensor:
-    """The whole of a tensor, which may be sharded."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+class Metrics:
+    """Means of what is logged of an update, over all processes. All of them must add the same names
+    in the same order."""
 
+    def __init__(self) -> None:
+        self.sums = Counter()
+        self.counts = Counter()
 
-def sum_over_ranks(x: Tensor) -> Tensor:
-    """The sum of all elements of x on all processes."""
-    return reduce(x.sum(), "sum")
+    def add(self, terms: dict[str, Tensor], mask: Tensor | None = None) -> None:
+        """Adds the elements of each term, or those where mask, of the same shape, is 1. Sums over
+        many calls are in fp64, so that they lose little."""
+        device = PartialState().device  # an offloaded gradient norm is on the CPU
+        for name, term in terms.items():
+            weights = torch.ones_like(term) if mask is None else mask
+            if term.shape != weights.shape:
+                raise ValueError(f"{name} {list(term.shape)} must be {list(weights.shape)}")
+            self.sums[name] += (term.detach() * weights).sum().double().to(device)
+            self.counts[name] += weights.sum().double().to(device)
 
-
-def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A record: for each term a tensor (2,), its sum over mask and the size of mask. reduce_means
-    adds such records and divides. So a mask (b, R) gives a mean over tokens, and a mask of one
-    element a mean over records and processes. Records are added in fp64, so that many lose little.
-    """
-    count = mask.sum()
-    return {
-        name: torch.stack([(term.detach().expand_as(mask) * mask).sum(), count]).double()
-        for name, term in terms.items()
-    }
-
-
-def reduce_means(records: list[dict]) -> dict:
-    """Sum / count of every metric over all records and processes, in one collective. All processes
-    need the same metrics, in the same order."""
-    totals = Counter()
-    for record in records:
-        totals.update(record)  # a Counter adds what has the same name, here tensors
-    reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
-    return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
+    def reduce(self) -> dict[str, float]:
+        """The means, in one collective."""
+        totals = torch.stack([*self.sums.values(), *self.counts.values()])
+        sums, counts = reduce(totals, "sum").view(2, -1).tolist()
+        return {name: x / count for name, x, count in zip(self.sums, sums, counts, strict=True)}
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -537,6 +497,14 @@ def reduce_means(records: list[dict]) -> dict:
 # the first optimizer step, at any token (first_ratio_error). Second: set_logprobs against sampling,
 # which goes token by token through a cache, as the mean of any response (sampling_error).
 TOLERANCES = {"fp32": (1e-3, 1e-3), "tf32": (0.01, 0.05), "bf16": (0.02, 0.3)}
+
+
+def sampling_error(batch: Batch) -> Tensor:
+    """How much log-probabilities of sampling differ from those of passes over whole responses: the
+    largest mean over a response, of all processes. In bf16 one token may differ by chance."""
+    errors = (batch.logprobs - batch.sampled_logprobs).abs() * batch.loss_mask
+    means = errors.sum(1) / batch.loss_mask.sum(1)
+    return gather(means).max()
 
 
 def check_update(update: int, metrics: dict, args: Args) -> None:
@@ -564,12 +532,11 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
 SAMPLING, ROWS = 1, 4
 
 
-def shuffle(args: Args, rank: int, update: int, num_rows: int) -> Tensor:
+def shuffle(rows: np.ndarray, rank: int, update: int, args: Args) -> Tensor:
     """The row numbers of an update's minibatches, (num_epochs, num_minibatches, b). Each epoch is a
-    permutation of all rows. In RLOO the K rows of a query stay side by side."""
+    permutation of `rows`. What stands in one row of a matrix stays side by side."""
     generator = np.random.default_rng([args.seed, ROWS, rank, update])
-    groups = np.arange(num_rows).reshape(-1, getattr(args, "rloo_k", 1))  # a query's rows in each
-    epochs = [generator.permutation(groups) for _ in range(args.num_epochs)]
+    epochs = [generator.permutation(rows) for _ in range(args.num_epochs)]
     order = torch.tensor(np.array(epochs))
     return order.view(args.num_epochs, args.num_minibatches, -1)
 
@@ -591,42 +558,45 @@ def rollout(
 ) -> Batch:
     """Responses to the queries, from uniforms u (B, R)."""
     contexts = [query.context for query in queries]
+    cache = Cache(config=policy.lm.config)
+    after = args.truncate_after
+    end = truncate_id if args.mask_truncated else None  # else all tokens count
     # autocast discards its bf16 copies of trained weights when the outermost autocast block ends.
     # This disabled block is the outermost one, so weights are cast once and not at every token.
     with torch.autocast(u.device.type, enabled=False):
-        end = truncate_id if args.mask_truncated else None  # else all tokens count
-        responses, logprobs = sample(
-            policy, contexts, u, args.temperature, end, args.truncate_after
-        )
-    until_end, found_end = truncate(responses, truncate_id, args.truncate_after)
+        responses, logprobs = sample(policy, cache, contexts, u, args.temperature, end, after)
+    until_end, found_end = truncate(responses, truncate_id, after)
     loss_mask = until_end if args.mask_truncated else torch.ones_like(until_end)
-    return Batch(contexts, responses, until_end.sum(1), found_end, loss_mask, logprobs)
+    num_tokens = loss_mask.sum(1).tolist()
+    lengths = until_end.sum(1)
+    return Batch(contexts, responses, lengths, found_end, loss_mask, num_tokens, logprobs)
 
 
 @torch.no_grad()
 def set_logprobs(
     batch: Batch, policy: Module, ref: Module, minibatches: Tensor, args: Args
 ) -> None:
-    """Sets the batch's log-probabilities, by policy and reference, and values. Rows go through the
-    models in the micro-batches of minibatches (num_minibatches, b)."""
-    batch.logprobs = torch.zeros_like(batch.sampled_logprobs)
-    batch.ref_logprobs = torch.zeros_like(batch.sampled_logprobs)
-    batch.values = torch.zeros_like(batch.sampled_logprobs)
+    """Sets the batch's log-probabilities, by policy and reference, and what else the policy
+    predicts, like values. Rows go through the models in the micro-batches of minibatches
+    (num_minibatches, b)."""
     for minibatch in minibatches:
         for rows in micro_batches(minibatch, batch, args.micro_batch_size):
             micro = select(batch, rows)
+            # [1] leaves no name on the (b, R, V) tensor: there is room for the reference's.
+            predicted = forward_response(policy, micro, args.temperature)[1]
+            of_ref = forward_response(ref, micro, args.temperature)[1]
+            predicted["ref_logprobs"] = of_ref["logprobs"]
             index = rows.to(batch.responses.device)
-            place = (index, slice(micro.responses.shape[1]))
-            # [1:] leaves no name on the (b, R, V) tensor: there is room for the reference's.
-            logprobs, values = forward_response(policy, micro, args.temperature)[1:]
-            batch.logprobs[place] = logprobs
-            batch.values[place] = values
-            batch.ref_logprobs[place] = forward_response(ref, micro, args.temperature)[1]
+            for name, x in predicted.items():
+                if getattr(batch, name) is None:
+                    setattr(batch, name, torch.zeros_like(batch.sampled_logprobs))
+                getattr(batch, name)[index, : x.shape[1]] = x
 
 
 @torch.no_grad()
 def sample(
-    policy: Module,
+    policy: Callable,
+    cache: Cache,
     contexts: TokenRows,
     u: Tensor,
     temperature: float,
@@ -636,15 +606,14 @@ def sample(
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
     the log-probabilities of their tokens. Without `end` all have R tokens; truncate finds their
     ends later. With it a response may stop behind this token at index `after` or later: what is not
-    sampled is 0."""
-    cache = Cache(config=policy.lm.config)
+    sampled is 0. The cache is an empty one."""
     ids, mask = pad_rows(contexts)
     responses = torch.zeros_like(u, dtype=torch.long)
     logprobs = torch.zeros_like(u)
     rows = torch.arange(len(u), device=u.device)  # the responses that have not ended
     for t in range(u.shape[1]):
-        logits, _ = policy(ids, mask, cache=cache)
-        probs = (logits[:, -1] / temperature).softmax(-1)  # (B, V)
+        logits = policy(ids, mask, cache=cache)["logits"][:, -1]
+        probs = (logits / temperature).softmax(-1)  # (B, V)
         # From now on the model reads only the newest token: the cache has all before it.
         ids = inverse_cdf(probs, u[rows, t].unsqueeze(1))
         mask = pad(mask, (0, 1), value=True)
@@ -699,75 +668,75 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     """A batch of these rows (numbers, on the CPU), in this order, cut behind the last token that
     counts in any of them."""
     index = rows.to(batch.responses.device)
-    fields = vars(batch).items()
-    lists = {name: [x[i] for i in rows] for name, x in fields if isinstance(x, list)}
-    tensors = {name: x[index] for name, x in fields if isinstance(x, Tensor)}
-    longest = max(lists["num_counted"])
-    cut = {name: x[:, :longest] for name, x in tensors.items() if x.dim() == 2}
-    return replace(batch, **lists, **tensors | cut)
+    longest = max(batch.num_tokens[i] for i in rows)
+    fields = {}
+    for name, x in vars(batch).items():
+        if isinstance(x, list):
+            fields[name] = [x[i] for i in rows]
+        elif x is not None:
+            fields[name] = x[index, :longest] if x.dim() == 2 else x[index]
+    return replace(batch, **fields)
 
 
 @torch.no_grad()
 def score_by_model(
-    model: PreTrainedModel, head: nn.Linear, args: Args, queries: list[Query], batch: Batch
+    model: PreTrainedModel,
+    head: nn.Linear,
+    micro_batch_size: int,
+    queries: list[Query],
+    responses: TokenRows,
 ) -> Tensor:
     """Scores (B,) of a classifier with one label, by its reward_head, at the responses' ends."""
-    inputs = [query.input_ids + row for query, row in zip(queries, truncated(batch), strict=True)]
+    texts = [query.input_ids + row for query, row in zip(queries, responses, strict=True)]
     scores = []
-    for i in range(0, len(inputs), args.micro_batch_size):
-        ids, mask = pad_rows(inputs[i : i + args.micro_batch_size])
+    for i in range(0, len(texts), micro_batch_size):
+        ids, mask = pad_rows(texts[i : i + micro_batch_size])
         states = forward(model.base_model, ids, mask).last_hidden_state
         scores.append(head(states[:, -1]).flatten())
     return torch.cat(scores)
 
 
-def score_by_function(
-    function: Callable, tokenizer: PreTrainedTokenizerBase, queries: list[Query], batch: Batch
-) -> Tensor:
-    """Scores (B,) of a --reward_fn."""
-    return call_reward_fn(function, tokenizer, queries, truncated(batch))
-
-
 def evaluate(
+    policy: Module,
     ref: Module,
     queries: list[Query],
     score_fn: Callable,
     tokenizer: PreTrainedTokenizerBase,
     truncate_id: int | None,
     args: Args,
-    policy: Module,
-) -> pd.DataFrame:
-    """A row for each of the queries: response, score (with its penalty, as in training) and KL. The
-    policy comes last, since main binds all other arguments. All calls and all processes use the
-    same uniforms."""
+) -> dict[str, list]:
+    """What samples.jsonl says of the queries: response, score (with its penalty, as in training)
+    and KL. All calls and all processes use the same uniforms."""
     u = uniforms(args.seed, 0, len(queries), args.response_length)
     batch = rollout(policy, queries, u, truncate_id, args)
     set_logprobs(batch, policy, ref, torch.arange(len(queries))[None], args)
-    scores = penalize_missing_end(score_fn(queries, batch), batch.found_end, args)
+    scores = score_responses(score_fn, queries, batch, args)
     kl = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask
-    columns = {
+    return {
         "query": tokenizer.batch_decode([query.input_ids for query in queries]),
         "response": tokenizer.batch_decode(truncated(batch)),
         "score": scores.tolist(),
         "kl": kl.sum(1).tolist(),
         "found_end": batch.found_end.tolist(),
     }
-    return pd.DataFrame(columns)
 
 
 # --- forward passes -------------------------------------------------------------------------------
-def forward_response(policy: Module, batch: Batch, temperature: float) -> tuple:
-    """At each position of the batch's responses: log-probabilities of all tokens, (b, R, V), and of
-    the token there, (b, R); and values (b, R), for which RLOO has 0."""
+def forward_response(
+    policy: Module, batch: Batch, temperature: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the policy predicts at each position of the batch's responses: log-probabilities of all
+    tokens, (b, R, V); and (b, R) each `logprobs`, those of the tokens that are there, and whatever
+    else it returns, like the values before these tokens."""
     ids, mask = pad_rows(batch.contexts)
     inputs = batch.responses[:, :-1]  # what follows the last token is not needed
     ids = torch.cat([ids, inputs], 1)
     mask = pad(mask, (0, inputs.shape[1]), value=True)
-    logits, values = policy(ids, mask, last=inputs.shape[1] + 1)
+    predicted = policy(ids, mask, last=inputs.shape[1] + 1)
     # In place, as V is large: no backward pass needs the undivided logits.
-    all_logprobs = logits.div_(temperature).log_softmax(-1)
-    logprobs = all_logprobs.gather(2, batch.responses.unsqueeze(2)).squeeze(2)
-    return all_logprobs, logprobs, values
+    all_logprobs = predicted.pop("logits").div_(temperature).log_softmax(-1)
+    predicted["logprobs"] = all_logprobs.gather(2, batch.responses.unsqueeze(2)).squeeze(2)
+    return all_logprobs, predicted
 
 
 def entropy(all_logprobs: Tensor) -> Tensor:
@@ -779,34 +748,23 @@ class Actor(Module):
     """A policy. The K responses to a query are always adjacent rows, so the query is read once.
     Heads compute in fp32 where trunks compute in bf16: see patch_layers in plumbing/models.py."""
 
-    def __init__(self, lm: PreTrainedModel, num_tokens: int, args: Args) -> None:
+    def __init__(self, lm: PreTrainedModel, args: Args) -> None:
         super().__init__()
         self.lm = lm
-        self.num_tokens = num_tokens
         self.k = args.rloo_k
         self.reads_once = not args.gradient_checkpointing  # else a layer would fill the cache twice
 
     def forward(
         self, ids: Tensor, mask: Tensor, last: int = 1, cache: Cache | None = None
-    ) -> tuple[Tensor, float]:
-        """Logits (b, last, V), in fp32, at the last tokens of ids (b, T). V is the highest
-        token id plus 1; some models have more embeddings. And 0, where PPO has values."""
+    ) -> dict[str, Tensor]:
+        """`logits` (b, last, V), in fp32, at the last tokens of ids (b, T). A cache is for
+        sampling."""
         n = ids.shape[1] - last  # the query without its last token; 0 once it is in the cache
         if n > 0 and self.k > 1 and (self.reads_once or cache is not None):  # a cache: sampling
-            cache = read_queries(self.lm, ids[:: self.k, :n], mask[:: self.k, :n], self.k, cache)
+            queries = ids[:: self.k, :n]
+            cache = read_queries(self.lm, queries, mask[:: self.k, :n], self.k, cache)
             ids = ids[:, n:]
-        output = forward(
-            self.lm,
-            ids,
-            mask,
-            cache,
-            logits_to_keep=last,
-        )
-        logits = output.logits
-        # Only if there is something to cut: a view takes more memory in the backward pass.
-        if logits.shape[1:] != (last, self.num_tokens):
-            logits = logits[:, -last:, : self.num_tokens]
-        return logits, 0.0
+        return {"logits": forward(self.lm, ids, mask, cache, last).logits}
 
 
 @torch.no_grad()
@@ -821,64 +779,46 @@ def reward_head(classifier: PreTrainedModel) -> nn.Linear:
 
 def micro_batches(rows: Tensor, batch: Batch, size: int) -> tuple[Tensor, ...]:
     """The row numbers in groups of up to `size` rows of similar length: less padding. All responses
-    to a query go where its longest does, and the sort is stable, so RLOO's K stay together."""
+    to a query go where its longest does, and the sort is stable, so they stay together."""
     longest = Counter()
     for i in rows.tolist():
         query = tuple(batch.contexts[i])
-        longest[query] = max(longest[query], len(query) + batch.num_counted[i])
+        longest[query] = max(longest[query], len(query) + batch.num_tokens[i])
     lengths = torch.tensor([longest[tuple(batch.contexts[i])] for i in rows])
     return rows[lengths.argsort(stable=True)].split(size)
 
 
 # --- models ---------------------------------------------------------------------------------------
-def load_reward(
-    flag: str, args: Args, preset: str, tokenizer: PreTrainedTokenizerBase, longest: int
-) -> Callable:
-    """A function from queries and batch to scores (B,): --reward_fn, the model that the flag names,
-    or else the newest that train_reward.py made for the preset, whose path is then set in args."""
-    if args.reward_fn:
-        sys.path.insert(0, os.getcwd())
-        with blame(f"--reward_fn {args.reward_fn}"):
-            # The inner partial raises an error for what cannot be called.
-            return partial(score_by_function, partial(resolve_name(args.reward_fn)), tokenizer)
-
-    if getattr(args, flag) is None:
-        setattr(args, flag, newest_reward_model(preset))
-    say(f"--{flag} {getattr(args, flag)}")
-    model = load_model(flag, args, AutoModelForSequenceClassification, tokenizer, longest)
-    hold_in_bf16(model.requires_grad_(False), args)
+def load_reward_model(load: Callable, name: str, args: Args) -> Callable:
+    """A function from queries and responses, in lists of tokens, to scores (B,)."""
+    model = freeze(load("reward_model", name, AutoModelForSequenceClassification), args.dtype)
     model = model.to(PartialState().device)
-    return partial(score_by_model, model, reward_head(model), args)
+    return partial(score_by_model, model, reward_head(model), args.micro_batch_size)
 
 
 def load_policy_and_reference(
-    args: Args, tokenizer: PreTrainedTokenizerBase, longest: int
+    load: Callable, args: Args
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Two models from --base_model: the policy, and the reference, which is frozen. They share the
     weights that are not trained."""
-    lm = load_model("base_model", args, AutoModelForCausalLM, tokenizer, longest)
-    add_adapters(lm, args)
+    lm = load("base_model", args.base_model, AutoModelForCausalLM)
+    if args.lora_rank:
+        add_adapters(lm, args.lora_rank, args.lora_alpha, args.dtype)
     shared = {id(p): p for p in lm.parameters() if not p.requires_grad}
     # `shared` is deepcopy's memo: what is in it is not copied. LoRA adapters are trained, so they
     # are copied too. The copies stay at their initial value, which adds nothing.
-    ref_lm = copy.deepcopy(lm, shared).requires_grad_(False)
-    hold_in_bf16(ref_lm, args)
-    return lm, ref_lm
+    return lm, freeze(copy.deepcopy(lm, shared), args.dtype)
 
 
 # --- entry point ----------------------------------------------------------------------------------
-def check_settings(args: Args, num_updates: int, num_processes: int) -> None:
-    """UserError for settings that do not go together."""
-    k = getattr(args, "rloo_k", 1)
+def check_settings(args: Args, num_updates: int, num_processes: int, k: int) -> None:
+    """UserError for settings that do not go together. k responses to a query stay together."""
     divisor = num_processes * args.num_minibatches * k
-    if args.batch_size % divisor:
+    if args.batch_size % divisor or args.micro_batch_size % k:
         raise UserError(
-            f"--batch_size {args.batch_size} must be a multiple of {divisor} "
-            "(processes x minibatches x RLOO's responses per query)"
-        )
-    if args.micro_batch_size % k:
-        raise UserError(
-            f"--micro_batch_size {args.micro_batch_size} must be a multiple of --rloo_k {k}"
+            f"--batch_size {args.batch_size} must be a multiple of {divisor} (processes x "
+            f"minibatches x responses per query), and --micro_batch_size "
+            f"{args.micro_batch_size} of {k} (responses per query)"
         )
     if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(
@@ -890,8 +830,8 @@ def check_settings(args: Args, num_updates: int, num_processes: int) -> None:
             f"--kl_horizon {args.kl_horizon} must be above a fifth of --batch_size "
             f"{args.batch_size}"
         )
-    if max(args.lr_warmup, getattr(args, "critic_warmup", 0)) >= num_updates:
-        raise UserError(f"--lr_warmup and --critic_warmup must be below {num_updates} updates")
+    if args.lr_warmup >= num_updates:
+        raise UserError(f"--lr_warmup {args.lr_warmup} must be below {num_updates} updates")
 
 
 if __name__ == "__main__":

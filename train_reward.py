@@ -37,14 +37,14 @@ import contextlib
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
-from zlib import crc32
 
 import numpy as np
 import pandas as pd
-import pydantic
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import reduce, set_seed
@@ -59,12 +59,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from plumbing.data import Comparison, Query, has_chat, load_labels, load_queries, token_id
+from plumbing.data import Query, is_chat, load_queries, token_id
+from plumbing.labels import Comparison, load_labels
 from plumbing.models import (
     Cache,
     TokenRows,
     forward,
-    hold_in_bf16,
+    freeze,
+    full_tensor,
     load_model,
     load_tokenizer,
     pad_rows,
@@ -80,6 +82,7 @@ from plumbing.run import (
     run_main,
     say,
     write,
+    write_rows,
     writing,
 )
 from tf_adam import AdamTF
@@ -92,7 +95,6 @@ class Args:
     """Settings of a run. A preset may come first: sentiment, descriptiveness, cnndm, tldr."""
 
     # --help shows the comment beside a field, or else the lines right above it, up to a blank one.
-    __pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False)
 
     # the run
     seed: conint(ge=0, lt=4_000_000_000) = 1  # Fixes data order, sampling and new weights
@@ -119,6 +121,8 @@ class Args:
     eval_labels: PositiveInt = 512  # Evaluate at most this many held-out labels
     # Queries whose samples set gain and bias; forms as for --label_dataset
     query_dataset: str = "tiny/queries"
+    # The column of queries (None: the first that exists of prompt, messages, query, text)
+    prompt_column: str | None = None
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop), and to
     # longer prompts of chosen and rejected (None: drop). Labels with sample0, ... are not cut
@@ -202,61 +206,56 @@ def main(preset: str, args: Args) -> None:
             f"--batch_size {args.batch_size} and --normalization_samples "
             f"{args.normalization_samples} must be multiples of {world} (processes)"
         )
-    choose_folder(FILE, preset, args)
+    args.output_dir = choose_folder(FILE, preset, args)
 
     # data and models; most of what cannot run fails here, before anything is written
-    tokenizer = load_tokenizer("base_model", args)
-    labels, held_out = load_labels("label_dataset", args, tokenizer)
+    tokenizer = load_tokenizer("base_model", args.base_model)
+    labels, held_out = load_labels(args, tokenizer)
     num_updates = len(labels) // args.batch_size
     if args.lr_warmup >= num_updates:
         raise UserError(f"--lr_warmup {args.lr_warmup} must be below {num_updates} updates")
     # The first half sets gain and bias before the training, the second half after it.
-    queries = load_queries("query_dataset", args, tokenizer, 2 * args.normalization_samples)
-    if args.normalization_samples and labels[0].is_from_chat != has_chat(queries[0].columns):
-        # The reward model must learn from what PPO will ask.
+    queries = load_queries(args, tokenizer, 2 * args.normalization_samples)
+    if args.normalization_samples and labels[0].is_from_chat != is_chat(queries[0].prompt):
         raise UserError("--label_dataset and --query_dataset: both need chats, or both texts")
     # the longest text that a model reads
     longest = max(len(query.context) for query in queries) + args.response_length
     for label in labels + held_out:
         longest = max(longest, len(label.query + max(label.responses, key=len)))
-    ref_lm = load_model("base_model", args, AutoModelForCausalLM, tokenizer, longest)
-    hold_in_bf16(ref_lm.requires_grad_(False), args)
-    num_tokens = max(tokenizer.get_vocab().values()) + 1
-    ref = Reference(ref_lm.to(accelerator.device), num_tokens)
-    model = load_model("base_model", args, AutoModelForSequenceClassification, tokenizer, longest)
+    load = partial(load_model, "base_model", args.base_model)
+    ref_lm = load(AutoModelForCausalLM, tokenizer, longest, args)
+    ref_lm = freeze(ref_lm, args.dtype).to(accelerator.device)
+    model = load(AutoModelForSequenceClassification, tokenizer, longest, args)
     set_seed(args.seed)
     if "SequenceClassification" not in str(model.config.architectures):
-        # --base_model is a language model. The new head is normal, as the original's, and depends
-        # on the seed alone.
+        # --base_model is a language model. The new head is normal, as the original's.
         nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     reward = RewardModel(model, args).to(accelerator.device)
 
-    # 1. normalize on samples of the reference policy; when a run is resumed, its checkpoint's gain
-    # and bias take the place of these. The original's samples are whole. But what follows a special
-    # token, like an eos, has no meaning: there samples end.
-    end = token_id("truncate_token", tokenizer, args)
+    # 1. normalize on samples of the reference policy. A resumed run takes gain and bias from its
+    # checkpoint. Samples are whole, as the original's, but end at a special token, like an eos.
+    end = token_id("truncate_token", args.truncate_token, tokenizer)
     if end is not None and tokenizer.decode([end], skip_special_tokens=True):
         end = None  # an ordinary token
     if args.normalization_samples:
-        normalize(reward, reference_rewards(accelerator, reward, ref, queries, 0, end, args))
+        normalize(reward, reference_rewards(accelerator, reward, ref_lm, queries, 0, end, args))
     # `wrapped` is what is trained: it averages gradients over processes. `reward` is inside.
     wrapped, reward, optimizer = prepare(accelerator, reward, make_optimizer(reward, args))
 
-    texts = [labels, [query.context for query in queries]]
-    run = Run(accelerator, FILE, args, num_updates, {"data": crc32(str(texts).encode())})
+    data = [labels, [query.context for query in queries]]
+    run = Run(accelerator, FILE, args, num_updates, data, state={})
     run.start()
     order = np.random.RandomState(args.seed).permutation(len(labels))
     for update in range(run.state["update"], num_updates):
-        # 2. train for one epoch, in the original's order if there is one process. Each process
-        # takes every world-th label of the batch. An incomplete last batch is skipped, but counts
-        # in the learning-rate schedule , as in the original.
+        # 2. train for one epoch, in the original's order. Each process takes every world-th label
+        # of a batch. An incomplete last batch is skipped, but counts in the schedule, as there.
         start = update * args.batch_size
         set_learning_rates(optimizer, update, start / len(labels), args)
         mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
-        records = reward_update(accelerator, wrapped, optimizer, mine, args)
+        log = reward_update(accelerator, wrapped, optimizer, mine, args)
 
         # 3. log; leave a checkpoint
-        metrics = reduce_means(records)
+        metrics = log.reduce()
         metrics["train/lr"] = optimizer.param_groups[0]["lr"]
         run.log(metrics)
         if update % 25 == 0:
@@ -267,7 +266,7 @@ def main(preset: str, args: Args) -> None:
 
     # 4. normalize again
     if args.normalization_samples:
-        normalize(reward, reference_rewards(accelerator, reward, ref, queries, 1, end, args))
+        normalize(reward, reference_rewards(accelerator, reward, ref_lm, queries, 1, end, args))
 
     # 5. evaluate and save
     samples = evaluate_labels(reward, held_out, tokenizer)
@@ -278,14 +277,12 @@ def main(preset: str, args: Args) -> None:
     if held_out:
         statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
     accelerator.log(statistics)
-    # Only now: this may discard FSDP's gathered weights, and with them the new gain and bias, which
-    # are saved from `statistics`. Every process calls it.
+    # Only now: this may discard FSDP's gathered weights, and with them the new gain and bias.
     weights = accelerator.get_state_dict(wrapped)
     if rank == 0:
-        text = samples.to_json(orient="records", lines=True, double_precision=15)
         with writing(args.output_dir):
             save_reward_model(model, weights, statistics, tokenizer, args.output_dir)
-            write(run.folder / "samples.jsonl", text)  # the last file, which marks a finished run
+        write_rows(samples, run.folder)  # the last file, which marks a finished run
     say(f"{statistics}, see {args.output_dir}")
     wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)  # ends DDP, else gloo can hang
     accelerator.end_training()
@@ -306,29 +303,26 @@ def label_rewards(reward: Module, labels: list[Comparison]) -> tuple[Tensor, Ten
 
 def reward_update(
     accelerator: Accelerator,
-    model: Module,
+    wrapped: Module,
     optimizer: torch.optim.Optimizer,
     labels: list[Comparison],
     args: Args,
-) -> list[dict]:
+) -> "Metrics":
     """One optimizer step on the mean cross entropy of a batch. `labels` are this process's share of
     the batch, and all shares are equally large. Returns what is logged."""
-    records = []
+    log = Metrics()
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
-    for rows in groups:
-        with average_gradients(accelerator, model, is_last=rows is groups[-1]):
-            rewards, best, is_hit = label_rewards(model, [labels[i] for i in rows])
+    for i, rows in enumerate(groups, start=1):
+        with average_gradients(accelerator, wrapped, is_last=i == len(groups)):
+            rewards, best, is_hit = label_rewards(wrapped, [labels[row] for row in rows])
             # -log softmax(rewards) at the best of N; for a pair -log sigmoid(chosen - rejected)
             losses = cross_entropy(rewards, best, reduction="none")  # (b,)
             accelerator.backward(losses.sum() / len(labels))
-        metrics = {"train/loss": losses, "train/accuracy": is_hit}
-        records.append(sums_over(torch.ones_like(losses), metrics))
-    norm = clip_gradients(model, args.max_grad_norm)
-    # With offloaded weights the norm is on the CPU, and the other records are not.
-    records.append(sums_over(torch.ones_like(losses[0]), {"train/gradient_norm": norm}))
+        log.add({"train/loss": losses, "train/accuracy": is_hit})
+    log.add({"train/gradient_norm": clip_gradients(wrapped, args.max_grad_norm)})
     optimizer.step()
     optimizer.zero_grad()
-    return records
+    return log
 
 
 @torch.no_grad()
@@ -347,7 +341,7 @@ def normalize(reward: Module, rewards: Tensor) -> None:
 def reference_rewards(
     accelerator: Accelerator,
     reward: Module,
-    ref: "Reference",
+    ref_lm: PreTrainedModel,
     queries: list[Query],
     draw: int,
     end: int | None,
@@ -364,7 +358,9 @@ def reference_rewards(
     for rows in mine.split(args.micro_batch_size):
         asked = [queries[(draw * total + i) % len(queries)] for i in rows]
         contexts = [query.context for query in asked]
-        responses, _ = sample(ref, contexts, u[rows], args.temperature)
+        cache = Cache(config=ref_lm.config)
+        policy = partial(forward, ref_lm, last=1)
+        responses, _ = sample(policy, cache, contexts, u[rows], args.temperature)
         is_read, _ = truncate(responses, end, args.truncate_after)
         ids, mask = pad_rows([query.input_ids for query in asked])
         rewards.append(reward(ids, mask, responses, is_read))
@@ -394,49 +390,33 @@ def evaluate_labels(
 
 
 # --- optimizer, and sums over processes -----------------------------------------------------------
-CRITIC_PARTS = ("value_head.", "critic.")
-
-
 def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
-    """AdamTF or AdamW (args.adam) over all weights of the model that are trained.
-
-    Up to four parameter groups: matrices and other weights, then the same of `value_head` and
-    `critic` (`is_critic`), if the model has parts of these names. Only matrices have
-    args.weight_decay. set_learning_rates sets the learning rate of each group.
-    """
+    """AdamTF or AdamW (--adam) over all weights that are trained. Each part of the model, like
+    `lm`, has a parameter group of matrices, which alone have --weight_decay, and one of others."""
     groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            is_critic = name.startswith(CRITIC_PARTS)
+            part = name.partition(".")[0]
             decay = args.weight_decay if p.dim() > 1 else 0.0
-            new = {"params": [], "weight_decay": decay, "is_critic": is_critic}
-            group = groups.setdefault((is_critic, p.dim() > 1), new)
+            new = {"params": [], "part": part, "weight_decay": decay}
+            group = groups.setdefault((part, p.dim() > 1), new)
             group["params"].append(p)
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
-    betas = tuple(args.adam_betas)
     with blame("optimizer"):
-        return optimizer(groups.values(), args.lr, betas=betas, eps=args.adam_eps)
+        return optimizer(groups.values(), args.lr, betas=args.adam_betas, eps=args.adam_eps)
 
 
 def set_learning_rates(
-    optimizer: torch.optim.Optimizer, update: int, progress: float, args: Args
+    optimizer: torch.optim.Optimizer, update: int, progress: float, args: Args, **lrs: float
 ) -> None:
-    """Sets the rates for all optimizer steps of this update (updates count from 0); `progress`, in
-    [0, 1), is the share of the run that is over.
-
-    Warm-up (args.lr_warmup updates) and the linear decay to 0 multiply. Value head and critic have
-    args.critic_lr, if it is given. In the first args.critic_warmup updates the policy's rate is 0:
-    its weights do not move, but Adam's averages and the gradient norm include its gradients.
-    """
+    """Sets the rates for all optimizer steps of this update (updates count from 0): the highest
+    rate, times the warm-up, times the linear decay to 0. `progress`, in [0, 1), is the share of the
+    run that is over; `lrs` has the highest rates of parts for which it is not --lr."""
     factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
     if args.lr_schedule == "linear":
         factor *= 1 - progress
     for group in optimizer.param_groups:
-        group["lr"] = factor * args.lr
-        if group["is_critic"] and args.critic_lr is not None:
-            group["lr"] = factor * args.critic_lr
-        if not group["is_critic"] and update < getattr(args, "critic_warmup", 0):
-            group["lr"] = 0.0
+        group["lr"] = factor * lrs.get(group["part"], args.lr)
 
 
 def average_gradients(
@@ -455,31 +435,30 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     return full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
 
 
-def full_tensor(x: Tensor) -> Tensor:
-    """The whole of a tensor, which may be sharded."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+class Metrics:
+    """Means of what is logged of an update, over all processes. All of them must add the same names
+    in the same order."""
 
+    def __init__(self) -> None:
+        self.sums = Counter()
+        self.counts = Counter()
 
-def sums_over(mask: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A record: for each term a tensor (2,), its sum over mask and the size of mask. reduce_means
-    adds such records and divides. So a mask (b, R) gives a mean over tokens, and a mask of one
-    element a mean over records and processes. Records are added in fp64, so that many lose little.
-    """
-    count = mask.sum()
-    return {
-        name: torch.stack([(term.detach().expand_as(mask) * mask).sum(), count]).double()
-        for name, term in terms.items()
-    }
+    def add(self, terms: dict[str, Tensor], mask: Tensor | None = None) -> None:
+        """Adds the elements of each term, or those where mask, of the same shape, is 1. Sums over
+        many calls are in fp64, so that they lose little."""
+        device = PartialState().device  # an offloaded gradient norm is on the CPU
+        for name, term in terms.items():
+            weights = torch.ones_like(term) if mask is None else mask
+            if term.shape != weights.shape:
+                raise ValueError(f"{name} {list(term.shape)} must be {list(weights.shape)}")
+            self.sums[name] += (term.detach() * weights).sum().double().to(device)
+            self.counts[name] += weights.sum().double().to(device)
 
-
-def reduce_means(records: list[dict]) -> dict:
-    """Sum / count of every metric over all records and processes, in one collective. All processes
-    need the same metrics, in the same order."""
-    totals = Counter()
-    for record in records:
-        totals.update(record)  # a Counter adds what has the same name, here tensors
-    reduced = reduce(torch.stack(list(totals.values())), "sum").tolist()
-    return {name: x / count for name, (x, count) in zip(totals, reduced, strict=True)}
+    def reduce(self) -> dict[str, float]:
+        """The means, in one collective."""
+        totals = torch.stack([*self.sums.values(), *self.counts.values()])
+        sums, counts = reduce(totals, "sum").view(2, -1).tolist()
+        return {name: x / count for name, x, count in zip(self.sums, sums, counts, strict=True)}
 
 
 # --- sampling -------------------------------------------------------------------------------------
@@ -501,7 +480,8 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def sample(
-    policy: Module,
+    policy: Callable,
+    cache: Cache,
     contexts: TokenRows,
     u: Tensor,
     temperature: float,
@@ -511,15 +491,14 @@ def sample(
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
     the log-probabilities of their tokens. Without `end` all have R tokens; truncate finds their
     ends later. With it a response may stop behind this token at index `after` or later: what is not
-    sampled is 0."""
-    cache = Cache(config=policy.lm.config)
+    sampled is 0. The cache is an empty one."""
     ids, mask = pad_rows(contexts)
     responses = torch.zeros_like(u, dtype=torch.long)
     logprobs = torch.zeros_like(u)
     rows = torch.arange(len(u), device=u.device)  # the responses that have not ended
     for t in range(u.shape[1]):
-        logits, _ = policy(ids, mask, cache=cache)
-        probs = (logits[:, -1] / temperature).softmax(-1)  # (B, V)
+        logits = policy(ids, mask, cache=cache)["logits"][:, -1]
+        probs = (logits / temperature).softmax(-1)  # (B, V)
         # From now on the model reads only the newest token: the cache has all before it.
         ids = inverse_cdf(probs, u[rows, t].unsqueeze(1))
         mask = pad(mask, (0, 1), value=True)
@@ -565,19 +544,6 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
 
 
 # --- forward passes -------------------------------------------------------------------------------
-@dataclass
-class Reference:
-    """A language model with the interface that sample() expects of a policy."""
-
-    lm: PreTrainedModel
-    num_tokens: int
-
-    def __call__(self, ids: Tensor, mask: Tensor, cache: Cache) -> tuple[Tensor, None]:
-        """Logits (B, 1, V) after ids, in fp32; and no values."""
-        logits = forward(self.lm, ids, mask, cache, logits_to_keep=1).logits
-        return logits[:, -1:, : self.num_tokens], None
-
-
 class RewardModel(Module):
     """reward = gain * logit + bias, with the logit of a classifier. normalize sets gain and bias;
     the gain is also trained with the weights, while the loss does not depend on the bias."""
@@ -630,7 +596,5 @@ def save_reward_model(
 
 
 # --- entry point ----------------------------------------------------------------------------------
-
-
 if __name__ == "__main__":
     run_main(main, Args, PRESETS)

@@ -28,9 +28,8 @@ class Judge:
         )
         longest = args.query_length + args.response_length
         self.queries = ours.load_queries(tokenizer, args, num_queries)
-        self.end = data_module.token_id("truncate_token", tokenizer, args)
-        load_reward = rloo_rlhf.load_reward
-        self.reward = load_reward("reward_model", args, "tiny", tokenizer, longest)
+        self.end = data_module.token_id("truncate_token", args.truncate_token, tokenizer)
+        self.reward = ours.load_score_fn(tokenizer, longest, args)
         self.tokenizer = tokenizer
         self.args = args
         self.ref = self.actor("tiny/model")
@@ -48,14 +47,14 @@ class Judge:
         """A response to each query."""
         return rloo_rlhf.rollout(policy, self.queries, self.uniforms(draw), self.end, self.args)
 
-    def true_scores(self, batch: Any) -> list[float]:
+    def true_scores(self, responses: list[list[int]]) -> list[float]:
         """VADER's scores in [-1, 1] of truncated responses."""
-        texts = self.tokenizer.batch_decode(rloo_rlhf.truncated(batch))
+        texts = self.tokenizer.batch_decode(responses)
         return [self.vader.polarity_scores(text)["compound"] for text in texts]
 
     def rewards(self, batch: rloo_rlhf.Batch) -> list[float]:
         """The reward model's scores, without a penalty."""
-        return self.reward(self.queries, batch).tolist()
+        return self.reward(self.queries, rloo_rlhf.truncated(batch)).tolist()
 
     @torch.no_grad()
     def __call__(self, policy: Any, draw: int = 10**6) -> dict[str, Any]:
@@ -64,9 +63,10 @@ class Judge:
         rows = torch.arange(len(self.queries)).view(1, -1)
         batch = self.responses(policy, draw)
         rloo_rlhf.set_logprobs(batch, policy, self.ref, rows, self.args)
-        texts = self.tokenizer.batch_decode(rloo_rlhf.truncated(batch))
+        responses = rloo_rlhf.truncated(batch)
+        texts = self.tokenizer.batch_decode(responses)
         return {
-            "true_score": self.true_scores(batch),
+            "true_score": self.true_scores(responses),
             "reward": self.rewards(batch),
             "kl": (batch.logprobs - batch.ref_logprobs).sum(1).tolist(),
             "distinct": len(set(texts)) / len(texts),

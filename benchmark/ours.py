@@ -3,9 +3,11 @@
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from torch import Tensor
@@ -15,8 +17,9 @@ import ppo_rlhf
 import rloo_rlhf
 from benchmark import common
 from plumbing import data as data_module
+from plumbing import labels as labels_module
 from plumbing import models as models_module
-from plumbing.models import hold_in_bf16
+from plumbing.models import freeze
 from plumbing.run import set_up_torch
 from ppo_rlhf import make_optimizer
 
@@ -49,16 +52,28 @@ def responses_per_query(args: Any) -> int:
 
 def load_queries(tokenizer: Any, args: Any, count: int) -> list[Any]:
     """Up to `count` of --query_dataset, in the order of args.seed."""
-    return data_module.load_queries("query_dataset", args, tokenizer, count)
+    return data_module.load_queries(args, tokenizer, count)
+
+
+def loader(tokenizer: Any, longest: int, args: Any) -> Callable:
+    """What main calls `load`, for texts of up to so many tokens."""
+    return partial(models_module.load_model, tokenizer=tokenizer, longest=longest, args=args)
+
+
+def load_score_fn(tokenizer: Any, longest: int, args: Any) -> Callable:
+    """What main calls `score_fn`: of the reward function or else of the reward model."""
+    if args.reward_fn:
+        return labels_module.load_reward_fn(args.reward_fn, tokenizer)
+    load = loader(tokenizer, longest, args)
+    return rloo_rlhf.load_reward_model(load, args.reward_model, args)
 
 
 def load(auto_class: type, folder: str, args: Any) -> Any:
     """A model as the scripts have it, for texts as long as `args` say."""
     args.base_model = folder
     longest = args.query_length + args.response_length
-    tokenizer = common.tokenizer()
-    model = models_module.load_model("base_model", args, auto_class, tokenizer, longest)
-    return model.to(PartialState().device)
+    load_model = loader(common.tokenizer(), longest, args)
+    return load_model("base_model", folder, auto_class).to(PartialState().device)
 
 
 def load_lm(folder: str, args: Any) -> Any:
@@ -68,10 +83,9 @@ def load_lm(folder: str, args: Any) -> Any:
 
 def make_actor(script: Any, lm: Any, args: Any, critic: Any = None) -> Any:
     """The policy, or the reference, of a script."""
-    num_tokens = lm.config.get_text_config().vocab_size
     if script is ppo_rlhf:
-        return ppo_rlhf.ActorCritic(lm, num_tokens, critic)
-    return rloo_rlhf.Actor(lm, num_tokens, args)
+        return ppo_rlhf.ActorCritic(lm, critic)
+    return rloo_rlhf.Actor(lm, args)
 
 
 def query(context: list[int]) -> data_module.Query:
@@ -89,6 +103,7 @@ def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any
         lengths=mask.sum(1),
         found_end=mask.all(1),
         loss_mask=mask,
+        num_tokens=mask.sum(1).tolist(),
         sampled_logprobs=zeros.clone(),
         logprobs=zeros.clone(),
         ref_logprobs=zeros.clone(),
@@ -98,7 +113,8 @@ def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any
 
 def shuffle(args: Any, update: int) -> Tensor:
     """The rows of an update's minibatches, as on a single process."""
-    return ppo_rlhf.shuffle(args, 0, update, args.batch_size)
+    rows = np.arange(args.batch_size).reshape(-1, responses_per_query(args))
+    return ppo_rlhf.shuffle(rows, 0, update, args)
 
 
 def rollout(
@@ -126,7 +142,7 @@ def set_rewards(batch: Any, scores: Tensor, args: Any) -> Tensor:
 
 def update_policy(
     accelerator: Any, policy: Any, optimizer: Any, batch: Any, epochs: Tensor, args: Any
-) -> list[Any]:
+) -> Any:
     """The optimizer steps of one update, by the function of the batch's script."""
     if isinstance(batch, ppo_rlhf.Batch):
         update = ppo_rlhf.ppo_update
@@ -140,13 +156,10 @@ class Frozen:
     """Reference and reward model, which contenders share."""
 
     def __init__(self, folder: str, args: Any) -> None:
-        self.lm = load_lm(folder, args).requires_grad_(False)
+        self.lm = freeze(load_lm(folder, args), args.dtype)
         torch.manual_seed(1)
-        self.reward = load(AutoModelForSequenceClassification, folder, args)
-        self.reward.requires_grad_(False)
-        # As in the scripts' main. It changes nothing with fp32.
-        hold_in_bf16(self.lm, args)
-        hold_in_bf16(self.reward, args)
+        reward = load(AutoModelForSequenceClassification, folder, args)
+        self.reward = freeze(reward, args.dtype)
         self.head = ppo_rlhf.reward_head(self.reward)
 
 
@@ -183,14 +196,20 @@ class Ours:
             u = script.uniforms(1, self.num_updates, args.batch_size, args.response_length)
             with clock("score"), timed_sampling(script, clock):
                 batch = rollout(self.actor, ref, asked, u, epochs, END, args)
-                raw_scores = script.score_by_model(frozen.reward, frozen.head, args, asked, batch)
+                raw_scores = script.score_by_model(
+                    frozen.reward,
+                    frozen.head,
+                    args.micro_batch_size,
+                    asked,
+                    script.truncated(batch),
+                )
             scores = script.penalize_missing_end(raw_scores, batch.found_end, args)
             set_rewards(batch, scores, args)
             with clock("optimise"):
-                records = update_policy(
+                log = update_policy(
                     self.accelerator, self.policy, self.optimizer, batch, epochs, args
                 )
-            self.metrics = script.reduce_means(records)
+            self.metrics = log.reduce()
         clock.seconds["score"] -= clock.seconds["sample"]
         self.batch = batch
         self.scored = batch.lengths.sum().item()

@@ -5,10 +5,11 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,49 +18,53 @@ from transformers import (
     AutoTokenizer,
     Conv1D,
     DynamicCache,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
-from plumbing.run import ROOT, UserError, blame
+from plumbing.run import ROOT, UserError, blame, writing
 
 TokenRows = list[list[int]]
+ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def patch_layers(model: PreTrainedModel, args: Any) -> None:
+def patch_layers(model: PreTrainedModel, dtype: str, num_tokens: int) -> None:
     """Changes how the model computes: soft-capped attention is eager, the embedding of padding is
-    trained like any other, and GELU is one kernel. With args.dtype "bf16" the trunk computes in
-    bf16, but the heads do not. With args.gradient_checkpointing activations are computed again in
-    the backward pass.
-
-    UserError if the model's layers are not made for checkpointing.
-    """
+    trained like any other, GELU is one kernel, and logits end at `num_tokens`, as some models have
+    more embeddings than tokens. With dtype "bf16" the trunk computes in bf16, but heads do not."""
     # Up to version 5.20 transformers has sdpa attention for Gemma 2, which leaves out the cap.
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
-    layers = list(model.modules())
-    for layer in layers:
+    for layer in model.modules():
         if isinstance(layer, nn.Embedding):
             layer.padding_idx = None  # else a pad that is also the eos gets no gradient
         if type(getattr(layer, "act", None)).__name__ == "NewGELUActivation":
             layer.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
-    if args.gradient_checkpointing:
-        # transformers' own checkpointing needs train mode, in which dropout acts.
-        blocks = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
-        if not blocks:
-            raise UserError("--gradient_checkpointing: the model does not support it")
-        for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if args.dtype == "bf16":
+    if dtype == "bf16":
         trunk = model.get_decoder()  # not base_model: OPT calls only the decoder in it
         trunk.forward = partial(run_in_bf16, trunk.forward)
+    head = model.get_output_embeddings()
+    if head is None:
+        return
     # If the states for a frozen head are not contiguous, torch copies the head's weights for each
     # row of them, and takes 2 to 50 times as long.
-    head = model.get_output_embeddings()
-    if head is not None:
-        head.register_forward_pre_hook(lambda _, inputs: inputs[0].contiguous())
+    head.register_forward_pre_hook(lambda _, inputs: inputs[0].contiguous())
+    if head.out_features > num_tokens:
+        head.register_forward_hook(lambda _, inputs, logits: logits[..., :num_tokens])
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """For --gradient_checkpointing: the backward pass computes activations again. UserError if the
+    model's layers are not made for it."""
+    # transformers' own checkpointing needs train mode, in which dropout acts.
+    blocks = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+    if not blocks:
+        raise UserError("--gradient_checkpointing: the model does not support it")
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def run_in_bf16(forward: Callable, *inputs: Any, **named: Any) -> ModelOutput:
@@ -86,28 +91,32 @@ class Cache(DynamicCache):
         return super().update(key_states, value_states, *args, **named)
 
 
-def add_adapters(model: PreTrainedModel, args: Any) -> None:
-    """With args.lora_rank the weights are frozen, and LoRA adapters (Hu et al. 2021,
-    arXiv:2106.09685) on all linear layers but the head are trained. UserError without peft."""
-    if not args.lora_rank:
-        return
+def add_adapters(model: PreTrainedModel, rank: int, alpha: float, dtype: str) -> None:
+    """Freezes the weights, and adds LoRA adapters (Hu et al. 2021, arXiv:2106.09685) to all linear
+    layers but the head. UserError without peft."""
     with blame("--lora_rank"):
         from peft import LoraConfig
 
-    config = LoraConfig(
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )
-    model.add_adapter(config)
-    hold_in_bf16(model, args)
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        model.add_adapter(config)
+    hold_in_bf16(model, dtype)
 
 
-def hold_in_bf16(model: PreTrainedModel, args: Any) -> None:
-    """With args.dtype "bf16" frozen linear layers are held in bf16, in half the memory; autocast
-    would round them anyway. Biases, the head, embeddings and norms stay in fp32."""
-    if args.dtype != "bf16":
+def freeze(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
+    """The model, whose weights are not trained."""
+    hold_in_bf16(model.requires_grad_(False), dtype)
+    return model
+
+
+def hold_in_bf16(model: PreTrainedModel, dtype: str) -> None:
+    """With dtype "bf16" frozen linear layers are held in bf16, in half the memory; autocast would
+    round them anyway. Biases, the head, embeddings and norms stay in fp32."""
+    if dtype != "bf16":
         return
     for module in model.base_model.modules():
         if isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad:
@@ -115,12 +124,25 @@ def hold_in_bf16(model: PreTrainedModel, args: Any) -> None:
 
 
 def forward(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Cache | None = None, **options: int
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    cache: Cache | None = None,
+    last: int | None = None,
 ) -> ModelOutput:
-    """The output of a model, or of its trunk, for ids (B, T). With a cache, ids follow what is in
-    it, and mask covers both. Positions count real tokens, as the original's do."""
+    """The output of a trunk for ids (B, T); with `last`, that of a language model: logits
+    (B, last, V) and last_hidden_state (B, last, d), which the head reads, at the last tokens. With
+    a cache, ids follow what is in it, and mask covers both. Positions count real tokens, as the
+    original's do."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding has position 0, but is masked
-    return model(
+    options = {}
+    if last is not None:
+        options["logits_to_keep"] = last
+        # transformers returns hidden states of all layers or of none.
+        states = []
+        head = model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+    output = model(
         ids,
         attention_mask=mask,
         position_ids=positions[:, -ids.shape[1] :],
@@ -128,6 +150,14 @@ def forward(
         use_cache=cache is not None,
         **options,
     )
+    if last is not None:
+        hook.remove()
+        output.last_hidden_state = states[0]
+        # A few models give all logits. The others' are not cut: a view takes memory in the backward
+        # pass.
+        if output.logits.shape[1] > last:
+            output.logits = output.logits[:, -last:]
+    return output
 
 
 def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
@@ -138,6 +168,11 @@ def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
     padded = [[-1] * (longest - len(row)) + row for row in rows]
     ids = torch.tensor(padded, device=PartialState().device)
     return ids.clamp(min=0), ids >= 0
+
+
+def full_tensor(x: Tensor) -> Tensor:
+    """The whole of a tensor, which may be sharded."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def read_queries(
@@ -154,22 +189,31 @@ def read_queries(
     return cache
 
 
-def load_tokenizer(flag: str, args: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model that the flag names."""
-    name = local_path(getattr(args, flag))
+def load_tokenizer(flag: str, name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model: a folder or hub id, which the flag names."""
+    name = local_path(name)
+    parts = [str(path.parent) for path in Path(name).glob("*/config.json")]
+    if parts and not os.path.exists(f"{name}/config.json"):
+        raise UserError(f"--{flag} {name} is a run's folder: name a model in it, of {parts}")
     with blame(f"--{flag} {name}"):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 @torch.no_grad()
 def load_model(
-    flag: str, args: Any, auto_class: type, tokenizer: PreTrainedTokenizerBase, longest: int
+    flag: str,
+    name: str,
+    auto_class: type,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int,
+    args: Any,
 ) -> PreTrainedModel:
     """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
-    the original. If --base_model has no reward head, train_reward.py gives it a new one."""
-    name = local_path(getattr(args, flag))
+    the original. It computes as --dtype and --gradient_checkpointing say. If --base_model has no
+    reward head, it gets a random one."""
+    name = local_path(name)
     what = f"--{flag} {name}"
-    if flag != "base_model" and load_tokenizer(flag, args).get_vocab() != tokenizer.get_vocab():
+    if flag != "base_model" and load_tokenizer(flag, name).get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
     head = "lm_head"
     options = {}
@@ -192,6 +236,8 @@ def load_model(
         raise UserError(f"{what} is quantized: save a copy in fp32 or bf16 first (`dequantize()`)")
     if hasattr(model, "peft_config"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
+    if options.get("num_labels") and not hasattr(model, head):
+        raise UserError(f"{what}: a {type(model).__name__} is not supported, as it has no `score`")
 
     # transformers only warns about weights that are missing, left over or of another size. What is
     # left over may belong to another head, or be the attention mask of an old file (attn.bias), but
@@ -206,7 +252,9 @@ def load_model(
         raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
     with blame(what):
         check_model(model, tokenizer, longest)
-    patch_layers(model, args)
+    patch_layers(model, args.dtype, max(tokenizer.get_vocab().values()) + 1)
+    if args.gradient_checkpointing:
+        recompute_activations(model)
     return model
 
 
@@ -237,27 +285,36 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, long
 
 
 def save_policy(
-    policy: nn.Module, weights: dict, tokenizer: PreTrainedTokenizerBase, parent: str
+    accelerator: Accelerator, wrapped: nn.Module, tokenizer: PreTrainedTokenizerBase, parent: str
 ) -> None:
-    """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders. A head is
-    a file in critic/ if there is one, and else in policy/. So is any module of your own."""
-    for part, module in policy.named_children():
+    """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders; and for a
+    head, or any module of your own, modules/NAME.safetensors."""
+    weights = accelerator.get_state_dict(wrapped)  # may gather them, so every process calls it
+    if not accelerator.is_main_process:
+        return
+    for part, module in accelerator.unwrap_model(wrapped).named_children():
         own = {
             name: weights[f"{part}.{name}"]
             for name in module.state_dict()
             if name not in getattr(module, "all_tied_weights_keys", ())  # tied: saved once
         }
-        if hasattr(module, "save_pretrained"):
+        with writing(parent):
+            if not hasattr(module, "save_pretrained"):
+                os.makedirs(f"{parent}/modules", exist_ok=True)
+                save_file(own, f"{parent}/modules/{part}.safetensors")
+                continue
+            # The policy was trained to be sampled from all tokens, whatever --base_model advises.
+            ends = {name: getattr(module.config, name, None) for name in ENDS}
+            module.generation_config = GenerationConfig(do_sample=True, top_k=0, **ends)
             folder = f"{parent}/{part.replace('lm', 'policy')}"  # lm is saved as policy/
             module.save_pretrained(folder, state_dict=own)
             tokenizer.save_pretrained(folder)
-        else:
-            reads = "critic" if getattr(policy, "critic", None) else "policy"
-            save_file(own, f"{parent}/{reads}/{part}.safetensors")
 
 
 def local_path(name: str) -> str:
     """The path of a file or folder, or else of one beside the scripts, or else a name on the hub,
     which is returned as it is."""
     places = (os.path.expanduser(name), f"{ROOT}/{name}")
+    if name.startswith("tiny/") and not os.path.exists(f"{ROOT}/tiny"):
+        raise UserError(f"{name} is not there: copy tiny/ beside the scripts, or name your own")
     return next((os.path.abspath(path) for path in places if os.path.exists(path)), name)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pandas as pd
 import pydantic
@@ -96,6 +97,9 @@ def make_accelerator(dtype: str) -> Accelerator:
     """The processes and their devices: GPUs, or else CPUs. Prints what they are. UserError for a
     launch that cannot work, or would train wrongly."""
     set_up_torch(dtype)
+    if os.environ.get("RANK") == "0":  # a variable left over from another launch would wait long
+        names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        print("waiting for all processes of", {x: os.environ.get(x) for x in names}, flush=True)
     with blame("launch"):
         accelerator = Accelerator(
             # a Mac's GPU has no fp64
@@ -141,14 +145,13 @@ CHANGEABLE = """resume output_dir track checkpoint_every total_episodes lr
 critic_lr max_kl micro_batch_size gradient_checkpointing""".split()
 
 
-def choose_folder(script: Path, preset: str, args: Any) -> None:
-    """Sets args.output_dir. UserError if it has other files than those of a run to be resumed, or
-    if that run had other settings."""
+def choose_folder(script: Path, preset: str, args: Any) -> str:
+    """The folder of the run, --output_dir or a new one. UserError if it has other files than those
+    of a run to be resumed, or if that run had other settings."""
     default = f"runs/{script.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     # All processes take the first one's: their clocks differ.
     (name,) = broadcast_object_list([args.output_dir or default])
     folder = Path(name).expanduser().absolute()
-    args.output_dir = str(folder)
     files = {path.name for path in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
     has_checkpoints = any(folder.glob("checkpoints/*/state.json"))
     would_start_anew = "samples.jsonl" in files and not has_checkpoints
@@ -164,6 +167,7 @@ def choose_folder(script: Path, preset: str, args: Any) -> None:
             is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
             if not is_open and json.dumps(value) != json.dumps(value_before):
                 raise UserError(f"--{name} {value}: {folder} was started with {value_before}")
+    return str(folder)
 
 
 SEVEN_DIGITS = "[0-9]" * 7  # a checkpoint's folder, and not a user's copy with another name
@@ -182,9 +186,9 @@ class Run:
     script: Path
     args: Any
     num_updates: int
+    data: list  # queries or labels; a run is not resumed with others
     # What the loop carries to the next update. It must be equal on all processes, and survive JSON
-    # (texts as keys, no tensors). A resumed run takes it from its newest checkpoint. The run is
-    # refused if "data", the checksum of its queries or labels, has changed.
+    # (texts as keys, no tensors). A resumed run takes it from its newest checkpoint.
     state: dict
     stopped_at: float = 0.0  # when the first signal came
 
@@ -197,6 +201,7 @@ class Run:
         self.lock = FileLock(self.folder / "lock", is_singleton=True)
         (run_id,) = broadcast_object_list([secrets.token_hex(4)])  # of Weights & Biases
         self.state |= {"update": 0, "processes": accelerator.num_processes, "run_id": run_id}
+        self.state["data"] = crc32(str(self.data).encode())
         self.state_as_json()  # fails now, if it would fail after the first update
         if accelerator.is_main_process:
             with writing(self.folder):  # an OSError if a run has the lock
@@ -211,10 +216,12 @@ class Run:
                 if saved[name] != self.state[name]:
                     raise UserError(f"--resume with other {name} than the run began with: {newest}")
             self.state |= saved  # a key that a copy has added since then keeps its first value
-            accelerator.load_state(str(newest))
+            with blame(f"{newest} cannot be read; delete it to go on at the one before"):
+                accelerator.load_state(str(newest))
         if self.args.track:
             wandb = {"id": self.state["run_id"], "name": self.folder.name, "resume": "allow"}
-            accelerator.init_trackers("rlhf", vars(self.args), {"wandb": wandb})
+            with blame("--track (with WANDB_MODE=offline it needs no network)"):
+                accelerator.init_trackers("rlhf", vars(self.args), {"wandb": wandb})
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             with writing(self.folder):
@@ -254,9 +261,9 @@ class Run:
         if number == signal.SIGINT and now > self.stopped_at + 1:
             raise KeyboardInterrupt
 
-    def log(self, metrics: dict) -> None:
+    def log(self, metrics: dict, *shown: str) -> None:
         """Adds the seconds since the last call (with checkpoints) and the peak memory of the GPU.
-        Writes a line of metrics.jsonl, and logs where --track asks for it."""
+        Writes a line of metrics.jsonl, logs where --track asks for it, and prints those `shown`."""
         now = time.monotonic()
         metrics["seconds"] = now - self.last_log
         self.last_log = now
@@ -265,7 +272,11 @@ class Run:
             with writing(self.folder), open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(f"{json.dumps(metrics)}\n")
         # not as W&B's step, which cannot go back when a run is resumed at a checkpoint
-        self.accelerator.log(metrics | {"update": self.state["update"] + 1})
+        made = self.state["update"] + 1
+        self.accelerator.log(metrics | {"update": made})
+        if shown:
+            words = [f"{name} {metrics[name]:.2f}" for name in (*shown, "seconds")]
+            say(f"update {made} of {self.num_updates}: {', '.join(words)}")
 
     def checkpoints(self) -> list[Path]:
         """The folders of complete checkpoints, checkpoints/<updates made>, the newest last."""
@@ -350,7 +361,9 @@ def newest_reward_model(preset: str) -> str:
     (newest,) = broadcast_object_list([newest])  # what the first process sees
     if not newest:
         raise UserError(f"--reward_model None: `python train_reward.py {preset}` makes one")
-    return str(newest.with_name("reward_model"))
+    folder = str(newest.with_name("reward_model"))
+    say(f"--reward_model {folder}")
+    return folder
 
 
 def write(path: Path, text: str) -> None:
@@ -361,15 +374,23 @@ def write(path: Path, text: str) -> None:
     unfinished.rename(path)
 
 
-def write_samples(samples: pd.DataFrame, folder: Path) -> None:
+def write_samples(before: dict[str, list], after: dict[str, list], folder: Path) -> None:
     """Writes samples.jsonl, the last file: it marks a finished run. Prints three queries with their
     responses before and after the training, and mean scores."""
-    text = samples.to_json(orient="records", lines=True, double_precision=15)
-    with writing(folder):
-        write(folder / "samples.jsonl", text)
+    later = {f"{name}_after": values for name, values in after.items() if name != "query"}
+    samples = pd.DataFrame(before | later)
+    if PartialState().is_main_process:
+        write_rows(samples, folder)
     for row in samples.drop_duplicates("query").head(3).itertuples():
         say(f"\nquery: {row.query!r}\nbefore: {row.response!r}\nafter: {row.response_after!r}")
     say(f"\nmean score {samples.score.mean():.2f} before, {samples.score_after.mean():.2f} after")
+
+
+def write_rows(samples: pd.DataFrame, folder: Path) -> None:
+    """Writes samples.jsonl."""
+    text = samples.to_json(orient="records", lines=True, double_precision=15)
+    with writing(folder):
+        write(folder / "samples.jsonl", text)
 
 
 def parse_args(args_class: type, presets: dict[str, Any]) -> tuple[str, Any]:
@@ -380,6 +401,7 @@ def parse_args(args_class: type, presets: dict[str, Any]) -> tuple[str, Any]:
     if preset not in presets:
         raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(presets)}")
     args = tyro.cli(args_class, default=presets[preset], args=words, use_underscores=True)
+    args_class.__pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False)
     try:
         pydantic.TypeAdapter(args_class).validate_python(vars(args))
     except pydantic.ValidationError as error:

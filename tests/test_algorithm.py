@@ -12,7 +12,7 @@ from tiny_models import BOTH, make_queries, random_rows
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
-from plumbing import data as data_module
+from plumbing import labels as labels_module
 from plumbing import run as run_module
 
 assert_close = functools.partial(torch.testing.assert_close, atol=1e-6, rtol=0)
@@ -63,13 +63,6 @@ def test_gae_discounts_future_errors_by_gamma_times_lambda():
     advantages, returns = ppo_rlhf.gae(values, rewards, mask, 0.9, 0.8)
     assert_close(advantages, numbers("0.5656 -1.02 -1 / -0.86 -3 0"))
     assert_close(returns, numbers("1.5656 0.98 2 / 0.14 -1 0"))
-
-
-def test_advantages_that_main_has_set_stay():
-    own = torch.ones(2, 3)
-    batch = olds(own, advantages=own, returns=own)
-    ppo_rlhf.set_advantages(batch, ppo_rlhf.Args())
-    assert batch.advantages is batch.returns is own
 
 
 def test_whiten_gives_the_table_of_the_n_implementation_details():
@@ -182,10 +175,10 @@ def test_gradients_are_averaged_once_in_a_step(module, monkeypatch):
     alive = tiny.watch_log_probabilities(module, monkeypatch)
     # Another process has an error of 7.
     monkeypatch.setattr(module, "gather", lambda x: torch.cat([x, torch.tensor([7.0])]))
-    metrics = module.reduce_means(update(process, policy, optimizer, batch, epochs, args))
+    metrics = update(process, policy, optimizer, batch, epochs, args).reduce()
     assert averaged == [False, False, True] * 4
     assert alive == [0] * 12  # else two of the largest tensors would need memory
-    assert metrics["sampling_error"] == metrics["first_ratio_error"] == 7
+    assert module.sampling_error(batch) == metrics["first_ratio_error"] == 7
 
 
 # --- the reward model -----------------------------------------------------------------------------
@@ -200,7 +193,7 @@ def make_labels(count):
     labels = []
     for i in range(count):
         query, *responses = random_rows((i % 4 + 1, 1, 2, 3), seed=i)
-        labels.append(data_module.Comparison(query, responses, i % 3))
+        labels.append(labels_module.Comparison(query, responses, i % 3))
     return labels
 
 
@@ -236,7 +229,7 @@ def test_rewards_without_a_deviation_are_refused_and_leave_gain_and_bias():
 def test_rewards_for_normalization_come_in_micro_batches_without_a_graph():
     """And are those of samples up to their end, if one is given."""
     reward = make_reward()
-    ref = train_reward.Reference(tiny.make_lm("gpt2"), tiny.VOCABULARY)
+    ref = tiny.make_lm("gpt2")
     queries = make_queries(random_rows((1, 4, 2, 3, 5) * 3, seed=9))
     args = train_reward.Args(normalization_samples=10, response_length=3, micro_batch_size=2)
     args.truncate_after = 1

@@ -14,8 +14,8 @@ from density import measure
 ROOT = Path(__file__).resolve().parent.parent
 PPO, RLOO, REWARD = SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
 PAIRS = list(itertools.combinations(SCRIPTS, 2))
-MAX_TOKENS = {PPO: 6_300, RLOO: 5_600, REWARD: 3_710}
-MAX_LINES = {PPO: 1_000, RLOO: 900, REWARD: 637}
+MAX_TOKENS = {PPO: 6_000, RLOO: 5_330, REWARD: 3_620}
+MAX_LINES = {PPO: 940, RLOO: 840, REWARD: 600}
 MAX_DIFF = 190  # changed lines between PPO and RLOO
 MAX_MAIN = 100
 # Names that stand for something else in each script. The rules for Args and PRESETS are below.
@@ -75,7 +75,7 @@ def test_shared_names_are_identical_to_the_letter(one, other):
     mine = definitions(one)
     theirs = definitions(other)
     shared = sorted((set(mine) & set(theirs)) - OWN)
-    assert len(shared) > (12 if other == REWARD else 25)
+    assert len(shared) > (10 if other == REWARD else 25)
     assert [name for name in shared if mine[name] != theirs[name]] == []
 
 

@@ -7,11 +7,15 @@ import shutil
 import subprocess
 import sys
 
+import fork_tools
 import options
 import pytest
 from conftest import ROOT
-from fork_tools import REWARD, SCRIPTS, parse
+from fork_tools import PPO, REWARD, SCRIPTS, WORDS, parse
+from run_tools import read_lines
+from safetensors.torch import load_file
 
+from benchmark import common
 from benchmark.studies.symptoms import run as symptoms
 
 
@@ -99,3 +103,70 @@ def test_a_copy_that_is_not_there_is_one_line(tmp_path):
     status, printed = pytest_with(tmp_path / "none.py", "tests")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert printed.strip() == f"ERROR: --script {tmp_path / 'none.py'}: there is no such file"
+
+
+# --- docs/changes.md ------------------------------------------------------------------------------
+PAGE = (ROOT / "docs/changes.md").read_text()
+DIFFS = dict(re.findall(r"<!-- change: (\w+).*? -->\n((?:```diff\n.*?```\n)+)", PAGE, re.S))
+FLAGS = {"second_model": ["--safety_model", "judge"]}
+
+
+def changed(text, name):
+    """The script with a change of the page."""
+    for block in re.findall(r"```diff\n(.*?)```", DIFFS[name], re.S):
+        lines = block.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def run_copy(text, folder, *flags):
+    """The metrics of a run of a copy of ppo_rlhf.py, on one response per reward model's word."""
+    common.copy_shared(folder)
+    path = folder / "my_ppo.py"
+    path.write_text(text)
+    code, _, errors = fork_tools.run(str(path), [*WORDS[PPO], *flags], folder)
+    assert code == 0, errors
+    return read_lines(folder / "out/metrics.jsonl")
+
+
+def test_the_page_has_these_changes():
+    names = "entropy setting token_rewards moments second_model ema draw_again"
+    assert list(DIFFS) == names.split()
+
+
+@pytest.mark.parametrize("name", ["entropy", "token_rewards", "second_model", "ema", "draw_again"])
+def test_a_change_of_the_page_runs_and_acts(name, folder):
+    text = changed((ROOT / PPO).read_text(), name)
+    rows = run_copy(text, folder, *FLAGS.get(name, []))
+    plain_rows = read_lines(fork_tools.plain(PPO, 1) / "out/metrics.jsonl")
+    first = {key: rows[0][key] - plain_rows[0][key] for key in ("loss/total", "objective/scores")}
+    total = rows[0]["objective/score_total"] - plain_rows[0]["objective/score_total"]
+    if name == "entropy":
+        assert first["loss/total"] == pytest.approx(-0.01 * rows[0]["policy/entropy"], rel=0.1)
+    if name == "token_rewards":
+        assert first["objective/scores"] == 0
+        assert total < -0.05
+    if name == "second_model":  # the same model with half the weight; a missing end is no score
+        plain_samples = read_lines(fork_tools.plain(PPO, 1) / "out/samples.jsonl")
+        pairs = zip(read_lines(folder / "out/samples.jsonl"), plain_samples, strict=True)
+        assert any(abs(mine["score"] - other["score"]) > 1e-3 for mine, other in pairs)
+    if name == "ema":
+        assert rows[-1]["objective/scores"] == plain_rows[-1]["objective/scores"]
+        averages = load_file(folder / "out/ema/policy/model.safetensors")
+        policy = load_file(folder / "out/policy/model.safetensors")
+        start = load_file(folder / "model/model.safetensors")
+        moved = [sum((x[key] - start[key]).norm() for key in start) for x in (averages, policy)]
+        assert 0 < moved[0] < 0.1 * moved[1]
+    if name == "draw_again":
+        assert rows[0]["objective/found_end"] >= plain_rows[0]["objective/found_end"]
+
+
+def test_all_changes_of_the_page_go_together(folder):
+    text = (ROOT / PPO).read_text()
+    for name in DIFFS:
+        text = changed(text, name)
+    rows = run_copy(text, folder, *FLAGS["second_model"])
+    assert len(rows) == len(read_lines(fork_tools.plain(PPO, 1) / "out/metrics.jsonl"))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from run_tools import to_lines, turn
-from tiny_models import BOTH, make_queries, make_responses, rows_of, save_tokenizer
+from tiny_models import BOTH, make_queries, rows_of, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -22,6 +22,7 @@ import ppo_rlhf
 import rloo_rlhf
 import train_reward
 from plumbing import data as data_module
+from plumbing import labels as labels_module
 from plumbing import models as models_module
 from plumbing import run as run_module
 
@@ -100,7 +101,7 @@ def start(script, chat=None, **changes):
             given[name] = f"{name}.jsonl"
             Path(given[name]).write_text(to_lines(*x))
     args = script.Args(**given)
-    tokenizer = models_module.load_tokenizer("base_model", args)
+    tokenizer = models_module.load_tokenizer("base_model", args.base_model)
     tokenizer.chat_template = chat
     return tokenizer, args
 
@@ -110,7 +111,7 @@ def read_queries(rows, chat=None, part="input_ids", **changes):
     found = []
     for script in SCRIPTS:
         tokenizer, args = start(script, chat, query_dataset=rows, **changes)
-        queries = data_module.load_queries("query_dataset", args, tokenizer, 1_000)
+        queries = data_module.load_queries(args, tokenizer, 1_000)
         found.append([vars(query) for query in queries])
     assert found[0] == found[1] == found[2]
     return sorted(query[part] for query in found[0])
@@ -124,7 +125,7 @@ def read_query(row, *chat, **changes):
 def load_labels(rows, *chat, **changes):
     """Labels to train on, and held-out ones, of a list of rows or a folder."""
     tokenizer, args = start(train_reward, *chat, label_dataset=rows, **changes)
-    return data_module.load_labels("label_dataset", args, tokenizer)
+    return labels_module.load_labels(args, tokenizer)
 
 
 def read_labels(rows, *chat, **changes):
@@ -179,7 +180,7 @@ def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(
     assert data_module.encode([*begin, *begin, 3], tokenizer) == [*begin, 3]
 
     def token_of(text):
-        return data_module.token_id("truncate_token", tokenizer, script.Args(truncate_token=text))
+        return data_module.token_id("truncate_token", text, tokenizer)
 
     for text in (".", "</s>", "a"):
         assert token_of(text) == numbers[text]
@@ -206,11 +207,11 @@ def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(
     assert tokenizer("\n").input_ids == [1, 6]
     assert tokenizer(".").input_ids == [5]
     for text, token in {".": 3, "\n": 6, "eos": 0, "</s>": 0, "a": 2}.items():
-        args = script.Args(truncate_token=text)
-        assert data_module.token_id("truncate_token", tokenizer, args) == token
+        assert data_module.token_id("truncate_token", text, tokenizer) == token
     tokenizer, args = start(script, base_model="bytes", truncate_token="Ġ")
     with pytest.raises(run_module.UserError, match="^--truncate_token 'Ġ' must be one token"):
-        data_module.token_id("truncate_token", tokenizer, args)  # its vocabulary's word for a space
+        # its vocabulary's word for a space
+        data_module.token_id("truncate_token", args.truncate_token, tokenizer)
 
 
 @pytest.mark.parametrize("size", [50_257, 50_259, 50_260, 60_000])
@@ -260,8 +261,8 @@ def test_config_and_split_of_a_table_on_the_hub_are_passed_on(config, split):
     tables = {"train": table.select([0]), "test": table}
     args = ppo_rlhf.Args(query_dataset=f"an/owner:{config}:{split}".rstrip(":"))
     with mock.patch.object(datasets, "load_dataset", return_value=tables) as load:
-        splits = data_module.load_table("query_dataset", args)
-    load.assert_called_once_with("an/owner", config or None)
+        splits = data_module.load_table("query_dataset", args.query_dataset)
+    load.assert_called_once_with(path="an/owner", name=config or None)
     assert splits == ({"train": tables[split]} if split else tables)
 
 
@@ -274,7 +275,7 @@ def test_a_table_is_a_split_that_is_named_or_train():
     Path("mixed/a.csv").write_text("text\nw5\n")
 
     def load(name):
-        return data_module.load_table("query_dataset", ppo_rlhf.Args(query_dataset=name))
+        return data_module.load_table("query_dataset", name)
 
     (found,) = load("tiny/queries::test").values()  # beside the script
     assert len(found) > 0
@@ -296,16 +297,59 @@ def test_a_table_is_a_split_that_is_named_or_train():
 
 
 # --- queries --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("first", range(11))
+@pytest.mark.parametrize("first", range(4))
 def test_queries_are_the_first_column_that_there_is_of(first):
-    names = """messages query prompt question problem instruction conversations
-        conversation text article content""".split()
+    names = "prompt messages query text".split()
     row = {"other": "w40"}
     for i in reversed(range(first, len(names))):
-        is_chat = names[i] in ("messages", "conversations", "conversation")
-        row[names[i]] = turn(words(i + 1), "user") if is_chat else words(i + 1)
+        row[names[i]] = words(i + 1)
+        if names[i] == "messages":
+            row[names[i]] = turn(words(i + 1), "user")
     contents = "{% for m in messages %}{{ m.content }} {% endfor %}"
     assert read_query(row, contents, base_model="gpt2") == [first + 1]
+    named = read_query(row, contents, base_model="gpt2", prompt_column="other")
+    assert named == [40]
+
+
+def test_a_column_of_prompts_that_is_not_there_is_refused_with_those_that_are():
+    says = "row 0: --prompt_column must name the column of prompts, one of ['text', 'b']"
+    refuse(read_queries, {"text": "w5", "b": 1}, says, prompt_column="question")
+
+
+def test_columns_that_may_belong_to_the_prompt_are_left_out_if_it_is_named():
+    row = {"prompt": "w5", "context": "w6", "system": "w7"}
+    refuse(read_queries, row, "row 0: ['system', 'context'] are not read: put them into the prompt")
+    assert read_query(row, prompt_column="prompt") == [5]
+    assert read_query(row | {"context": "", "system": None}) == [5]
+
+
+def test_texts_of_files_arrive_as_they_stand_there():
+    """In csv files, datasets would make an empty cell of None, and 18.0 of 18 beside an empty one;
+    in JSON, a time of a date."""
+    cells = ["None", "NA", "null", "18", "1e3", "2020-01-01", "True"]
+    Path("a.csv").write_text("text,answer\n" + "".join(f"w5 {x},{x}\n" for x in cells) + "w6,\n")
+    read = data_module.load_table("query_dataset", "a.csv")["train"]
+    assert read["answer"][:] == [*cells, ""]
+    assert read["text"][:] == [f"w5 {x}" for x in cells] + ["w6"]
+    Path("of_csv").mkdir()
+    Path("a.csv").rename("of_csv/train.csv")
+    assert data_module.load_table("query_dataset", "of_csv")["train"]["answer"][:] == [*cells, ""]
+    row = {"text": "2020-01-01", "when": "2020-01-01T10:00:00Z", "number": 3, "none": None}
+    row["messages"] = turn("2021-02-03", "user")
+    Path("a.jsonl").write_text(to_lines(row, row))
+    read = data_module.load_table("query_dataset", "a.jsonl")["train"]
+    assert read[0] == read[1] == row
+
+
+@pytest.mark.parametrize("name", ["a*", "a?", "a[b]"])
+def test_a_folder_whose_name_would_match_others_is_refused(name):
+    for folder in (name, "ab"):
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "train.jsonl").write_text(to_lines({"text": folder}))
+    with pytest.raises(run_module.UserError, match=r"must not have \*, \? or \[$"):
+        data_module.load_table("query_dataset", name)
+    read = data_module.load_table("query_dataset", f"{name}/train.jsonl")["train"]
+    assert read["text"][:] == [name]
 
 
 def test_a_query_is_cut_at_the_first_start_and_the_last_end():
@@ -317,8 +361,10 @@ def test_a_query_is_cut_at_the_first_start_and_the_last_end():
         (None, 4, "keep_end", [3, 4, 3, 5]),
         (3, 3, "drop", [4, 3, 5]),
     ):
-        found = data_module.cut_query(tokens, length, start_token, None, long)
+        dropped = Counter()
+        found = data_module.cut_query(tokens, length, start_token, None, long, dropped)
         assert found == query
+        assert dropped == ({} if query else {"longer than --query_length": 1})
 
 
 def test_longer_queries_are_kept_only_if_there_is_an_end_text():
@@ -334,7 +380,7 @@ def test_the_seed_orders_queries_and_more_than_are_needed_are_not_read():
     orders = {}
     for seed, need in itertools.product((1, 2), (40, 25, 0)):
         tokenizer, args = start(ppo_rlhf, query_dataset=rows, seed=seed)
-        queries = data_module.load_queries("query_dataset", args, tokenizer, need)
+        queries = data_module.load_queries(args, tokenizer, need)
         tokens = [query.input_ids[0] for query in queries]
         assert tokens == orders.setdefault(seed, tokens)[: max(need, 1)]
     assert set(orders[1]) == set(orders[2]) == set(range(5, 45))
@@ -352,17 +398,34 @@ def test_no_query_is_held_out_and_trained_on(module):
 
 
 def test_a_table_without_a_query_is_refused():
-    says = "row 0: a row needs one of the columns ['messages', "
+    says = "row 0: --prompt_column must name the column of prompts, one of ['words']"
     refuse(read_queries, {"words": "w5"}, says)
-    says = "--query_dataset: no query is left: see --query_length, --start_text, --end_text"
-    for text in (None, "", words(*[5] * 9)):
-        refuse(read_queries, {"text": text}, says)
+    says = "--query_dataset: no query is left of 1 rows: "
+    for text in (None, ""):
+        refuse(read_queries, {"text": text}, says + "{'empty': 1}")
+    refuse(read_queries, {"text": words(*[5] * 9)}, says + "{'longer than --query_length': 1}")
+
+
+def test_dropped_rows_are_counted_by_cause(capsys):
+    """And there is a warning if they are most of those that were read."""
+    rows = [{"text": x} for x in ("w5 w9", "w3 w5 w9", "w3 w5", "w3 w5 w5 w5 w9")]
+    flags = {"start_text": "w3", "end_text": "w9", "long_queries": "drop", "query_length": 3}
+    assert read_queries(rows, **flags) == [[5, 9]]
+    printed = capsys.readouterr().out
+    assert "--query_dataset: 4 rows, 4 read, 1 used, dropped {" in printed
+    causes = ("without --start_text", "without --end_text", "longer than --query_length")
+    assert all(f"'{cause}': 1" in printed for cause in causes)
+    assert printed.count("WARNING: more than half of the rows that were read are dropped") == 3
+    read_queries(rows[:1])
+    printed = capsys.readouterr().out
+    assert "1 rows, 1 read, 1 used, dropped {}, first" in printed
+    assert "WARNING" not in printed
 
 
 def test_the_first_query_and_label_are_shown_as_they_are_read(capsys):
     """A template that is cut, or a column that is ignored, can be seen."""
     read_query({"text": "w5 w6"}, query_suffix="w9", base_model="llama")
-    assert "--query_dataset: 1 of 1 rows, first 'w1 w5 w6 w9'\n" in capsys.readouterr().out
+    assert "dropped {}, first 'w1 w5 w6 w9'\n" in capsys.readouterr().out
     labels, _ = load_labels([PAIR] * 4, base_model="llama")
     answers = [words(*row) for row in labels[0].responses]
     assert sorted(answers) == ["w6", "w7"]
@@ -386,8 +449,9 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin, c
     tokenizer, args = start(train_reward, base_model="bytes", **long)
 
     def assert_read(row, *expected):
-        read = data_module.read_preference(row, None, Counter(), tokenizer, args)
-        assert tokenizer.batch_decode(list(read)) == [*expected]
+        prompt, *answers = labels_module.read_preference(row, None, tokenizer)
+        read = labels_module.cut_preference(prompt, answers, Counter(), tokenizer, args)
+        assert tokenizer.batch_decode(read) == [*expected]
 
     answers = [begin + chosen, begin + rejected]
     row = {"chosen": answers[0], "rejected": answers[1]}
@@ -466,7 +530,7 @@ LAYOUTS = {
     "prompt and answers": (ASKED, FAR),
     "empty prompt": (CHATS | {"prompt": ""}, FAR),
     "one whole chat": (ASKED | {"rejected": FAR + YARDS}, FAR),
-    "question as a text": (ANSWERS | {"question": HOW}, FAR),
+    "prompt as a text": (ANSWERS | {"prompt": HOW}, FAR),
     "answers as texts": (TEXTS | {"prompt": FAR}, FAR),
     "system": (WITH_SYSTEM | {"prompt": HOW}, BRIEF + FAR),
     "several turns, the first as prompt": (SEVERAL | {"prompt": EARLIER[:1]}, EARLIER),
@@ -520,6 +584,52 @@ def test_chats_that_would_lose_their_end_are_refused():
     assert read_query(row, CHATML, **short) == [BOS, *read_query(row, CHATML)[-12:]]
 
 
+LEAVES_OUT = CHATML.replace("{{ '<|im_start|>'", "{% if m.role != 'developer' %}{{ '<|im_start|>'")
+LEAVES_OUT = LEAVES_OUT.replace("'<|im_end|>\\n' }}", "'<|im_end|>\\n' }}{% endif %}", 1)
+
+
+def test_a_message_that_the_template_leaves_out_is_refused():
+    """As Qwen's templates do with a role that they do not know."""
+    brief = turn("Be brief.", "developer")
+    assert read_query({"prompt": brief + FAR}, CHATML) != read_query({"prompt": FAR}, CHATML)
+    says = "row 0: the chat template leaves out {'role': 'developer', 'content': 'Be brief.'}"
+    refuse(read_queries, {"prompt": brief + FAR}, says, chat=LEAVES_OUT)
+    refuse(read_labels, ANSWERS | {"prompt": brief + FAR}, says, chat=LEAVES_OUT)
+
+
+def test_thoughts_that_a_template_cuts_are_left_out():
+    cuts = CHATML.replace("m.content +", "m.content.split('</think>')[-1] +")
+    answer = turn("<think>\\nHm.\\n</think>\\n3 metres.")
+    chat = EARLIER[:1] + answer + EARLIER[2:]
+    assert "Hm." not in data_module.render(chat, start(train_reward, cuts)[0])
+
+
+def test_an_answer_under_another_name_is_not_asked():
+    for role in ("gpt", "chatbot", "Assistant"):
+        says = "row 0: the last message must be by one of ('user', "
+        refuse(read_queries, {"prompt": FAR + turn("0 m", role)}, says, role, chat=CHATML)
+
+
+def test_a_template_that_can_think_writes_the_same_in_labels_and_queries():
+    """Qwen 3's writes an empty thought before the last answer, and, if it is asked not to think, at
+    the end of the generation prompt."""
+    empty = "<think></think>"
+    last = "{% if loop.last and m.role == 'assistant' %}" + empty + "{% endif %}"
+    thinking = CHATML.replace("{% endfor %}", "{% endfor %}").replace(
+        "{{ '<|im_start|>' + m.role + '\\n' + m.content",
+        "{{ '<|im_start|>' + m.role + '\\n' }}" + last + "{{ m.content",
+    )
+    asks = "{% if enable_thinking is defined and not enable_thinking %}" + empty + "{% endif %}"
+    thinking = thinking.replace("{% endif %}", "@@", 1).replace("@@", "{% endif %}", 1)
+    thinking = thinking[: -len("{% endif %}")] + asks + "{% endif %}"
+    query = read_query({"prompt": FAR}, thinking)
+    tokenizer, _ = start(train_reward, thinking)
+    assert tokenizer.decode(query).endswith(f"assistant\n{empty}")
+    label = read_label(ASKED, thinking)
+    assert label[0] == query
+    assert tokenizer.decode(label[1]) == "0 metres.<|im_end|>\n"
+
+
 @pytest.mark.parametrize("name", ["strftime_now('%d %B %Y')", "strftime_now(format='%Y')"])
 def test_a_date_in_a_template_is_the_same_on_every_day(name):
     """So that labels of yesterday fit, and a run can be resumed tomorrow."""
@@ -562,13 +672,13 @@ BAD_LABELS = [
     *((json.loads(line), TWO) for line in NOT_TWO.strip().splitlines()),
     # chats about other questions, and answers of several turns without their question
     (SAME | {"prompt": FAR}, "row 0: "),
-    (SAME | {"question": "How?"}, "row 0: "),
+    (SAME | {"query": "How?"}, "row 0: "),
     (ASKED | {"chosen": [TALL[0] | {"content": "", "tool_calls": [{}]}]}, "a role and a text, and"),
     # a column that may be the prompt, and samples that are no answers
-    (TEXTS | {"riddle": "How tall is it?"}, "row 0: a row needs one of the columns ["),
+    (TEXTS | {"riddle": "How tall is it?"}, "row 0: --prompt_column must name the column of"),
     (SAMPLES | {"sample0": TALL}, "row 0: samples must be texts or token ids, not chats: {"),
-    (TEXTS | {"trajectory": EARLIER}, "row 0: a row needs one of the columns ["),
-    (SAMPLES | {"system": "Be brief."}, "are not read, put them into messages: {"),
+    (TEXTS | {"trajectory": EARLIER}, "row 0: --prompt_column must name the column of"),
+    (SAMPLES | {"system": "Be brief."}, "['system'] are not read: put them into the prompt"),
     # ids could be of another tokenizer
     (CHATS | {"prompt": [5, 6]}, "row 0: prompt must be a text or a chat, like `chosen`: {"),
 ]
@@ -587,19 +697,17 @@ def test_the_number_of_a_bad_row_is_named():
     ("asked", "text"),
     [
         ({"question": HOW}, HOW),
-        ({"instruction": "How tall is it?", "input": ""}, "How tall is it?"),
-        ({"prompt": "How tall is it?", "input": "tower 0"}, "How tall is it?"),
-        ({"instruction": "How tall is it?", "input": "tower 0"}, "How tall is it?\ntower 0"),
-        ({"prompt": "Tower \U0001f469\u200d\U0001f467"}, "Tower \U0001f469\u200d\U0001f467"),
+        ({"question": "How tall is it?", "prompt": "tower 0"}, "How tall is it?"),
+        ({"question": "Tower \U0001f469\u200d\U0001f467"}, "Tower \U0001f469\u200d\U0001f467"),
     ],
 )
-def test_questions_and_instructions_are_prompts(asked, text):
+def test_a_column_that_is_named_has_the_prompts_of_labels_and_queries(asked, text):
     odd = {"chosen": " \U0001f389 caf\u00e9 \u0646\u0639\u0645", "rejected": " \u5426"}
     tokenizer, _ = start(train_reward, **BYTES)
     for answers in (TEXTS, odd):
-        label = read_label(asked | answers, **BYTES)
+        label = read_label(asked | answers, **BYTES, prompt_column="question")
         assert tokenizer.batch_decode(label) == [MARKS[BOS] + text, *answers.values()]
-        assert read_query(asked | answers, **BYTES) == label[0]
+        assert read_query(asked | answers, **BYTES, prompt_column="question") == label[0]
 
 
 @pytest.mark.parametrize(
@@ -615,7 +723,7 @@ brief {"prompt": [{"role": "user", "content": "How?"}], "passage": "Be brief."}
 tower {"prompt": [{"role": "user", "content": "How?"}], "image": "tower.png"}
 tower {"prompt": [{"role": "user", "content": "How?"}], "images": ["tower.png"]}
 'image' {"prompt": [{"role": "user", "content": [{"text": "How?"}, {"type": "image"}]}]}
-How? {"conversations": [{"from": "human", "value": "How?"}]}
+How? {"messages": [{"from": "human", "value": "How?"}]}
 """.splitlines(),
 )
 def test_what_would_change_a_chat_in_silence_is_refused_with_its_row(line):
@@ -624,7 +732,7 @@ def test_what_would_change_a_chat_in_silence_is_refused_with_its_row(line):
     row = json.loads(text)
     says = ("a message must be a role and a text, and no more: {", word)
     if len(row) > 1:
-        says = ("'images', 'tools'] are not read, put them into messages: {", word)
+        says = ("'] are not read: put them into the prompt, and name its column",)
     refuse(read_labels, row | ANSWERS, "row 0: ", *says, chat=CHATML)
     refuse(read_queries, row, "row 0: ", *says, chat=CHATML)
     if "prompt" in row and word != "'image'":  # a column has one type
@@ -695,7 +803,8 @@ def test_a_file_in_another_encoding_is_an_error_of_its_row():
 def test_a_bug_that_a_row_brings_out_keeps_its_traceback():
     text = {"text": "w5"}
     for read, row in ((read_queries, text), (load_labels, LABEL)):
-        with mock.patch.object(data_module, "prompt_of", side_effect=ZeroDivisionError):
+        module = data_module if read is read_queries else labels_module
+        with mock.patch.object(module, "prompt_of", side_effect=ZeroDivisionError):
             with pytest.raises(ZeroDivisionError):
                 read([row])
 
@@ -771,8 +880,8 @@ def score(script, function, **columns):
     row = {"query": "w5"} | columns
     queries = [data_module.Query([token], [token], row) for token in (5, 6)]
     with mock.patch.object(colorsys, "mine", function, create=True):
-        reward = script.load_reward("reward_model", args, "tiny", tokenizer, 14)
-    return reward(queries, make_responses([[7], [8, 9]]))
+        reward = script.load_reward_fn(args.reward_fn, tokenizer)
+    return reward(queries, [[7], [8, 9]])
 
 
 @BOTH
@@ -828,9 +937,9 @@ def test_a_function_gets_chats_where_the_table_has_chats(module):
 
     rows = [{"messages": FAR + TALL}]
     tokenizer, args = start(module, CHATML, query_dataset=rows)
-    queries = data_module.load_queries("query_dataset", args, tokenizer, 1)
+    queries = data_module.load_queries(args, tokenizer, 1)
     text = tokenizer(YARDS[0]["content"], add_special_tokens=False).input_ids
-    module.score_by_function(keep, tokenizer, queries, make_responses([[*text, EOS]]))
+    labels_module.call_reward_fn(keep, tokenizer, queries, [[*text, EOS]])
     assert seen == [[FAR], [YARDS], [FAR + TALL]]
 
 
@@ -846,6 +955,5 @@ def test_a_function_gets_prompts_without_bos_and_whole_numbers_as_they_are(modul
         data_module.Query([BOS, 5, EOS, 6], [5], {"query": "", "number": 1}),
         data_module.Query([BOS, 7], [7], {"query": "", "number": None}),
     ]
-    responses = make_responses([[7], [8]])
-    scores = module.score_by_function(keep, tokenizer, queries, responses)
+    scores = labels_module.call_reward_fn(keep, tokenizer, queries, [[7], [8]])
     assert scores.tolist() == [1, 2]

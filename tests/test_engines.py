@@ -161,7 +161,7 @@ def test_a_launch_of_the_default_that_is_stopped_leaves_a_checkpoint(tmp_path):
         os.kill(pid, signal.SIGTERM)
     printed, errors = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert printed.startswith("2 x cpu")
+    assert "\n2 x cpu" in printed
     assert "stopped by a signal; to go on (behind python):\n" in printed
     (log,) = logs
     rows = read_lines(log)

@@ -28,6 +28,7 @@ import ppo_rlhf
 import rloo_rlhf
 import train_reward
 from plumbing import data as data_module
+from plumbing import labels as labels_module
 from plumbing import models as models_module
 from plumbing.models import patch_layers
 
@@ -46,20 +47,20 @@ def assert_as_alone(policy, plain, contexts, responses):
     """Log-probabilities, entropies and values are those of the plain model for a text alone."""
     batch = make_batch(contexts, responses)
     with torch.no_grad():
-        all_logprobs, logprobs, values = ppo_rlhf.forward_response(policy, batch, TEMPERATURE)
+        all_logprobs, predicted = ppo_rlhf.forward_response(policy, batch, TEMPERATURE)
     length = len(responses[0])
     before = slice(-length - 1, -1)  # the tokens that predict the response
     texts = [context + row for context, row in zip(contexts, responses, strict=True)]
     logits = torch.stack([x[before] for x in full_logits(plain, texts)])
     expected = (logits.double() / TEMPERATURE).log_softmax(-1)
     tokens = batch.responses.unsqueeze(2)
-    assert_close(logprobs, expected.gather(2, tokens).squeeze(2))
+    assert_close(predicted["logprobs"], expected.gather(2, tokens).squeeze(2))
     assert_close(ppo_rlhf.entropy(all_logprobs), -(expected.exp() * expected).sum(-1))
     if not hasattr(policy, "value_head"):
-        assert values == 0
+        assert [*predicted] == ["logprobs"]
         return
     states = torch.stack([x[before] for x in full_states(plain, texts)])
-    assert_close(values, policy.value_head(states).squeeze(-1).detach())
+    assert_close(predicted["values"], policy.value_head(states).squeeze(-1).detach())
 
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(CONFIGS))
@@ -90,14 +91,15 @@ def test_texts_may_have_contexts_and_responses_of_one_token(lengths, length, k):
 def test_tokens_that_the_tokenizer_lacks_have_no_logit(k):
     """Logits are divided where they are: a second tensor of all tokens would double the memory."""
     lm = tiny.make_lm("gpt2")
+    patch_layers(lm, "fp32", 40)
     policy = make_policy(lm, k)
-    policy.num_tokens = 40
     batch = make_batch(rows_of("1 2 / 1 2"), rows_of("3 4 / 5 6"))
     ids, mask = models_module.pad_rows(rows_of("1 2 3 / 1 2 5"))
-    logits, values = policy(ids, mask, last=2)
+    logits = policy(ids, mask, last=2)["logits"]
     assert logits.shape == (2, 2, 40)
     kept = logits.detach().clone()
-    all_logprobs, *_ = ppo_rlhf.forward_response(lambda *_, **__: (logits, values), batch, 2.0)
+    given = {"logits": logits}
+    all_logprobs, _ = ppo_rlhf.forward_response(lambda *_, **__: given, batch, 2.0)
     assert torch.equal(all_logprobs, (kept / 2).log_softmax(-1))
     assert torch.equal(logits, kept / 2)
 
@@ -148,12 +150,10 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(name, att
         expected = torch.stack([x[-1] for x in plain_rewards(plain, texts)])
 
         queries = [data_module.Query(context, [9, *context, 9], {}) for context in contexts]
-        batch = tiny.make_responses(responses)
         for module in (ppo_rlhf, rloo_rlhf):
-            args = module.Args(micro_batch_size=4)
             head = module.reward_head(model)
             sizes.clear()
-            scores = module.score_by_model(model, head, args, queries, batch)
+            scores = module.score_by_model(model, head, 4, queries, responses)
             assert max(sizes) == 4
             assert not scores.requires_grad
             assert_close(scores, expected)
@@ -161,7 +161,7 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(name, att
         labels = []
         for i, context in enumerate(CONTEXTS):
             its = responses[i * n :][:n]
-            labels.append(data_module.Comparison(context, its, i % n))
+            labels.append(labels_module.Comparison(context, its, i % n))
         for trained, num_passes in zip(both, (2, 1), strict=True):
             sizes.clear()
             with torch.no_grad():
@@ -172,11 +172,11 @@ def test_rewards_are_gain_times_logit_plus_bias_whatever_stands_beside(name, att
             highest = expected.view(-1, n).argmax(1)
             assert torch.equal(is_hit, highest == best)
 
-    policy = ppo_rlhf.ActorCritic(tiny.make_lm("gpt2"), tiny.VOCABULARY, model)
+    policy = ppo_rlhf.ActorCritic(tiny.make_lm("gpt2"), model)
     responses = random_rows([LENGTH] * len(CONTEXTS), seed=3)
     with torch.no_grad():
         batch = make_batch(CONTEXTS, responses)
-        _, _, values = ppo_rlhf.forward_response(policy, batch, 1.0)
+        values = ppo_rlhf.forward_response(policy, batch, 1.0)[1]["values"]
     texts = [context + row for context, row in zip(CONTEXTS, responses, strict=True)]
     expected = [x[-LENGTH - 1 : -1] for x in plain_rewards(plain, texts)]
     assert_close(values, torch.stack(expected))
@@ -198,8 +198,8 @@ def test_labels_that_fit_the_window_fit_it_together():
     contexts = random_rows((window - 3, 4), seed=1)
     responses = random_rows((2, 3, window - 5, window - 4), seed=2)
     labels = [
-        data_module.Comparison(contexts[0], responses[:2], 0),
-        data_module.Comparison(contexts[1], responses[2:], 0),
+        labels_module.Comparison(contexts[0], responses[:2], 0),
+        labels_module.Comparison(contexts[1], responses[2:], 0),
     ]
     with torch.no_grad():
         trained = train_reward.RewardModel(model, train_reward.Args())
@@ -227,10 +227,10 @@ def test_a_query_is_read_once_and_its_unused_states_get_a_gradient_of_zero(name,
     if script is rloo_rlhf:
         policy = make_policy(tiny.make_lm("gpt2"), 2)
         ids, mask = models_module.pad_rows(rows_of("1 2 3 4 / 1 2 5 6"))
-        made, _ = policy(ids, mask, last=2)
+        made = policy(ids, mask, last=2)["logits"]
         shapes = [(1, 2), (2, 2)]
     else:
-        label = data_module.Comparison([5, 6, 7], rows_of("8 9 / 10 11 12"), 1)
+        label = labels_module.Comparison([5, 6, 7], rows_of("8 9 / 10 11 12"), 1)
         reward = script.RewardModel(tiny.make_classifier(), script.Args())
         made, _, _ = script.label_rewards(reward, [label])
         shapes = [(1, 3), (2, 3)]
@@ -247,10 +247,10 @@ def test_sampling_reads_a_query_once_with_checkpointing_too(monkeypatch):
     monkeypatch.setattr(rloo_rlhf, "forward", read)
     monkeypatch.setattr(models_module, "forward", read)
     args = rloo_rlhf.Args(rloo_k=2, gradient_checkpointing=True)
-    policy = rloo_rlhf.Actor(tiny.make_lm("gpt2"), tiny.VOCABULARY, args)
+    policy = rloo_rlhf.Actor(tiny.make_lm("gpt2"), args)
     contexts = rows_of("1 2 3 / 1 2 3")
     u = torch.full((2, 2), 0.5)
-    rloo_rlhf.sample(policy, contexts, u, 1.0)
+    tiny.sample(policy, contexts, u, 1.0)
     shapes = [tuple(call.args[1].shape) for call in read.call_args_list]
     assert shapes == [(1, 2), (2, 1), (2, 1)]
 
@@ -259,21 +259,17 @@ def test_a_head_gets_states_without_gaps():
     """Else torch copies a frozen head's weights for each row. Only the last states are given."""
     lm = tiny.make_lm("gpt2")
     args = rloo_rlhf.Args(gradient_checkpointing=True)
-    policies = [make_policy(lm, 1), rloo_rlhf.Actor(lm, tiny.VOCABULARY, args)]
+    policies = [make_policy(lm, 1), rloo_rlhf.Actor(lm, args)]
     given = []
     for is_patched in (False, True):
         if is_patched:
-            patch_layers(lm, ppo_rlhf.Args())
+            patch_layers(lm, "fp32", tiny.VOCABULARY)
         lm.lm_head.register_forward_hook(lambda _, inputs, __: given.append(inputs[0]))
         for policy in policies:
             policy(*models_module.pad_rows(CONTEXTS), last=2)
             assert given[-1].is_contiguous() == is_patched
             assert given[-1].shape[1] == 2
-    ids, mask = models_module.pad_rows(CONTEXTS)
-    size = tiny.VOCABULARY - 1  # some models have more embeddings than tokens
-    reference = train_reward.Reference(lm, size)
-    logits, _ = reference(ids, mask, None)
-    assert logits.shape[2] == size
+    models_module.forward(lm, *models_module.pad_rows(CONTEXTS), last=1)  # train_reward.py's
     assert given[-1].shape[1] == 1
 
 
@@ -281,7 +277,7 @@ def test_micro_batches_have_rows_of_similar_length_and_keep_those_of_a_query_tog
     rows = torch.tensor([5, 4, 1, 0, 3, 2, 6])
     contexts = rows_of("1 1 1 / 1 1 1 / 2 / 2 / 1 1 / 1 1 / 1")
     mask = torch.ones(7, 1)
-    batch = SimpleNamespace(contexts=contexts, num_counted=[1] * 7, loss_mask=mask)
+    batch = SimpleNamespace(contexts=contexts, num_tokens=[1] * 7, loss_mask=mask)
     groups = ppo_rlhf.micro_batches(rows, batch, 2)
     found = [group.tolist() for group in groups]
     assert found == rows_of("3 2 / 6 5 / 4 1 / 0")

@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,13 +24,14 @@ from golden_tools import (
     script_args,
     weights_from_tf,
 )
-from tiny_models import make_queries, make_responses
+from tiny_models import make_queries, new_rows
 from transformers import GPT2Tokenizer
 
 import ppo_rlhf
 import train_reward
 from benchmark.ours import make_batch
 from plumbing import data as data_module
+from plumbing import labels as labels_module
 from ppo_rlhf import make_optimizer, set_learning_rates
 
 LOGPROB_ATOL = 2e-5
@@ -80,12 +82,11 @@ def test_logprobs_values_and_entropies_equal_the_original(golden_02, variant):
         contexts = [prefix + row + suffix for row in contexts]
     batch = batch_of(contexts, arrays)
     with torch.no_grad():
-        found = ppo_rlhf.forward_response(policy, batch, temperature)
-    all_logprobs, logprobs, values = found
+        all_logprobs, found = ppo_rlhf.forward_response(policy, batch, temperature)
     entropies = ppo_rlhf.entropy(all_logprobs)
-    assert off(logprobs, arrays[f"{variant}logprobs"]) < LOGPROB_ATOL
+    assert off(found["logprobs"], arrays[f"{variant}logprobs"]) < LOGPROB_ATOL
     assert off(entropies, arrays[f"{variant}entropies"]) < LOGPROB_ATOL
-    assert off(values, arrays[f"{variant}values"]) < 5e-6
+    assert off(found["values"], arrays[f"{variant}values"]) < 5e-6
 
 
 @pytest.mark.parametrize("variant", ["", "_padded"])
@@ -95,10 +96,8 @@ def test_reward_scores_equal_the_original(golden_03a, variant):
     size = classifier.config.vocab_size
     contexts = rows_of(arrays["queries"], size)
     responses = rows_of(arrays[f"responses{variant}"], size)
-    args = ppo_rlhf.Args(micro_batch_size=4)
     head = ppo_rlhf.reward_head(classifier)
-    batch = make_responses(responses)
-    scores = ppo_rlhf.score_by_model(classifier, head, args, make_queries(contexts), batch)
+    scores = ppo_rlhf.score_by_model(classifier, head, 4, make_queries(contexts), responses)
     assert off(scores, arrays[f"scores{variant}"]) < 5e-6
 
 
@@ -141,7 +140,7 @@ def test_query_cut_equals_the_original(golden_08):
         kept = []
         rows = []
         for i, tokens in enumerate(record["tokens"]):
-            cut = data_module.cut_query(tokens, length, start, end, "keep_start")
+            cut = data_module.cut_query(tokens, length, start, end, "keep_start", Counter())
             if cut or takes_all:
                 kept.append(i)
                 rows.append(cut + [padding] * (length - len(cut)))
@@ -159,7 +158,8 @@ def test_the_tokenizer_equals_the_original(golden_09):
 
 
 def update_all_ranks(policy, optimizer, batches, epochs, args):
-    """ppo_update of all ranks in turn, minibatch by minibatch. Returns each minibatch's records."""
+    """ppo_update of all ranks in turn, minibatch by minibatch. Returns each minibatch's metrics, of
+    the last rank."""
     world = len(batches)
     accelerator = SimpleNamespace(num_processes=world, no_sync=contextlib.nullcontext)
     accelerator.backward = lambda loss: (loss / world).backward()  # as DDP averages
@@ -169,18 +169,16 @@ def update_all_ranks(policy, optimizer, batches, epochs, args):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo_rlhf, "reduce", lambda x, how: x * world)  # ranks have as many tokens
         for i, j in np.ndindex(args.num_epochs, args.num_minibatches):
-            records = []
             ranks = zip(batches, epochs, steppers, strict=True)
             for batch, order, stepper in ranks:
                 rows = order[i : i + 1, j : j + 1]
-                records += ppo_rlhf.ppo_update(accelerator, policy, stepper, batch, rows, args)
-            found.append(records)
+                log = ppo_rlhf.ppo_update(accelerator, policy, stepper, batch, rows, args)
+            found.append(log.reduce())
     return found
 
 
-def assert_metrics(records, arrays, prefix):
-    """Of these records the means that were recorded, if any were."""
-    metrics = ppo_rlhf.reduce_means(records)
+def assert_metrics(metrics, arrays, prefix):
+    """Of these means those that were recorded, if any were."""
     # As main does, which test_reference.py holds to the same.
     unexplained = metrics["val/error"] / (metrics["returns/var"] + 1e-8)
     metrics["val/var_explained"] = 1 - unexplained
@@ -231,7 +229,7 @@ def test_ppo_steps_equal_the_original(golden_04):
                 ppo_rlhf.set_advantages(mini, args)
                 assert off(mini.advantages, recorded["advantages"]) < 1e-5
                 assert off(mini.returns, recorded["returns"]) < 1e-5
-            ours = ppo_rlhf.shuffle(args, rank, number, share)
+            ours = ppo_rlhf.shuffle(new_rows(share), rank, number, args)
             order = torch.from_numpy(arrays[f"{step}/perms"]).long()
             assert torch.equal(order.sort().values, ours.flatten(1).sort().values)
             epochs.append(order.view(ours.shape))
@@ -239,10 +237,11 @@ def test_ppo_steps_equal_the_original(golden_04):
             kls.append(log_ratio.sum(1).mean().item())
 
         set_learning_rates(optimizer, number, number / num_updates, args)
-        records = update_all_ranks(policy, optimizer, batches, epochs, args)
+        steps = update_all_ranks(policy, optimizer, batches, epochs, args)
         if len(ranks) == 1:
-            assert_metrics(sum(records, []), first, f"{step}/stats/ppo/")
-            for i, minibatch in enumerate(records):
+            means = {name: float(np.mean([x[name] for x in steps])) for name in steps[0]}
+            assert_metrics(means, first, f"{step}/stats/ppo/")
+            for i, minibatch in enumerate(steps):
                 assert_metrics(minibatch, first, f"{step}/mb{i}/stats/")
         assert_moved_alike(policy, before, first, f"{step}/weights_after/policy/")
         kl_coef = ppo_rlhf.adapt_kl_coef(kl_coef, float(np.mean(kls)), args)
@@ -261,7 +260,7 @@ def test_reward_training_equals_the_original(golden_03b, micro_batch_size):
     labels = []
     for i, best in enumerate(arrays["labels/best"].tolist()):
         responses = [rows[i] for rows in columns]
-        labels.append(data_module.Comparison(queries[i], responses, best))
+        labels.append(labels_module.Comparison(queries[i], responses, best))
     order = np.random.RandomState(record["hparams"]["run"]["seed"]).permutation(len(labels))
     assert np.array_equal(order, arrays["perm"])
 
@@ -280,8 +279,8 @@ def test_reward_training_equals_the_original(golden_03b, micro_batch_size):
         recorded_lr = pytest.approx(float(arrays[f"{step}/lr"]), rel=1e-6)
         assert optimizer.param_groups[0]["lr"] == recorded_lr
         mine = [labels[i] for i in rows]
-        records = train_reward.reward_update(accelerator, model, optimizer, mine, args)
-        loss = train_reward.reduce_means(records)["train/loss"]
+        log = train_reward.reward_update(accelerator, model, optimizer, mine, args)
+        loss = log.reduce()["train/loss"]
         assert loss == pytest.approx(float(arrays[f"{step}/loss"]), abs=2e-6)
         assert_moved_alike(reward, before, arrays, f"{step}/weights/reward_model/")
 

@@ -36,7 +36,7 @@ from run_tools import read_lines, read_metrics, to_lines
 from test_reference import RL, Run, differences, launch
 from tiny_models import save_classifier
 
-from plumbing import data as data_module
+from plumbing import labels as labels_module
 from plumbing import run as run_module
 
 FLAGS = f"""{RL} --base_model model --reward_model judge1 --query_dataset queries.jsonl
@@ -51,7 +51,7 @@ OF_SCRIPT = {
 TWO_PROCESSES = "--num_minibatches 1 --num_epochs 2"
 TWO_UPDATES = "--total_episodes 24"
 FLATTER = 1.3  # a sampler that is not the trained model: its temperature, over the latter's
-SAMPLED = "policy, contexts, u, args.temperature, "
+SAMPLED = "policy, cache, contexts, u, args.temperature, "
 
 
 # --- the methods, one response at a time ----------------------------------------------------------
@@ -76,6 +76,7 @@ def loss_of_grpo(row, log_ratio, every, s, means):
     if s.unbiased_kl:
         kl = log_ratio.exp() * kl
     note(means, "loss/kl", row.kl_coef * kl)
+    note(means, "loss/total", (loss + row.kl_coef * kl).mean())
     return (loss + row.kl_coef * kl).mean() / len(every)
 
 
@@ -88,7 +89,9 @@ def minus_mean(rows, k, kl_coef, s):
 
 def loss_of_dr_grpo(row, log_ratio, every, s, means):
     """PPO's clipped loss, a sum over the tokens of a response."""
-    return clipped_loss(log_ratio, row.advantages, s, means).sum() / len(every)
+    loss = clipped_loss(log_ratio, row.advantages, s, means).sum()
+    note(means, "loss/total", loss)
+    return loss / len(every)
 
 
 def over_the_batch(rows, k, kl_coef, _):
@@ -376,6 +379,6 @@ def test_a_dual_clip_limits_the_loss_where_the_advantage_is_negative():
 def test_a_margin_is_a_number(kit):
     script = patched.module("margin")
     row = read_lines(kit / "pairs.jsonl")[0] | {"margin": "large"}
-    label = data_module.Comparison([1], [[2], [3]], 0, row=row)
+    label = labels_module.Comparison([1], [[2], [3]], 0, row=row)
     with pytest.raises(run_module.UserError, match="^margin must be a number: 'large'"):
         script.margin_of(label)

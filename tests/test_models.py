@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import shutil
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 import tiny_models as tiny
 import torch
 import transformers
+from accelerate import Accelerator
 from fork_tools import PPO, REWARD, RLOO, WORDS, copy, kit
 from run_tools import call, read_metrics, to_lines
 from safetensors.torch import load_file, save_file
@@ -51,16 +53,17 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(name, tmp_path)
     """After one step on all log-probabilities. A pad that is also the eos is trained, too."""
     folder = folder_of(name)
     args = ppo_rlhf.Args(base_model=str(folder), lr=1e-2)
-    lm, ref_lm = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, tiny.LONGEST)
-    policy = ppo_rlhf.ActorCritic(lm, VOCABULARY)
+    load_model = tiny.loader(ANY_TOKENIZER, tiny.LONGEST, args)
+    lm, ref_lm = ppo_rlhf.load_policy_and_reference(load_model, args)
+    policy = ppo_rlhf.ActorCritic(lm)
     policy.own_head = nn.Linear(2, 3)  # of a copy
     optimizer = make_optimizer(policy, args)
     batch = tiny.make_batch([[tiny.EOS], *CONTEXTS[1:]], random_rows([LENGTH] * 5, seed=2))
-    all_logprobs, _, values = ppo_rlhf.forward_response(policy, batch, 1.0)
-    (all_logprobs.square().sum() + values.sum()).backward()
+    all_logprobs, predicted = ppo_rlhf.forward_response(policy, batch, 1.0)
+    (all_logprobs.square().sum() + predicted["values"].sum()).backward()
     optimizer.step()
-    tokenizer = models_module.load_tokenizer("base_model", args)
-    ppo_rlhf.save_policy(policy, policy.state_dict(), tokenizer, str(tmp_path))
+    tokenizer = models_module.load_tokenizer("base_model", args.base_model)
+    ppo_rlhf.save_policy(Accelerator(cpu=True), policy, tokenizer, str(tmp_path))
     auto_class = AutoModelForCausalLM
     trained, info = auto_class.from_pretrained(tmp_path / "policy", output_loading_info=True)
     assert not info["missing_keys"]
@@ -75,18 +78,18 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(name, tmp_path)
     embeddings = [model.get_input_embeddings().weight[tiny.EOS] for model in (ref_lm, trained)]
     assert not torch.equal(*embeddings)
     for part in ("value_head", "own_head"):
-        head = load_file(tmp_path / "policy" / f"{part}.safetensors")
+        head = load_file(tmp_path / "modules" / f"{part}.safetensors")
         assert torch.equal(head["weight"], policy.get_submodule(part).weight)
 
 
 def test_a_head_of_ones_own_is_saved_with_rloos_policy(tmp_path):
     args = rloo_rlhf.Args(base_model=str(folder_of("gpt2")))
-    policy = rloo_rlhf.Actor(tiny.make_lm("gpt2"), VOCABULARY, args)
+    policy = rloo_rlhf.Actor(tiny.make_lm("gpt2"), args)
     policy.own_head = nn.Linear(2, 3)
-    tokenizer = models_module.load_tokenizer("base_model", args)
-    weights = policy.state_dict()
-    rloo_rlhf.save_policy(policy, weights, tokenizer, str(tmp_path))
-    assert (tmp_path / "policy/own_head.safetensors").exists()
+    tokenizer = models_module.load_tokenizer("base_model", args.base_model)
+    rloo_rlhf.save_policy(Accelerator(cpu=True), policy, tokenizer, str(tmp_path))
+    assert (tmp_path / "modules/own_head.safetensors").exists()
+    assert {path.suffix for path in (tmp_path / "policy").iterdir()} <= {".json", ".safetensors"}
 
 
 def test_a_reward_model_and_a_critic_keep_their_buffers(tmp_path, monkeypatch):
@@ -132,7 +135,8 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(n
     """The heads are fp32 anyway. What is held in bf16 gives the same bits: a first KL of 0."""
     folder = folder_of(name)
     args = ppo_rlhf.Args(dtype="bf16", base_model=str(folder))
-    lm, ref_lm = ppo_rlhf.load_policy_and_reference(args, ANY_TOKENIZER, tiny.LONGEST)
+    load_model = tiny.loader(ANY_TOKENIZER, tiny.LONGEST, args)
+    lm, ref_lm = ppo_rlhf.load_policy_and_reference(load_model, args)
     actor = tiny.make_policy(lm, 1)
     assert {p.dtype for p in actor.parameters()} == {torch.float32}
     assert all(p.requires_grad for p in lm.parameters())
@@ -140,7 +144,7 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(n
     assert ref_lm.get_output_embeddings().weight.dtype == torch.float32
     assert not any(p.requires_grad for p in ref_lm.parameters())
 
-    full = ppo_rlhf.ActorCritic(load(folder), VOCABULARY)
+    full = ppo_rlhf.ActorCritic(load(folder))
     rows = random_rows((9, 9), seed=3)
     ids, mask = models_module.pad_rows(rows)
     heads = []
@@ -148,15 +152,16 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(n
         head.register_forward_hook(lambda head, given, made: heads.append((head, given[0], made)))
     trunk = lm.base_model
     with torch.no_grad():
-        logits, values = actor(ids, mask)
+        predicted = actor(ids, mask)
         with torch.autocast("cpu", torch.bfloat16):
             states = type(trunk).forward(trunk, ids).last_hidden_state[:, -1:].float()
         assert len(heads) == 2
         for head, given, made in heads:
             assert torch.equal(given, states)
             assert torch.equal(made, nn.functional.linear(given, head.weight, head.bias))
-        error = (logits - full(ids, mask)[0]).abs().mean()
-    assert logits.dtype == values.dtype == torch.float32
+        logits = predicted["logits"]
+        error = (logits - full(ids, mask)["logits"]).abs().mean()
+    assert logits.dtype == predicted["values"].dtype == torch.float32
     assert 1e-4 < error < 0.1 * logits.std()  # bf16 it was
 
     ids, mask = models_module.pad_rows(CONTEXTS)
@@ -168,11 +173,11 @@ def test_under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16(n
 
 def test_under_bf16_the_reference_of_a_reward_model_is_held_in_bf16(tmp_path, monkeypatch):
     made = mock.Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(train_reward, "Reference", made)
+    monkeypatch.setattr(train_reward, "reference_rewards", made)
     words = [*WORDS[REWARD], "--dtype", "bf16"]
     with pytest.raises(InterruptedError):
         call(REWARD, words, fork_tools.copy(kit(), tmp_path), monkeypatch)
-    lm = made.call_args.args[0]
+    lm = made.call_args.args[2]
     assert lm.transformer.h[0].mlp.c_fc.weight.dtype == torch.bfloat16
 
 
@@ -181,21 +186,23 @@ def test_under_bf16_the_reward_model_is_held_in_bf16_and_scores_as_with_autocast
     folder = folder_of(name)
     args = ppo_rlhf.Args(dtype="bf16", reward_model=str(folder / "judge"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    score = ppo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, tiny.LONGEST)
+    load_model = tiny.loader(tokenizer, tiny.LONGEST, args)
+    score = ppo_rlhf.load_reward_model(load_model, args.reward_model, args)
     held = score.args[0]
     assert_held(held.base_model)
     assert held.score.weight.dtype == torch.float32
     assert not any(p.requires_grad for p in held.parameters())
     queries = tiny.make_queries(CONTEXTS)
-    batch = tiny.make_responses(random_rows([LENGTH] * len(CONTEXTS), seed=2))
-    scores = score(queries, batch)
+    responses = random_rows([LENGTH] * len(CONTEXTS), seed=2)
+    scores = score(queries, responses)
+    size = args.micro_batch_size
     unheld = load(folder / "judge", "reward_model", dtype="bf16")
     head = ppo_rlhf.reward_head(unheld)
-    expected = ppo_rlhf.score_by_model(unheld, head, args, queries, batch)  # autocast
+    expected = ppo_rlhf.score_by_model(unheld, head, size, queries, responses)  # autocast
     assert scores.dtype == torch.float32
     assert torch.equal(scores, expected)
     unheld = load(folder / "judge", "reward_model")
-    expected = ppo_rlhf.score_by_model(unheld, head, args, queries, batch)
+    expected = ppo_rlhf.score_by_model(unheld, head, size, queries, responses)
     assert 1e-4 < (scores - expected).abs().mean() < 0.1 * scores.std()
 
 
@@ -250,14 +257,14 @@ def test_checkpointing_has_no_dropout_and_changes_nothing(name):
         calls = calls_of_a_layer(lm)
         rloo_args = rloo_rlhf.Args(rloo_k=3, gradient_checkpointing=checkpoints)
         for policy in (
-            ppo_rlhf.ActorCritic(lm, VOCABULARY),
-            rloo_rlhf.Actor(lm, VOCABULARY, rloo_args),
+            ppo_rlhf.ActorCritic(lm),
+            rloo_rlhf.Actor(lm, rloo_args),
         ):
             policy.zero_grad()
             calls.clear()
-            all_logprobs, logprobs, _ = ppo_rlhf.forward_response(policy, twice, 0.7)
+            all_logprobs, predicted = ppo_rlhf.forward_response(policy, twice, 0.7)
             before = len(calls)
-            logprobs.sum().backward()
+            predicted["logprobs"].sum().backward()
             assert len(calls) == before * (1 + checkpoints)
             found.append((all_logprobs.detach(), lm.get_input_embeddings().weight.grad.clone()))
     for logprobs, gradient in found[1:]:
@@ -377,7 +384,7 @@ def test_a_reward_model_has_the_same_words_under_the_same_numbers(module):
     def load_beside(ours, theirs):
         mine, other = (mock.Mock(**{"get_vocab.return_value": x}) for x in (ours, theirs))
         with mock.patch.object(models_module, "load_tokenizer", lambda flag, args: other):
-            return module.load_reward("reward_model", args, "tiny", mine, 8)
+            return module.load_reward_model(tiny.loader(mine, 8, args), args.reward_model, args)
 
     ours = {"a": 0, "b": 1}
     assert load_beside(ours, ours)
@@ -386,13 +393,14 @@ def test_a_reward_model_has_the_same_words_under_the_same_numbers(module):
             load_beside(ours, theirs)
 
 
-def main_until(module, last, folder, load_reward, **flags):
+def main_until(module, last, folder, **flags):
     """Runs main up to the call of this function, without queries, and returns what it got."""
     queries = tiny.make_queries([[1], [2], [3]])
     args = module.Args(eval_queries=1, output_dir=str(folder / "out"), **flags)
     with (
         mock.patch.object(module, "load_queries", lambda *_: queries),
-        mock.patch.object(module, "load_reward", load_reward),
+        mock.patch.object(module, "load_reward_model", lambda *_: None),
+        mock.patch.object(module, "load_reward_fn", lambda *_: None),
         mock.patch.object(module, last, side_effect=tiny.Stop) as called,
         pytest.raises(tiny.Stop),
     ):
@@ -401,22 +409,17 @@ def main_until(module, last, folder, load_reward, **flags):
 
 
 def test_a_critic_can_start_from_the_reward_model_that_is_found_in_runs(tmp_path):
-    """Without --reward_model, so after load_reward has chosen it."""
-
-    def choose(flag, args, *_):
-        args.reward_model = "chosen"
-
+    """Without --reward_model."""
     flags = {"base_model": str(folder_of("gpt2")), "critic": "reward"}
-    given = main_until(ppo_rlhf, "load_critic", tmp_path, choose, **flags)
-    assert given[0].reward_model == "chosen"
+    with mock.patch.object(ppo_rlhf, "newest_reward_model", lambda preset: f"of {preset}"):
+        _, args = main_until(ppo_rlhf, "load_critic", tmp_path, **flags)
+    assert args.reward_model == "of tiny"
 
 
 def test_a_critic_can_start_from_a_reward_model_beside_a_reward_function(tmp_path):
     judge = str(kit() / "judge")
     flags = {"base_model": str(kit() / "model"), "critic": "reward", "reward_model": judge}
-    _, _, critic = main_until(
-        ppo_rlhf, "ActorCritic", tmp_path, lambda *_: None, reward_fn="a:function", **flags
-    )
+    _, critic = main_until(ppo_rlhf, "ActorCritic", tmp_path, reward_fn="a:function", **flags)
     assert critic.config.num_labels == 1
 
 
@@ -428,10 +431,9 @@ def test_logits_go_up_to_the_highest_token_of_a_tokenizer_with_gaps(module, tmp_
     del backend["model"]["vocab"]["w7"]
     file.write_text(json.dumps(backend))
     actor = "Actor" if module is rloo_rlhf else "ActorCritic"
-    _, num_tokens, *_ = main_until(
-        module, actor, tmp_path, lambda *_: None, base_model=str(folder), truncate_token="w4"
-    )
-    assert num_tokens == 50
+    flags = {"base_model": str(folder), "truncate_token": "w4", "reward_model": "any"}
+    lm, *_ = main_until(module, actor, tmp_path, **flags)
+    assert lm(torch.tensor([[1]])).logits.shape[-1] == 50
 
 
 @pytest.mark.parametrize(("special", "end"), [(["w4"], 4), ([], None)])
@@ -458,7 +460,7 @@ def test_lora_adapters_depend_on_the_seed_alone(module, tmp_path):
     weights = []
     for i, seed in enumerate([1, 1, 2]):
         torch.manual_seed(100 + i)
-        lm, *_ = main_until(module, actor, tmp_path, lambda *_: None, seed=seed, **flags)
+        lm, *_ = main_until(module, actor, tmp_path, seed=seed, reward_model="any", **flags)
         adapters = [x.flatten() for key, x in lm.state_dict().items() if "lora_A" in key]
         weights.append(torch.cat(adapters))
     assert torch.equal(weights[0], weights[1])
@@ -514,3 +516,65 @@ def test_the_folder_of_a_lora_run_is_the_trained_policy(dtype, folder, monkeypat
     start = merged.state_dict()
     for name, p in load_file("again/policy/model.safetensors").items():
         assert (p - start[name]).abs().max() > 1e-6, name
+
+
+# --- what is refused, and what is saved -----------------------------------------------------------
+def load_with(auto_class, change, **named):
+    """Loads a model that has been changed behind transformers' back."""
+    flag = named.get("flag", "base_model")
+    from_pretrained = auto_class.from_pretrained
+
+    def changed(*args, **options):
+        model, info = from_pretrained(*args, **options)
+        change(model)
+        return model, info
+
+    with mock.patch.object(auto_class, "from_pretrained", changed):
+        load(folder_of("gpt2") / ("judge" if flag == "reward_model" else ""), **named)
+
+
+def test_quantized_models_are_refused():
+    """Some of their weights would be frozen in silence."""
+
+    def quantize(model):
+        model.config.quantization_config = {"quant_method": "any"}
+
+    for auto_class, flag in (
+        (AutoModelForCausalLM, "base_model"),
+        (AutoModelForSequenceClassification, "reward_model"),
+    ):
+        with pytest.raises(UserError, match=rf"^--{flag} \S+ is quantized: save a copy in fp32"):
+            load_with(auto_class, quantize, flag=flag)
+
+
+def test_a_classifier_whose_head_has_another_name_is_refused():
+    with pytest.raises(UserError, match="^--reward_model .* as it has no `score`$"):
+        load_with(
+            AutoModelForSequenceClassification,
+            lambda model: delattr(model, "score"),
+            flag="reward_model",
+        )
+
+
+def test_the_folder_of_a_run_is_no_model(tmp_path):
+    shutil.copytree(folder_of("gpt2"), tmp_path / "out/policy")
+    says = r"^--base_model \S+/out is a run's folder: name a model in it, of \['\S+/out/policy'\]$"
+    with pytest.raises(UserError, match=says):
+        models_module.load_tokenizer("base_model", str(tmp_path / "out"))
+
+
+def test_the_policy_s_folder_asks_to_sample_from_all_tokens(tmp_path):
+    """Whatever that of the base model asks for; one that transformers would not save, too."""
+    lm = tiny.make_lm("gpt2")
+    lm.generation_config.update(top_k=2, top_p=0.1, repetition_penalty=9.0, temperature=0.3)
+    lm.generation_config.do_sample = False
+    tokenizer = AutoTokenizer.from_pretrained(folder_of("gpt2"))
+    policy = rloo_rlhf.Actor(lm, rloo_rlhf.Args())
+    rloo_rlhf.save_policy(Accelerator(cpu=True), policy, tokenizer, str(tmp_path))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    torch.manual_seed(0)
+    ids = torch.full((2_000, 1), 5)
+    drawn = saved.generate(ids, max_new_tokens=1, pad_token_id=0)[:, 1]
+    shares = torch.bincount(drawn, minlength=VOCABULARY) / len(drawn)
+    expected = lm(ids[:1]).logits[0, -1].softmax(-1)
+    assert (shares - expected).abs().sum() / 2 < 0.1  # total variation

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, DistilBertConfig, DistilBertForSequenceC
 import train_reward
 from benchmark import report
 from benchmark.studies.four_seeds import report as four_seeds
-from plumbing import data as data_module
+from plumbing import labels as labels_module
 from tiny import rewards
 
 
@@ -163,7 +163,7 @@ def test_every_patch_is_listed():
 
 def test_the_first_command_finds_its_labels():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
-    labels, held_out = data_module.load_labels("label_dataset", train_reward.Args(), tokenizer)
+    labels, held_out = labels_module.load_labels(train_reward.Args(), tokenizer)
     assert len(labels) == 4000
     assert len(held_out) == 512
 
@@ -331,7 +331,7 @@ def test_the_loop_of_the_readme_is_the_script_s():
 def test_the_entropy_bonus_of_the_readme_is_one_line(folder):
     """It does what it says where it says: the policy's entropy is higher with a large one. So what
     `ppo_update` gets of `forward_response` keeps its gradient."""
-    line = re.search(r"`(loss = loss - 0.01 \* .*?)`", read("README.md"))[1]
+    line = re.search(r"^\+ +(loss = loss - 0.01 .*?)  #", read("README.md"), re.M)[1]
     code = read(PPO)
     ((whole, indent),) = re.findall(r"^(( +)loss = policy_loss .*\n)", code, re.M)
     shutil.copy(ROOT / "tf_adam.py", folder)

@@ -1,7 +1,7 @@
 """Rollouts: sampling through a cache against full forward passes, and batches of responses."""
 
 import dataclasses
-from unittest import mock
+import functools
 
 import pytest
 import tiny_models as tiny
@@ -12,7 +12,6 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppo_rlhf
-import train_reward
 from plumbing import models as models_module
 
 TEMPERATURE = 0.7
@@ -47,7 +46,7 @@ def test_cached_sampling_draws_what_full_forward_passes_give(name, attention):
     lm = tiny.make_lm(name, attention)
     contexts = [context for context in CONTEXTS for _ in range(3)]
     u = ppo_rlhf.uniforms(35, 1, len(contexts), LENGTH)  # all 1e-5 off a border, or more
-    responses, logprobs = ppo_rlhf.sample(make_policy(lm, 1), contexts, u, TEMPERATURE)
+    responses, logprobs = tiny.sample(make_policy(lm, 1), contexts, u, TEMPERATURE)
     assert not logprobs.requires_grad
     probs = probabilities(lm, contexts, responses)
     assert torch.equal(inverted(probs, u), responses)
@@ -57,22 +56,29 @@ def test_cached_sampling_draws_what_full_forward_passes_give(name, attention):
     assert len(responses.unique(dim=0)) == len(contexts)
     others = inverted(probabilities(lm, contexts[::-1], responses), u)
     assert not torch.equal(others, responses)  # contexts matter
-    reference = train_reward.Reference(lm, tiny.VOCABULARY)
+    # train_reward.py's
+    reference = functools.partial(models_module.forward, lm, last=1)
     for policy in (make_policy(lm, 3), reference):
-        others, same = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
+        cache = models_module.Cache(config=lm.config)
+        others, same = ppo_rlhf.sample(policy, cache, contexts, u, TEMPERATURE)
         assert torch.equal(others, responses)
         assert_close(same, logprobs, atol=1e-4, rtol=0)
 
 
-def test_while_sampling_no_states_are_kept():
-    policy = make_policy(tiny.make_lm("gpt2"), 1)
+def test_no_pass_keeps_hidden_states_of_all_layers():
+    """The last ones, which the value head reads, are those that the head of the policy reads."""
+    lm = tiny.make_lm("gpt2")
+    policy = make_policy(lm, 1)
     contexts = random_rows([4, 2], seed=8)
-    u = torch.zeros(2, 3)
-    with mock.patch.object(ppo_rlhf, "forward", wraps=models_module.forward) as read:
-        ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
-    for call in read.call_args_list:
-        assert not call.kwargs["output_hidden_states"]
-    assert read.call_count == 3
+    made = []
+    lm.register_forward_hook(lambda _, __, output: made.append(output))
+    tiny.sample(policy, contexts, torch.zeros(2, 3), TEMPERATURE)
+    batch = tiny.make_batch(contexts, [[1, 2, 3]] * 2)
+    _, predicted = ppo_rlhf.forward_response(policy, batch, TEMPERATURE)
+    assert len(made) == 4
+    assert all(output.hidden_states is None for output in made)
+    assert predicted["values"].requires_grad
+    assert not lm.get_output_embeddings()._forward_pre_hooks  # none is left behind
 
 
 @pytest.mark.parametrize("value", [0.0, LARGEST])
@@ -83,7 +89,7 @@ def test_extreme_uniforms_draw_no_token_of_probability_zero(value):
     lm.lm_head.weight.data *= 30
     policy = make_policy(lm, 1)
     u = torch.full((64, 4), value)
-    responses, _ = ppo_rlhf.sample(policy, contexts, u, TEMPERATURE)
+    responses, _ = tiny.sample(policy, contexts, u, TEMPERATURE)
     probs = probabilities(lm, contexts, responses)
     num_zeros = (probs == 0).sum(-1)
     assert num_zeros.min() > 10
@@ -92,7 +98,7 @@ def test_extreme_uniforms_draw_no_token_of_probability_zero(value):
     assert totals.min() <= LARGEST
     of_drawn = probs.gather(2, responses.unsqueeze(2))
     assert of_drawn.min() > 0
-    beyond, _ = ppo_rlhf.sample(policy, contexts, torch.ones(64, 2), TEMPERATURE)
+    beyond, _ = tiny.sample(policy, contexts, torch.ones(64, 2), TEMPERATURE)
     assert beyond.max() < tiny.VOCABULARY
 
 
@@ -180,7 +186,14 @@ def test_rows_are_selected_from_tensors_and_from_lists(module):
     own = dataclasses.make_dataclass("Own", fields, bases=bases)
     contexts = [[1], [2], [3]]
     tensors = torch.arange(3).view(1, 3, 1).repeat(5, 1, 1)  # (3, 1) each
-    batch = own(contexts, *tensors, texts=["a", "b", "c"])
+    *others, sampled_logprobs = tensors
+    batch = own(
+        contexts,
+        *others,
+        [1, 1, 1],
+        sampled_logprobs,
+        texts=["a", "b", "c"],
+    )
     rows = torch.tensor([2, 0])
     found = module.select(batch, rows)
     assert found.contexts == [[3], [1]]

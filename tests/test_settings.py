@@ -21,15 +21,17 @@ import ppo_rlhf
 import rloo_rlhf
 import train_reward
 from plumbing import data as data_module
+from plumbing import labels as labels_module
 from plumbing import models as models_module
 from plumbing import run as run_module
 
 SCRIPTS = [ppo_rlhf, rloo_rlhf, train_reward]
-ALL = """seed=1 output_dir=None resume=False checkpoint_every=25 track=False base_model='tiny/model'
-dtype='fp32' gradient_checkpointing=False query_dataset='tiny/queries' query_length=32
-long_queries=None query_prefix=None query_suffix=None start_text='.' end_text='.' response_length=24
-temperature=0.7 truncate_token='.' truncate_after=16 micro_batch_size=128 lr_schedule='linear'
-lr_warmup=0 adam='tf' adam_eps=1e-5 adam_betas=(0.9,0.999) weight_decay=0.0 max_grad_norm=None"""
+ALL = """seed=1 output_dir=None resume=False checkpoint_every=25 track=False
+base_model='tiny/model' dtype='fp32' gradient_checkpointing=False query_dataset='tiny/queries'
+query_length=32 prompt_column=None long_queries=None query_prefix=None query_suffix=None
+start_text='.' end_text='.' response_length=24 temperature=0.7 truncate_token='.' truncate_after=16
+micro_batch_size=128 lr_schedule='linear' lr_warmup=0 adam='tf' adam_eps=1e-5
+adam_betas=(0.9,0.999) weight_decay=0.0 max_grad_norm=None"""
 POLICY = """eval_queries=64 reward_model=None reward_fn=None lora_rank=0 lora_alpha=16.0
 penalty_reward_value=-1.0 penalty_mode='replace' mask_truncated=False total_episodes=12800
 batch_size=128 num_minibatches=1 num_epochs=4 lr=2e-4 kl_coef=0.15 adaptive_kl_target=6.0
@@ -130,13 +132,15 @@ def test_the_window_holds_every_response(module, longest, tmp_path):
     queries[longest].context = [longest] * 9
     with (
         mock.patch.object(module, "load_queries", lambda *_: queries),
-        mock.patch.object(module, "load_reward") as load_reward,
+        mock.patch.object(module, "load_reward_model") as load_reward,
         mock.patch.object(module, "load_policy_and_reference", side_effect=Stop) as load_both,
         pytest.raises(Stop),
     ):
-        module.main("tiny", module.Args(eval_queries=2, output_dir=str(tmp_path / "out")))
-    for load in (load_reward, load_both):
-        assert load.call_args.args[-1] == 9 + 24
+        flags = {"reward_model": "any", "output_dir": str(tmp_path / "out")}
+        module.main("tiny", module.Args(eval_queries=2, **flags))
+    for called in (load_reward, load_both):
+        load_model = called.call_args.args[0]
+        assert load_model.keywords["longest"] == 9 + 24
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_the_window_holds_every_label_and_every_sample(sizes, held_out, query, l
     """Of the reference and of the reward model."""
 
     def labels(sizes):
-        return [data_module.Comparison([1, 2], [[3], (size - 2) * [4]], 0) for size in sizes]
+        return [labels_module.Comparison([1, 2], [[3], (size - 2) * [4]], 0) for size in sizes]
 
     both = (labels(sizes), labels(held_out))
     queries = [data_module.Query([1], [1] * size, {}) for size in (1, query, 1)]
@@ -165,7 +169,7 @@ def test_the_window_holds_every_label_and_every_sample(sizes, held_out, query, l
     ):
         load.side_effect = (tiny.make_lm("gpt2"), Stop)
         train_reward.main("tiny", args)
-    assert [one.args[-1] for one in load.call_args_list] == [longest] * 2
+    assert [one.args[-2] for one in load.call_args_list] == [longest] * 2
 
 
 @pytest.mark.parametrize(
@@ -182,8 +186,8 @@ def test_labels_and_queries_are_both_chats_or_both_texts(
     is_from_chat, asked, num_samples, fits, tmp_path
 ):
     """Unless no query is sampled from."""
-    labels = [data_module.Comparison([1], [[2], [3]], 0, is_from_chat)]
-    queries = [data_module.Query([1], [1], {"prompt": asked})]
+    labels = [labels_module.Comparison([1], [[2], [3]], 0, is_from_chat)]
+    queries = [data_module.Query([1], [1], {}, asked)]
     given = {"normalization_samples": num_samples, "output_dir": str(tmp_path / "out")}
     says = "^--label_dataset and --query_dataset: both need chats, or both texts$"
     with (
@@ -251,8 +255,8 @@ def test_every_command_line_runs_offline(task, cache, tmp_path):
         assert (folder / fork_tools.MODEL[script] / "config.json").exists()
     for like in (task, {"sentiment": "descriptiveness", "cnndm": "tldr"}[task]):
         _, args = parse(ppo_rlhf, [like])
-        tokenizer = models_module.load_tokenizer("base_model", args)
-        queries = data_module.load_queries("query_dataset", args, tokenizer, 2 * hub_tools.ROWS)
+        tokenizer = models_module.load_tokenizer("base_model", args.base_model)
+        queries = data_module.load_queries(args, tokenizer, 2 * hub_tools.ROWS)
         assert len(queries) == hub_tools.ROWS
 
 
@@ -274,5 +278,7 @@ def test_defaults_give_the_recorded_metrics(tmp_path):
         assert len(made) == 3
         for mine, theirs in zip(made, recorded[script], strict=True):
             assert mine.pop("sampling_error", 0) < 1e-4
+            if script == RLOO:
+                assert mine.pop("loss/total") == mine["loss/policy"]
             # RLOO's ratio has the rounding of 24 log-probabilities, of 5e-7 each.
             assert mine == pytest.approx(theirs, rel=3e-5, abs=1e-5)

@@ -170,7 +170,7 @@ def train(algorithm):
 def test_training_comes_within_two_percent_of_the_exact_optimum(monkeypatch):
     """J(pi) = E_pi[r] - beta KL(pi || rho), over all 8^3 responses, is at most
     J* = beta log E_rho exp(r / beta), with beta 1."""
-    policy = optimum.ppo_rlhf.ActorCritic(optimum.make_lm(1), optimum.VOCABULARY)
+    policy = optimum.ppo_rlhf.ActorCritic(optimum.make_lm(1))
     probability = optimum.enumerate_logprobs(policy).exp()
     rewards = optimum.make_rewards(1)
     assert probability.sum().item() == pytest.approx(1.0, abs=1e-5)

@@ -19,12 +19,13 @@ from fork_tools import PPO, REWARD, RLOO, UPDATES, WORDS, copy, kit, parse, plai
 from patched import make
 from run_tools import call, read_lines, read_metrics, to_lines
 from safetensors.torch import load_file
-from tiny_models import VOCABULARY, full_logits, make_lm, random_rows
+from tiny_models import full_logits, make_lm, random_rows
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 from trl_tools import OWN, PPO09, PPO112
 
 from benchmark import ours
 from plumbing import data as data_module
+from plumbing import models as models_module
 from plumbing import run as run_module
 
 BASES = {name: make.base_of(path.read_text()) for name, path in patched.PATCHES.items()}
@@ -284,7 +285,7 @@ def test_scores_are_whitened_over_all_processes(name, monkeypatch):
     """The other one has 6 and 8. All five have mean 4 and variance 8."""
     script = patched.module(name)
     of_other = iter([2, 6 + 8, 2**2 + 4**2])  # their count, sum and squares
-    monkeypatch.setattr(script, "sum_over_ranks", lambda x: x.sum() + next(of_other))
+    monkeypatch.setattr(script, "reduce", lambda x, how: x + next(of_other))
     args = script.Args(score_norm="whiten")
     found = script.normalize_scores(torch.tensor([0.0, 2.0, 4.0]), args)
     assert found.tolist() == pytest.approx([-(2**0.5), -(0.5**0.5), 0])
@@ -294,7 +295,7 @@ def test_advantages_of_trls_rloo_are_divided_by_the_deviation_of_all(monkeypatch
     """Those of another process are 3 and -3."""
     script = patched.module("trl_rloo")
     of_other = iter([2, 3**2 + 3**2])
-    monkeypatch.setattr(script, "sum_over_ranks", lambda x: x.sum() + next(of_other))
+    monkeypatch.setattr(script, "reduce", lambda x, how: x + next(of_other))
     args = script.Args(normalize_advantages=True)
     found = script.rloo_advantages(torch.tensor([[0.0, 1.0]]), args)
     deviation = ((1 + 1 + 9 + 9) / (4 - 1)) ** 0.5
@@ -327,8 +328,9 @@ def test_top_p_draws_from_the_fewest_tokens_that_hold_so_much():
     temperature = 0.7
     lm = make_lm("gpt2")
     u = qwen.uniforms(3, 1, 4, 6)
-    policy = qwen.ActorCritic(lm, VOCABULARY)
-    responses, logprobs = qwen.sample(policy, contexts, u, temperature, top_p=0.6)
+    policy = qwen.ActorCritic(lm)
+    cache = models_module.Cache(config=lm.config)
+    responses, logprobs = qwen.sample(policy, cache, contexts, u, temperature, top_p=0.6)
     rows = [context + row for context, row in zip(contexts, responses.tolist(), strict=True)]
     left_out = 0
     for i, (logits, context) in enumerate(zip(full_logits(lm, rows), contexts, strict=True)):
@@ -380,7 +382,7 @@ def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size):
     script = patched.module("instructgpt")
     accelerator = Accelerator(cpu=True)
     lm = make_lm("gpt2")
-    policy = script.ActorCritic(lm, VOCABULARY)
+    policy = script.ActorCritic(lm)
     texts = random_rows((7, 1, 4, 5), seed=2)
     contexts = random_rows((3, 5, 2, 4), seed=3)
     responses = random_rows((3, 3, 3, 3), seed=4)
@@ -394,8 +396,8 @@ def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size):
     before = {name: p.detach().clone() for name, p in lm.named_parameters()}
     prepared, optimizer = accelerator.prepare(policy, optimizer)
     epochs = torch.arange(4).view(1, 1, 4)
-    records = script.ppo_update(accelerator, prepared, optimizer, batch, epochs, args)
-    metrics = script.reduce_means(records)
+    log = script.ppo_update(accelerator, prepared, optimizer, batch, epochs, args)
+    metrics = log.reduce()
     steps = {name: p.detach() - before[name] for name, p in lm.named_parameters()}
 
     plain_lm = make_lm("gpt2")

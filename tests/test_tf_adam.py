@@ -9,15 +9,17 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from golden_tools import below, load_golden
-from tiny_models import make_lm, values
+from tiny_models import VOCABULARY, make_lm, values
 from torch import nn
 from transformers import AttentionMaskInterface, DynamicCache
 
 import ppo_rlhf
+import rloo_rlhf
+import train_reward
 from plumbing import models as models_module
 from plumbing import run as run_module
 from plumbing.run import UserError, blame
-from ppo_rlhf import make_optimizer, reduce_means, sums_over
+from ppo_rlhf import Metrics, make_optimizer
 from tf_adam import AdamTF
 
 SETTINGS = """lr=1e-2 critic_lr=None critic_warmup=0 lr_warmup=0 lr_schedule='linear' adam='tf'
@@ -100,10 +102,11 @@ def make_parts(*names):
     return nn.ModuleDict({name: nn.Linear(3, 2) for name in names})
 
 
-def test_groups_are_matrices_and_the_rest_of_policy_and_critic():
-    model = make_parts("lm", "value_head", "critic", "new", "frozen")
+def test_groups_are_matrices_and_the_rest_of_each_part():
+    model = make_parts("lm", "value_head", "frozen")
     model["frozen"].requires_grad_(False)
-    args = with_settings(weight_decay=0.3, adam_betas=[0.8, 0.95], adam_eps=1e-3)
+    model.gain = nn.Parameter(torch.ones(1))
+    args = with_settings(weight_decay=0.3, adam_betas=(0.8, 0.95), adam_eps=1e-3)
     optimizer = make_optimizer(model, args)
     names = {id(p): name for name, p in model.named_parameters()}
     made = []
@@ -112,12 +115,13 @@ def test_groups_are_matrices_and_the_rest_of_policy_and_critic():
         assert group["eps"] == 1e-3
         assert group["fused"], "one kernel is for all weights"
         weights = [names[id(p)] for p in group["params"]]
-        made.append((weights, group["weight_decay"], group["is_critic"]))
+        made.append((weights, group["weight_decay"], group["part"]))
     assert made == [
-        (["lm.weight", "new.weight"], 0.3, False),
-        (["lm.bias", "new.bias"], 0.0, False),
-        (["value_head.weight", "critic.weight"], 0.3, True),
-        (["value_head.bias", "critic.bias"], 0.0, True),
+        (["gain"], 0.0, "gain"),
+        (["lm.weight"], 0.3, "lm"),
+        (["lm.bias"], 0.0, "lm"),
+        (["value_head.weight"], 0.3, "value_head"),
+        (["value_head.bias"], 0.0, "value_head"),
     ]
     assert type(optimizer) is AdamTF
     optimizer = make_optimizer(model, with_settings(adam="torch"))
@@ -140,10 +144,13 @@ def test_learning_rates_follow_the_schedule(case):
     changes, numbers = case.split(";")
     update, progress, lr, critic_lr = map(float, numbers.split())
     args = with_settings(**values(changes))
-    optimizer = make_optimizer(make_parts("lm", "critic"), args)
-    ppo_rlhf.set_learning_rates(optimizer, int(update), progress, args)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    assert rates == pytest.approx([lr, lr, critic_lr, critic_lr])
+    optimizer = make_optimizer(make_parts("lm", "critic", "value_head", "new"), args)
+    highest = ppo_rlhf.peak_rates(int(update), args)
+    ppo_rlhf.set_learning_rates(optimizer, int(update), progress, args, **highest)
+    rates = {group["part"]: group["lr"] for group in optimizer.param_groups}
+    expected = {"lm": lr, "critic": critic_lr, "value_head": critic_lr}
+    assert {name: rates[name] for name in expected} == pytest.approx(expected)
+    assert rates["new"] > 0, "a module that a copy adds has --lr"
 
 
 LAUNCHES = [(kind, kind.value == "FSDP") for kind in DistributedType]
@@ -217,40 +224,47 @@ def test_layers_are_patched():
     with_cap = SimpleNamespace(attn_logit_softcapping=50.0)  # in Gemma 3 it is the text's
     lm.config.get_text_config = lambda **_: with_cap
     lm.transformer.wte.padding_idx = 3
-    models_module.patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=False))
+    models_module.patch_layers(lm, "fp32", VOCABULARY)
     assert [type(block.mlp.act) for block in lm.transformer.h] == [nn.GELU] * 2
     assert {block.mlp.act.approximate for block in lm.transformer.h} == {"tanh"}
     assert lm.transformer.wte.padding_idx is None
     assert lm.config._attn_implementation == "eager"
     lm.transformer.h = nn.ModuleList()
     with pytest.raises(UserError, match="^--gradient_checkpointing: the model does not support"):
-        models_module.patch_layers(lm, with_settings(dtype="fp32", gradient_checkpointing=True))
+        models_module.recompute_activations(lm)
 
 
-def test_sums_of_metrics_are_over_a_mask_of_their_shape():
-    """One number for each row is repeated along it; a column for a row of numbers is an error."""
+@pytest.mark.parametrize("module", [ppo_rlhf, rloo_rlhf, train_reward])
+def test_means_of_metrics_are_over_a_mask_of_their_shape(module):
+    """Or over all elements. A column, or a row, for a mask of more is an error."""
     mask = torch.tensor([[True, True], [True, False]])
-    column = torch.tensor([[2.0], [3.0]])
-    found = sums_over(mask, {"x": column.requires_grad_()})
-    assert found["x"].tolist() == [7, 3]
-    assert not found["x"].requires_grad  # a record keeps no graph
-    row = torch.ones(2)
-    with pytest.raises(RuntimeError):
-        sums_over(row, {"x": column})
+    x = torch.tensor([[2.0, 3.0], [4.0, 50.0]]).requires_grad_()
+    log = module.Metrics()
+    log.add({"x": x, "y": mask}, mask)
+    log.add({"x": x.detach(), "once": torch.tensor(7)})
+    assert log.reduce() == pytest.approx({"x": 68 / 7, "y": 1, "once": 7})
+    assert not log.sums["x"].requires_grad  # it keeps no graph
+    for shape in ((2, 1), (2,), (1, 2), ()):
+        with pytest.raises(ValueError, match=r"^x \[.*\] must be \[2, 2\]$"):
+            log.add({"x": torch.ones(shape)}, mask)
 
 
 def test_sums_of_metrics_are_in_fp64():
-    """A record of one number stands beside one of 2 ** 24 counts."""
+    """One number stands beside one of 2 ** 24 counts."""
     many = torch.tensor([2.0**24])
     one = torch.ones(1)
-    sums = [sums_over(one, {"x": many}), sums_over(one, {"x": one})]
-    assert reduce_means(sums)["x"] == pytest.approx((2**24 + 1) / 2, rel=1e-9)
-    counts = [sums_over(many, {"x": 0 * one}), sums_over(one, {"x": one})]
-    assert reduce_means(counts)["x"] == pytest.approx(1 / (2**24 + 1), rel=1e-9)
-    third = {"a": torch.tensor([1 / 3, 1.0], dtype=torch.float64)}
-    first = sums_over(one, {"a": many})
-    metrics = reduce_means([first, *[third] * 999])
-    assert metrics["a"] == pytest.approx((2.0**24 + 333) / 1000, rel=1e-12)
+    log = Metrics()
+    for x in (many, one):
+        log.add({"x": x}, one)
+    log.add({"y": 0 * one}, many)
+    log.add({"y": one}, one)
+    log.add({"z": many}, one)
+    for _ in range(999):
+        log.add({"z": torch.tensor([1 / 3], dtype=torch.float64)})
+    found = log.reduce()
+    assert found["x"] == pytest.approx((2**24 + 1) / 2, rel=1e-9)
+    assert found["y"] == pytest.approx(1 / (2**24 + 1), rel=1e-9)
+    assert found["z"] == pytest.approx((2.0**24 + 333) / 1000, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +306,7 @@ def test_states_of_a_trunk_in_bf16_come_in_fp32():
 def test_under_bf16_a_cache_is_in_bf16_and_gives_the_same_states(name):
     """As one that keeps the keys in fp32, in which rotary embeddings give them."""
     lm = make_lm(name)
-    models_module.patch_layers(lm, with_settings(dtype="bf16", gradient_checkpointing=False))
+    models_module.patch_layers(lm, "bf16", VOCABULARY)
     found = []
     for kind in (models_module.Cache, DynamicCache):
         cache = kind(config=lm.config)

@@ -76,6 +76,23 @@ NOTED = "at_last_token kl_penalty ppo_update rloo_update adapt_kl_coef".split()
 SKIPPED = "check_update save_policy write_samples".split()
 
 
+class Noting:
+    """Metrics of a script that also keep what each optimizer step adds to them."""
+
+    def __init__(self):
+        self.all = self.kind()
+        self.steps = [self.kind()]
+
+    def add(self, terms, mask=None):
+        for log in (self.all, self.steps[-1]):
+            log.add(terms, mask)
+        if "gradient_norm" in terms:  # the last of a step
+            self.steps.append(self.kind())
+
+    def reduce(self):
+        return self.all.reduce()
+
+
 def pytest_generate_tests(metafunc):
     """A `variant` is a recording in the folder, but for this project's own in FAR and ALONE."""
     if "variant" not in metafunc.fixturenames:
@@ -142,7 +159,7 @@ def replay(recording, args, shake=0):
 
     names = [name for name in NOTED if hasattr(script, name)]
     originals = {name: getattr(script, name) for name in names}
-    evaluation = pd.DataFrame({"query": [""], "score": [0.0]})
+    evaluation = {"query": [""], "score": [0.0]}
     given = {name: lambda *_: None for name in SKIPPED}  # the policy starts off the reference
     given |= {name: partial(noted, name) for name in originals} | recording.replaced()
     given |= {
@@ -150,7 +167,9 @@ def replay(recording, args, shake=0):
         "token_id": token_id,
         "load_tokenizer": lambda *_: tokenizer,
         "load_queries": lambda *_: queries,
-        "load_reward": lambda *_: score,
+        "load_reward_model": lambda *_: score,
+        "newest_reward_model": lambda *_: None,
+        "Metrics": type("Noted", (Noting,), {"kind": script.Metrics}),
         "load_policy_and_reference": lambda *_: models,
         "shuffle": lambda *_: next(shuffles),
         "evaluate": lambda *_: evaluation,
@@ -199,19 +218,15 @@ def quantities(noted, script, args):
 
 
 def steps_of(noted, script, args):
-    """Metrics of each optimizer step: the last of its records has the gradient's norm."""
-    _, records = noted["update"]
+    """Metrics of each optimizer step."""
+    _, log = noted["update"]
     found = []
-    group = []
-    for record in records:
-        group.append(record)
-        if "gradient_norm" in record:
-            metrics = script.reduce_means(group)
-            if "loss/value" in metrics:
-                value_loss = args.vf_coef * metrics["loss/value"]
-                metrics.setdefault("loss/total", metrics["loss/policy"] + value_loss)
-            found.append(metrics)
-            group = []
+    for step in log.steps[:-1]:  # behind the last one is what is of the whole update
+        metrics = step.reduce()
+        if "loss/value" in metrics:
+            value_loss = args.vf_coef * metrics["loss/value"]
+            metrics.setdefault("loss/total", metrics["loss/policy"] + value_loss)
+        found.append(metrics)
     return pd.DataFrame(found)
 
 

@@ -148,8 +148,8 @@ ORIGINAL = [
     Detail(
         "The learning rate falls linearly, by the same amount after each update.",
         PPO,
-        "set_learning_rates(optimizer, update, update / num_updates, args)",
-        "set_learning_rates(optimizer, update, update / (num_updates + 1), args)",
+        "set_learning_rates(optimizer, update, update / num_updates, args, **rates)",
+        "set_learning_rates(optimizer, update, update / (num_updates + 1), args, **rates)",
         PPO_RUN,
     ),
     Detail(
@@ -164,8 +164,8 @@ ORIGINAL = [
         "`--query_prefix` and `--query_suffix` are for the policy. The reward model reads the "
         "query without them.",
         DATA,
-        "Query(begin + query, begin + prefix + query + suffix, row)",
-        "Query(begin + query + suffix, begin + prefix + query + suffix, row)",
+        "Query(begin + query, context, row, prompt)",
+        "Query(begin + query + suffix, context, row, prompt)",
         PPO_RUN,
     ),
     Detail(
@@ -187,8 +187,8 @@ ORIGINAL = [
         "All responses have the same length. Sampling has no top-k and no top-p, and does not stop "
         "at an EOS.",
         PPO,
-        "logits[:, -1] / temperature",
-        "logits[:, -1]",
+        "(logits / temperature)",
+        "logits",
         CACHED,
     ),
     Detail(
@@ -203,8 +203,8 @@ ORIGINAL = [
         "Logits are divided by the temperature for sampling and for log-probabilities. Values are "
         "not divided.",
         PPO,
-        "logits.div_(temperature).log_softmax(-1)",
-        "logits.log_softmax(-1)",
+        'predicted.pop("logits").div_(temperature)',
+        'predicted.pop("logits")',
         FORWARD,
     ),
     Detail(
@@ -218,7 +218,7 @@ ORIGINAL = [
     Detail(
         "Logits are computed in fp32, in bf16 runs too, because only the trunk is under autocast.",
         MODELS,
-        'args.dtype == "bf16"',
+        'dtype == "bf16"',
         "False",
         "models::under_bf16_the_trained_are_fp32_with_autocast_and_the_frozen_are_bf16",
     ),
@@ -226,8 +226,8 @@ ORIGINAL = [
         "Old log-probabilities come from passes over the update's own micro-batches, so the first "
         "ratio is 1. The original takes them from its sampler.",
         PPO,
-        "batch.logprobs[place] = logprobs",
-        "batch.logprobs[place] = micro.sampled_logprobs",
+        'predicted["ref_logprobs"] = of_ref["logprobs"]',
+        'predicted |= {"ref_logprobs": of_ref["logprobs"], "logprobs": micro.sampled_logprobs}',
         "checks::first_ratio_is_exactly_one",
     ),
     Detail(
@@ -334,7 +334,7 @@ ORIGINAL = [
         "The loss is a mean over the tokens of all processes, however many micro-batches there "
         "are.",
         PPO,
-        "accelerator.num_processes / sum_over_ranks(mini.counted)",
+        'accelerator.num_processes / reduce(mini.loss_weights.sum(), "sum")',
         "1 / mini.loss_mask.sum()",
         PPO_RUNS,
     ),
@@ -469,8 +469,8 @@ OPTIONS = [
         "with `--lora_rank`. `--critic_lr` is its learning rate (DeepSpeed-Chat and Qwen have two "
         "rates).",
         PPO,
-        "factor * args.critic_lr",
-        "factor * args.lr",
+        "args.lr if args.critic_lr is None else args.critic_lr",
+        "args.lr",
         CRITIC_RUNS,
     ),
     Detail(
@@ -485,14 +485,14 @@ OPTIONS = [
         "`--critic_warmup` leaves the policy as it is, to the bit, in the first updates. The KL is "
         "0 meanwhile, and its coefficient stays as it is (Qwen).",
         PPO,
-        'update < getattr(args, "critic_warmup", 0)',
-        "False",
+        "0.0 if update < args.critic_warmup else args.lr",
+        "args.lr",
         CRITIC_RUN,
     ),
     Detail(
         "`--lora_rank` trains adapters, and the reference is the policy without them (TRL with "
         "peft).",
-        MODELS,
+        PPO,
         "args.lora_alpha",
         "1",
         "models::lora_adapters_depend_on_the_seed_alone",

@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -64,8 +65,8 @@ def make_policy(script: Any, args: Any) -> Any:
     """The model of tiny/ as the script's policy."""
     lm = AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation="eager").eval()
     if script is ppo_rlhf:
-        return ppo_rlhf.ActorCritic(lm, lm.config.vocab_size)
-    return rloo_rlhf.Actor(lm, lm.config.vocab_size, args)
+        return ppo_rlhf.ActorCritic(lm)
+    return rloo_rlhf.Actor(lm, args)
 
 
 def read_queries(tokenizer: Any) -> list[Any]:
@@ -82,7 +83,7 @@ def roll_out(
     script: Any, policy: Any, ref: Any, queries: list[Any], u: Tensor, tokenizer: Any, args: Any
 ) -> Example:
     """Responses with their scores and KL: steps 1 and 2 of main, and the first line of step 3."""
-    end = data_module.token_id("truncate_token", tokenizer, args)
+    end = data_module.token_id("truncate_token", args.truncate_token, tokenizer)
     batch = script.rollout(policy, queries, u, end, args)
     script.set_logprobs(batch, policy, ref, torch.arange(len(queries)).view(1, -1), args)
     texts = tokenizer.batch_decode(script.truncated(batch))
@@ -125,7 +126,7 @@ def work_out() -> tuple[Example, Example]:
         u = ppo_rlhf.uniforms(args.seed, update + 1, WARM_UP_BATCH, LENGTH)
         example = roll_out(ppo_rlhf, policy, ref, mine, u, tokenizer, args)
         set_rewards(example, args)
-        epochs = ppo_rlhf.shuffle(warm_up, 0, update, WARM_UP_BATCH)
+        epochs = ppo_rlhf.shuffle(np.arange(WARM_UP_BATCH), 0, update, warm_up)
         set_learning_rates(optimizer, 0, 0.0, args)
         ppo_rlhf.ppo_update(accelerator, wrapped, optimizer, example.batch, epochs, warm_up)
 
@@ -160,7 +161,9 @@ def update_by_ppo(
     ppo_rlhf.ppo_update(accelerator, policy, optimizer, example.batch, all_rows(example), args)
     ppo_rlhf.set_advantages(example.batch, args)
     with torch.no_grad():
-        _, logprobs, values = ppo_rlhf.forward_response(policy, example.batch, args.temperature)
+        _, new = ppo_rlhf.forward_response(policy, example.batch, args.temperature)
+        logprobs = new["logprobs"]
+        values = new["values"]
         policy_loss, value_loss, terms = ppo_rlhf.ppo_loss(logprobs, values, example.batch, args)
     ratio = terms["policy/ratio"]
     unclipped = -example.batch.advantages * ratio
@@ -179,8 +182,8 @@ def update_by_rloo(accelerator: Accelerator, actor: Any, example: Example, args:
     rows = all_rows(example)
     rloo_rlhf.rloo_update(accelerator, wrapped, optimizer, example.batch, rows, args)
     with torch.no_grad():
-        _, logprobs, _ = rloo_rlhf.forward_response(actor, example.batch, args.temperature)
-        loss, terms = rloo_rlhf.rloo_loss(logprobs, example.batch, args)
+        _, new = rloo_rlhf.forward_response(actor, example.batch, args.temperature)
+        loss, terms = rloo_rlhf.rloo_loss(new["logprobs"], example.batch, args)
     ratio = terms["policy/ratio"]
     unclipped = -example.batch.advantages * ratio
     example.after = {"ratio": ratio, "unclipped": unclipped, "policy": loss}

@@ -95,14 +95,16 @@ def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
 
 
 def load_lm(auto_class: type, folder: Path) -> Any:
-    no_tokenizer = SimpleNamespace(get_vocab=lambda: {"": 9})
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    no_tokenizer = SimpleNamespace(get_vocab=lambda: {"": size - 1})
     args = ppo_rlhf.Args(base_model=str(folder))
-    return models_module.load_model("base_model", args, auto_class, no_tokenizer, 24)
+    name = args.base_model
+    return models_module.load_model("base_model", name, auto_class, no_tokenizer, 24, args)
 
 
 def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
     lm = load_lm(AutoModelForCausalLM, folder)
-    policy = ppo_rlhf.ActorCritic(lm, lm.config.vocab_size)
+    policy = ppo_rlhf.ActorCritic(lm)
     file = folder / "heads.safetensors"
     if file.exists():
         head = {name.split(".")[1]: x for name, x in load_file(file).items()}

@@ -64,4 +64,4 @@ def flags(name: str) -> list[str]:
 def batch(name: str, **parts: Any) -> Any:
     """A micro-batch for a loss, of these parts alone."""
     needed = "contexts responses lengths found_end loss_mask sampled_logprobs".split()
-    return module(name).Batch(**dict.fromkeys(needed) | {"num_counted": []} | parts)
+    return module(name).Batch(**dict.fromkeys(needed) | {"num_tokens": []} | parts)

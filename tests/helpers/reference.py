@@ -490,9 +490,9 @@ def make_policies(s: Any, is_rloo: bool) -> tuple[Any, Any, Settings, Adam]:
 
     others = {}
     if policy.critic is not None:
-        others = {"critic/model": policy.critic, "critic/value_head": head}
+        others = {"critic/model": policy.critic, "modules/value_head": head}
     elif not is_rloo:
-        others = {"policy/value_head": head}
+        others = {"modules/value_head": head}
     critic = []
     for model in others.values():
         critic += model.parameters()
@@ -557,8 +557,9 @@ def reinforce(script: str, settings: Settings, folder: Path, world: int) -> Simp
         row["objective/kl_coef"] = kl_coef
         row["episode"] = (update + 1) * s.batch_size
         row["lr"] = lr
+        row.setdefault("loss/total", row["loss/policy"])
         if not is_rloo:
-            row["loss/total"] = row["loss/policy"] + s.vf_coef * row["loss/value"]
+            row["loss/total"] += s.vf_coef * row["loss/value"]
             variance = row["returns/var"] + 1e-8
             row["val/var_explained"] = 1 - row["val/error"] / variance
         metrics.append(row)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -165,7 +166,15 @@ def load(folder, flag="base_model", attention="eager", classifier=False, **setti
         device = mock.patch.object(models_module, "PartialState", lambda: state)
     tokenizer = mock.patch.object(models_module, "load_tokenizer", lambda *_: ANY_TOKENIZER)
     with device, tokenizer:
-        return models_module.load_model(flag, args, auto_class, ANY_TOKENIZER, LONGEST)
+        load = loader(ANY_TOKENIZER, LONGEST, args)
+        return load(flag, str(folder), auto_class)
+
+
+def loader(tokenizer, longest, args):
+    """What main calls `load`."""
+    return functools.partial(
+        models_module.load_model, tokenizer=tokenizer, longest=longest, args=args
+    )
 
 
 def make_lm(name, attention="eager", auto_class=AutoModelForCausalLM, **changes):
@@ -185,8 +194,8 @@ def make_classifier(name="gpt2", **changes):
 def make_policy(lm, k: int) -> nn.Module:
     """PPO's policy for one response to a query, with a random value head; RLOO's for more."""
     if k > 1:
-        return rloo_rlhf.Actor(lm, VOCABULARY, rloo_rlhf.Args(rloo_k=k))
-    policy = ppo_rlhf.ActorCritic(lm, VOCABULARY)
+        return rloo_rlhf.Actor(lm, rloo_rlhf.Args(rloo_k=k))
+    policy = ppo_rlhf.ActorCritic(lm)
     generator = torch.Generator().manual_seed(7)
     nn.init.normal_(policy.value_head.weight, std=0.25, generator=generator)
     return policy
@@ -208,9 +217,9 @@ def watch_log_probabilities(script, monkeypatch) -> list[int]:
 
     def watched(*arguments) -> tuple:
         alive.append(sum(ref() is not None for ref in refs))
-        all_logprobs, *others = forward(*arguments)
+        all_logprobs, predicted = forward(*arguments)
         refs.append(weakref.ref(all_logprobs))
-        return all_logprobs, *others
+        return all_logprobs, predicted
 
     refs = []
     monkeypatch.setattr(script, "forward_response", watched)
@@ -247,12 +256,16 @@ def make_batch(contexts: list[list[int]], responses: list[list[int]]) -> SimpleN
     return SimpleNamespace(contexts=contexts, responses=torch.tensor(responses))
 
 
-def make_responses(rows: list[list[int]]) -> SimpleNamespace:
-    """As much of a Batch as score functions read, for responses that end after these tokens."""
-    longest = max(map(len, rows))
-    padded = [row + [EOS] * (longest - len(row)) for row in rows]
-    lengths = torch.tensor([len(row) for row in rows])
-    return SimpleNamespace(responses=torch.tensor(padded), lengths=lengths)
+def sample(policy, contexts: list[list[int]], u: Tensor, temperature: float):
+    """Responses of a script's policy, and their log-probabilities."""
+    cache = models_module.Cache(config=policy.lm.config)
+    return ppo_rlhf.sample(policy, cache, contexts, u, temperature)
+
+
+def new_rows(rows: int, k: int = 1) -> np.ndarray:
+    """What main gives to `shuffle`: row numbers, with the k of a query in one row."""
+    numbers = np.arange(rows)
+    return numbers.reshape(-1, k) if k > 1 else numbers
 
 
 def random_rows(lengths: Sequence[int], seed: int, vocabulary: int = VOCABULARY) -> list[list[int]]:

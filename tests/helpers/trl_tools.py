@@ -378,11 +378,11 @@ class PPO112(Recording):
     def score(self, args: Any) -> Callable:
         model = self.model("reward", AutoClassifier)
         head = self.script.reward_head(model)
-        return functools.partial(self.script.score_by_model, model, head, args)
+        return functools.partial(self.script.score_by_model, model, head, args.micro_batch_size)
 
     def replaced(self) -> dict[str, Callable]:
         return {
-            "load_model": lambda *_: self.model("value", AutoClassifier),
+            "load_model": lambda *_, **__: self.model("value", AutoClassifier),
             "reward_head": functools.partial(without_bias, self.script.reward_head),
         }
 

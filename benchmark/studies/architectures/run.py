@@ -27,6 +27,7 @@ from transformers import PreTrainedModel as Model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmark import common, ours
+from plumbing import models as models_module
 
 VOCABULARY = 50
 TOKENIZER: Any = SimpleNamespace(get_vocab=lambda: {"last": VOCABULARY - 1})  # suits every model
@@ -98,10 +99,11 @@ def error_of(script: Any, lm: Model, plain: Model, args: Any) -> float:
         row = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
         contexts += [row] * k
     u = torch.rand(len(contexts), RESPONSE, generator=generator)
-    responses, sampled = script.sample(policy, contexts, u, TEMPERATURE)
+    cache = models_module.Cache(config=lm.config)
+    responses, sampled = script.sample(policy, cache, contexts, u, TEMPERATURE)
     batch = ours.make_batch(script, contexts, responses)
     with torch.no_grad():
-        _, trained, _ = script.forward_response(policy, batch, TEMPERATURE)
+        trained = script.forward_response(policy, batch, TEMPERATURE)[1]["logprobs"]
     worst = 0.0
     for i, context in enumerate(contexts):
         alone = logprobs_alone(plain, context, responses[i].tolist())
@@ -133,7 +135,8 @@ def judge(kind: str) -> dict[str, Any]:
             args = script.Args(base_model=folder)
             longest = max(LENGTHS) + RESPONSE
             try:
-                lm = script.load_model("base_model", args, AutoModelForCausalLM, TOKENIZER, longest)
+                load = ours.loader(TOKENIZER, longest, args)
+                lm = load("base_model", folder, AutoModelForCausalLM)
             except script.UserError as error:
                 text = str(error).replace(folder, "MODEL")
                 return row | {"result": "refused", "why": text[:200]}

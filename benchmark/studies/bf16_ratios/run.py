@@ -60,10 +60,10 @@ class AutocastHead(torch.nn.Module):
         self.lm = policy.lm
         self.dtype = DTYPES[dtype]
 
-    def forward(self, ids: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Any]:
+    def forward(self, ids: Tensor, *inputs: Any, **named: Any) -> dict[str, Tensor]:
         with torch.autocast(ids.device.type, self.dtype):
-            logits, values = self.policy(ids, *inputs, **named)
-        return logits.float(), values
+            predicted = self.policy(ids, *inputs, **named)
+        return predicted | {"logits": predicted["logits"].float()}
 
 
 def autocast_trunk(actor: Any, dtype: str) -> None:
@@ -83,7 +83,7 @@ def sampler_logprobs(policy: Any, batch: Any) -> Tensor:
     cache = rloo_rlhf.Cache(config=policy.lm.config)
     logprobs = []
     for tokens in batch.responses.split(1, dim=1):
-        logits, _ = policy(ids, mask, cache=cache)
+        logits = policy(ids, mask, cache=cache)["logits"]
         all_logprobs = (logits / TEMPERATURE).log_softmax(-1)
         logprobs.append(all_logprobs[:, -1].gather(1, tokens))
         ids = tokens
@@ -96,8 +96,8 @@ def in_parts(policy: Any, batch: Any, parts: Any) -> Tensor:
     logprobs = torch.zeros_like(batch.logprobs)
     for rows in parts:
         part = rloo_rlhf.select(batch, rows)
-        _, of_part, _ = rloo_rlhf.forward_response(policy, part, TEMPERATURE)
-        logprobs[rows] = of_part.detach()
+        _, predicted = rloo_rlhf.forward_response(policy, part, TEMPERATURE)
+        logprobs[rows] = predicted["logprobs"].detach()
     return logprobs
 
 
@@ -128,8 +128,7 @@ def through_update(policy: Any, batch: Any, args: Any) -> dict[str, float]:
     else:
         batch = replace(batch, advantages=noise.sum(1))
     epochs = torch.arange(len(noise)).view(1, 1, -1)
-    records = ours.update_policy(accelerator, policy, optimizer, batch, epochs, args)
-    metrics = rloo_rlhf.reduce_means(records)
+    metrics = ours.update_policy(accelerator, policy, optimizer, batch, epochs, args).reduce()
     return {
         "update_first_ratio_error": metrics["first_ratio_error"],
         "update_clipfrac": metrics["policy/clipfrac"],

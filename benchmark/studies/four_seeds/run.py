@@ -30,6 +30,7 @@ from benchmark import common, ours
 from benchmark.studies.real_model import run as real_model
 from benchmark.tools import win_rate
 from benchmark.tools.vader import sentiment
+from plumbing import data as data_module
 
 SEEDS = (11, 12, 13, 14)
 HELD_OUT = 256  # openings that neither labels nor policies see
@@ -97,21 +98,22 @@ def respond(model: str, base_model: str, reward: str, seed: int, openings: list[
         micro_batch_size=32,
         dtype="bf16",
     )
-    _, lm = rloo_rlhf.load_policy_and_reference(args, tokenizer, 64)
+    load = ours.loader(tokenizer, 64, args)
+    _, lm = rloo_rlhf.load_policy_and_reference(load, args)
     ref = ours.make_actor(rloo_rlhf, lm, args)
     policy = ref
     if model != base_model:
         args.base_model = model
-        _, lm = rloo_rlhf.load_policy_and_reference(args, tokenizer, 64)
+        _, lm = rloo_rlhf.load_policy_and_reference(load, args)
         policy = ours.make_actor(rloo_rlhf, lm, args)
     if Path(reward).exists():
         args.reward_model = reward
     else:
         args.reward_fn = reward
-    score = rloo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, 64)
-    end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
-    bos = rloo_rlhf.bos(tokenizer)
-    asked = [ours.query(bos + rloo_rlhf.encode(text, tokenizer)) for text in openings]
+    score = ours.load_score_fn(tokenizer, 64, args)
+    end = data_module.token_id("truncate_token", args.truncate_token, tokenizer)
+    bos = data_module.bos(tokenizer)
+    asked = [ours.query(bos + data_module.encode(text, tokenizer)) for text in openings]
     asked = [query for query in asked for _ in range(SAMPLES)]
     u = rloo_rlhf.uniforms(seed, 10**7, len(asked), args.response_length)
     parts = []
@@ -120,7 +122,7 @@ def respond(model: str, base_model: str, reward: str, seed: int, openings: list[
         batch = rloo_rlhf.rollout(policy, queries, u[i : i + ROWS], end, args)
         rows = torch.arange(len(queries))[None]
         rloo_rlhf.set_logprobs(batch, policy, ref, rows, args)
-        scores = score(queries, batch)
+        scores = score(queries, rloo_rlhf.truncated(batch))
         counts = torch.arange(args.response_length) < batch.lengths[:, None]
         likelihood = (batch.ref_logprobs * counts).sum(1) / batch.lengths
         kl = (batch.logprobs - batch.ref_logprobs).sum(1)

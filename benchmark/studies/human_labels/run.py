@@ -77,9 +77,9 @@ def measure(base_model: str, pairs: Path, run: Path) -> list[dict[str, Any]]:
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     lm = AutoModelForCausalLM.from_pretrained(base_model).eval()
     args = train_reward.Args(**json.loads((run / "args.json").read_text())["args"])
-    _, held_out = train_reward.load_labels("label_dataset", args, tokenizer)
+    _, held_out = train_reward.load_labels(args, tokenizer)
     whole = replace(args, response_length=WHOLE)
-    _, uncut = train_reward.load_labels("label_dataset", whole, tokenizer)
+    _, uncut = train_reward.load_labels(whole, tokenizer)
     samples = common.read_lines(run / "samples.jsonl")
     rows = []
     for label, uncut_label, sample in zip(held_out, uncut, samples, strict=True):

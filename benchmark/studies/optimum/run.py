@@ -32,6 +32,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ppo_rlhf
 import rloo_rlhf
 from benchmark import common, ours
+from plumbing import data as data_module
 from plumbing.run import set_up_torch
 from ppo_rlhf import make_optimizer, set_learning_rates
 
@@ -96,8 +97,8 @@ def enumerate_logprobs(policy: Any) -> Tensor:
     uses."""
     responses = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * LENGTH)
     batch = ours.make_batch(ppo_rlhf, [CONTEXT] * len(responses), responses)
-    _, logprobs, _ = ppo_rlhf.forward_response(policy, batch, 1.0)
-    return logprobs.double().sum(1).view(SHAPE)
+    _, predicted = ppo_rlhf.forward_response(policy, batch, 1.0)
+    return predicted["logprobs"].double().sum(1).view(SHAPE)
 
 
 def objective(logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, beta: float) -> float:
@@ -224,13 +225,12 @@ def draw(
     for i, u in enumerate(numbers.split(8 * copies)):
         part = [query for query in queries[8 * i : 8 * i + 8] for _ in range(copies)]
         batch = rloo_rlhf.rollout(policy, part, u, end, args)
-        passes = torch.arange(len(part)).view(1, -1)
-        if policy is ref:
-            passes = []
-        rloo_rlhf.set_logprobs(batch, policy, ref, passes, args)
-        scores = score(part, batch)
-        all_scores.append(rloo_rlhf.penalize_missing_end(scores, batch.found_end, args))
-        log_ratios.append((batch.logprobs - batch.ref_logprobs).sum(1))
+        all_scores.append(rloo_rlhf.score_responses(score, part, batch, args))
+        log_ratio = torch.zeros(len(part))
+        if policy is not ref:
+            rloo_rlhf.set_logprobs(batch, policy, ref, torch.arange(len(part))[None], args)
+            log_ratio = (batch.logprobs - batch.ref_logprobs).sum(1)
+        log_ratios.append(log_ratio)
     return torch.cat(all_scores).view(-1, copies), torch.cat(log_ratios).view(-1, copies)
 
 
@@ -247,9 +247,9 @@ def estimated(options: argparse.Namespace) -> None:
     tokenizer = common.tokenizer()
     longest = args.query_length + args.response_length
     set_up_torch(args.dtype)
-    end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
+    end = data_module.token_id("truncate_token", args.truncate_token, tokenizer)
     queries = ours.load_queries(tokenizer, args, options.queries)
-    score = rloo_rlhf.load_reward("reward_model", args, "tiny", tokenizer, longest)
+    score = ours.load_score_fn(tokenizer, longest, args)
     ref = ours.make_actor(rloo_rlhf, ours.load_lm(args.base_model, args), args)
     rewards, _ = draw(ref, ref, score, queries, end, options.samples, args)
     row = estimate_optimum(rewards.double(), beta)

@@ -97,7 +97,7 @@ def average_members(source: str, seed: int, folder: Path) -> None:
     model.config.reward_bias = -float(rewards.mean() / rewards.std())
     model.save_pretrained(reward_model)
     args = train_reward.Args()
-    _, held_out = train_reward.load_labels("label_dataset", args, tokenizer)
+    _, held_out = train_reward.load_labels(args, tokenizer)
     classifier = ours.load(AutoClassifier, str(reward_model), args)
     reward = train_reward.RewardModel(classifier, args)
     samples = train_reward.evaluate_labels(reward, held_out, tokenizer)

@@ -135,19 +135,18 @@ def train(
     reward = reward_folder(source, seed, folder) / "reward_model"
     judge = Judge(seed, reward, num_queries=1)
     script = SCRIPTS[algorithm]
-    load_reward = script.load_reward
+    load_reward_model = script.load_reward_model
     rewards = []
     true_scores = []
     samples = []
 
     def load_judged_reward(*values: Any) -> Any:
-        score = load_reward(*values)
+        score = load_reward_model(*values)
 
-        def judged(queries: list[Any], batch: Any) -> Any:
-            scores = score(queries, batch)
+        def judged(queries: list[Any], responses: list[list[int]]) -> Any:
+            scores = score(queries, responses)
             if len(queries) == BATCH_SIZE:  # not an evaluation
-                found = judge.true_scores(batch)
-                responses = script.truncated(batch)
+                found = judge.true_scores(responses)
                 rewards.append(scores.mean().item())
                 true_scores.append(float(np.mean(found)))
                 samples[:] = examples(judge, queries, responses, scores.tolist(), found)
@@ -155,7 +154,7 @@ def train(
 
         return judged
 
-    script.load_reward = load_judged_reward
+    script.load_reward_model = load_judged_reward
     target = kl_target if kl_coef else None  # a coefficient of 0 stays 0
     flags = f"--adaptive_kl_target {target} --kl_coef {kl_coef}"
     flags += f" --seed {seed} --total_episodes {episodes}"
@@ -190,7 +189,8 @@ def best_of_n(task: tuple[int, list[str], int, Path]) -> list[dict[str, Any]]:
         judges[source] = Judge(seed, reward, num_queries=128)
     judge = judges[sources[0]]
     draws = [judge.responses(judge.ref, 10**6 + i) for i in range(pool)]
-    true_scores = np.array([judge.true_scores(x) for x in draws]).T  # (queries, pool)
+    rows = [rloo_rlhf.truncated(batch) for batch in draws]
+    true_scores = np.array([judge.true_scores(x) for x in rows]).T  # (queries, pool)
     rows = []
     for source in sources:
         rewards = np.array([judges[source].rewards(x) for x in draws]).T

@@ -22,7 +22,11 @@ from benchmark.studies.short_runs import run as short_runs
 RATES = ["2e-4", "5e-5", "8e-4", "1e-4", "4e-4"]  # the default's first, then from the outside
 NAMES = {"default": "PPO", "RLOO, K 4": "RLOO"}
 LAST = 10  # updates whose mean is the end of a run
-METRICS = {"clipfrac": "policy/clipfrac", "entropy": "policy/entropy", "seconds": "seconds"}
+METRICS = {
+    "clipfrac": "policy/clipfrac",
+    "entropy": "policy/entropy",
+    "seconds": "seconds",
+}
 
 
 def of_updates(out: Path) -> dict[str, Any]:
@@ -57,7 +61,8 @@ def main() -> None:
         tasks = [(name, seed, folder, sizes) for seed in args.seeds for name in NAMES]
         for task, row in zip(tasks, short_runs.run_all(tasks, args.jobs), strict=True):
             out, _ = short_runs.run_folder(*task)
-            rows.append({"algorithm": NAMES[task[0]], "lr": float(rate)} | row | of_updates(out))
+            row = {"algorithm": NAMES[task[0]], "lr": float(rate)} | row
+            rows.append(row | of_updates(out))
             common.write(args, rows)  # after each run: what is finished is kept
     short = ("algorithm", "lr", "seed", "failed", "true_score", "kl", "clipfrac", "entropy")
     common.show_rows([{name: row.get(name) for name in short} for row in rows])

