@@ -60,6 +60,7 @@ from transformers import (
 
 from plumbing.data import Query, hold_out, load_queries, token_id
 from plumbing.labels import load_reward_fn
+from plumbing.launch import UserError, blame, make_accelerator, prepare, run_main
 from plumbing.models import (
     Cache,
     TokenRows,
@@ -72,17 +73,7 @@ from plumbing.models import (
     pad_rows,
     save_policy,
 )
-from plumbing.run import (
-    Run,
-    UserError,
-    blame,
-    choose_folder,
-    make_accelerator,
-    newest_reward_model,
-    prepare,
-    run_main,
-    write_samples,
-)
+from plumbing.run import Run, choose_folder, newest_reward_model, write_samples
 from tf_adam import AdamTF
 
 FILE = Path(__file__).resolve()
@@ -222,8 +213,8 @@ PRESETS = {
 @dataclass
 class Batch:
     """B responses of R tokens, and what follows from them. The fields below are set in this order;
-    `rewards` and `returns` only in PPO. Sampled log-probabilities come token by token through a
-    cache, the others from passes over whole responses."""
+    `values`, `rewards` and `returns` only in PPO. Sampled log-probabilities come token by token
+    through a cache, the others from passes over whole responses."""
 
     contexts: TokenRows  # B lists of the tokens before each response
     responses: Tensor  # (B, R), as sampled
@@ -234,7 +225,7 @@ class Batch:
     sampled_logprobs: Tensor  # (B, R), for check_update
     logprobs: Tensor | None = None  # (B, R), of the policy before the update: the old ones
     ref_logprobs: Tensor | None = None  # (B, R), of the reference
-    values: Tensor | None = None  # (B, R), predicted before each token; 0 in RLOO
+    values: Tensor | None = None  # (B, R), predicted before each token
     scores: Tensor | None = None  # (B,)
     rewards: Tensor | None = None  # (B, R), before whitening
     advantages: Tensor | None = None  # (B, R), new in each minibatch; in RLOO (B,)
@@ -289,7 +280,7 @@ def main(preset: str, args: Args) -> None:
             u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)
             batch = rollout(policy, my_queries, u.split(share)[rank], truncate_id, args)
             rows = np.arange(share)
-            epochs = shuffle(rows, rank, update, args)
+            epochs = shuffle(rows, rank, update, args)  # (num_epochs, num_minibatches, b)
             # The rows go through the first epoch's micro-batches. So padding and rounding are the
             # same in the first optimizer step, where every ratio is 1, on a CPU exactly.
             set_logprobs(batch, policy, ref, epochs[0], args)
@@ -584,8 +575,7 @@ def sampling_error(batch: Batch) -> Tensor:
     """How much log-probabilities of sampling differ from those of passes over whole responses: the
     largest mean over a response, of all processes. In bf16 one token may differ by chance."""
     errors = (batch.logprobs - batch.sampled_logprobs).abs() * batch.loss_mask
-    means = errors.sum(1) / batch.loss_mask.sum(1)
-    return gather(means).max()
+    return gather(errors.sum(1) / batch.loss_mask.sum(1)).max()
 
 
 def check_update(update: int, metrics: dict, args: Args) -> None:
@@ -622,13 +612,13 @@ def shuffle(rows: np.ndarray, rank: int, update: int, args: Args) -> Tensor:
     return order.view(args.num_epochs, args.num_minibatches, -1)
 
 
-def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
+def uniforms(seed: int, draw: int, batch: int, length: int, *attempt: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
     take their rows of one array, so these numbers do not depend on how many processes there are.
-    The same numbers give the same responses: to sample queries again, take another draw, for
-    example num_updates + update + 1."""
-    generator = np.random.default_rng([seed, SAMPLING, draw])
+    The same numbers give the same responses: to sample queries again in an update, number the
+    attempts from 1."""
+    generator = np.random.default_rng([seed, SAMPLING, draw, *attempt])
     numbers = generator.random((batch, length), np.float32)
     return torch.from_numpy(numbers).to(PartialState().device)
 

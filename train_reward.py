@@ -61,6 +61,7 @@ from transformers import (
 
 from plumbing.data import Query, is_chat, load_queries, token_id
 from plumbing.labels import Comparison, load_labels
+from plumbing.launch import UserError, blame, make_accelerator, prepare, run_main, say, writing
 from plumbing.models import (
     Cache,
     TokenRows,
@@ -72,19 +73,7 @@ from plumbing.models import (
     pad_rows,
     read_queries,
 )
-from plumbing.run import (
-    Run,
-    UserError,
-    blame,
-    choose_folder,
-    make_accelerator,
-    prepare,
-    run_main,
-    say,
-    write,
-    write_rows,
-    writing,
-)
+from plumbing.run import Run, choose_folder, write, write_rows
 from tf_adam import AdamTF
 
 FILE = Path(__file__).resolve()
@@ -467,13 +456,13 @@ class Metrics:
 SAMPLING = 1
 
 
-def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
+def uniforms(seed: int, draw: int, batch: int, length: int, *attempt: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
     take their rows of one array, so these numbers do not depend on how many processes there are.
-    The same numbers give the same responses: to sample queries again, take another draw, for
-    example num_updates + update + 1."""
-    generator = np.random.default_rng([seed, SAMPLING, draw])
+    The same numbers give the same responses: to sample queries again in an update, number the
+    attempts from 1."""
+    generator = np.random.default_rng([seed, SAMPLING, draw, *attempt])
     numbers = generator.random((batch, length), np.float32)
     return torch.from_numpy(numbers).to(PartialState().device)
 

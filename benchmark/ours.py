@@ -19,8 +19,8 @@ from benchmark import common
 from plumbing import data as data_module
 from plumbing import labels as labels_module
 from plumbing import models as models_module
+from plumbing.launch import set_up_torch
 from plumbing.models import freeze
-from plumbing.run import set_up_torch
 from ppo_rlhf import make_optimizer
 
 SCRIPTS = {"ppo": ppo_rlhf, "rloo": rloo_rlhf}

@@ -32,8 +32,8 @@ from plumbing.data import (
     render,
     token_id,
 )
+from plumbing.launch import UserError, blame, say
 from plumbing.models import TokenRows
-from plumbing.run import UserError, blame, say
 
 
 @dataclass
@@ -78,6 +78,7 @@ def read_labels(
     UserError if they are more than a tenth. A coin decides whether the chosen response comes first:
     argmax takes the first of equal rewards, so otherwise a constant model would count as right."""
     coins = np.random.default_rng([args.seed, LABELS]).integers(0, 2, len(rows)).tolist()
+    end = token_id("truncate_token", args.truncate_token, tokenizer)
     counts = Counter()
     labels = []
     for i, coin in zip(rows, coins, strict=True):
@@ -86,7 +87,7 @@ def read_labels(
             column = args.prompt_column if args.prompt_column in row else None
             if "chosen" in row and "rejected" in row:
                 prompt, *answers = read_preference(row, column, tokenizer)
-                query, *responses = cut_preference(prompt, answers, counts, tokenizer, args)
+                query, *responses = cut_preference(prompt, answers, end, counts, tokenizer, args)
                 best = coin
                 if coin:  # chosen comes second
                     responses.reverse()
@@ -169,6 +170,7 @@ def read_preference(row: dict, column: str | None, tokenizer: PreTrainedTokenize
 def cut_preference(
     prompt: str | list,
     answers: list[str],
+    end: int | None,
     counts: Counter,
     tokenizer: PreTrainedTokenizerBase,
     args: Any,
@@ -182,7 +184,6 @@ def cut_preference(
     query = encode(prompt, tokenizer)
     long = args.long_queries or "drop"
     parts = [cut_query(query, args.query_length, None, None, long, Counter())]
-    end = token_id("truncate_token", args.truncate_token, tokenizer)
     for answer in answers:
         tokens = encode(answer, tokenizer)
         ends = [i for i, x in enumerate(tokens) if x == end and i >= args.truncate_after]

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
-from plumbing.run import ROOT, UserError, blame, writing
+from plumbing.launch import ROOT, UserError, blame, writing
 
 TokenRows = list[list[int]]
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")

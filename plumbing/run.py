@@ -1,143 +1,27 @@
-"""A run from its command line to its last file: errors, settings of torch, processes, and the
-folder with its checkpoints. Nothing here knows an algorithm."""
+"""The folder of a run: its lock, records, checkpoints and samples. Nothing here knows an
+algorithm."""
 
 import contextlib
-import ctypes
 import json
-import os
-import re
 import secrets
 import shlex
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pandas as pd
-import pydantic
 import torch
-import tyro
-from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock
-from torch import Tensor, nn
-from transformers import AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
-ROOT = Path(__file__).resolve().parent.parent  # the scripts' folder
-
-
-class UserError(Exception):
-    """An error that the user can fix. A script prints its text as one line, and ends. With
-    RLHF_DEBUG=1 in the environment it shows the traceback."""
-
-
-def say(*values: object) -> None:
-    """Prints on the first process. A closed output does not end a run."""
-    try:
-        PartialState().print(*values, flush=True)
-    except (OSError, ValueError):
-        sys.stdout = open(os.devnull, "w")
-
-
-@contextlib.contextmanager
-def blame(what: str, kind: type | tuple = Exception) -> Iterator[None]:
-    """Turns an error of this kind in the block into a UserError: `what`, then the cause. Around
-    calls of a library, and of a model, leave `kind` as it is. Around the scripts' own functions
-    name the kind that is expected, so that their bugs keep their traceback."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{what}: {error}") from error
-    except kind as error:
-        # The cause of a library's error often says more than the error; some have no text.
-        cause = error.__cause__ or str(error) or repr(error)
-        raise UserError(f"{what}: {cause} (RLHF_DEBUG=1 shows more)") from error
-
-
-def set_up_torch(dtype: str) -> None:
-    """Settings for speed and memory, made before the first tensor: --dtype is "fp32", "tf32" or
-    "bf16". They change results by rounding only."""
-    # Each sampled token needs a slightly longer cache. This lets it reuse the shorter one's memory.
-    # Torch before 2.10 knows only the older name of the variable. If that is set, it is the user's:
-    # torch would prefer the new one.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        has_new_name = torch.__version__ >= (2, 10)
-        name = "PYTORCH_ALLOC_CONF" if has_new_name else "PYTORCH_CUDA_ALLOC_CONF"
-        os.environ.setdefault(name, "expandable_segments:True")
-    # Every process reads its models itself: the reference is not sharded, so it needs all weights.
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    libc = ctypes.CDLL(None)
-    # On a CPU it saves a tenth of the time if glibc keeps freed memory. On a machine with a GPU it
-    # would keep the memory of models that have moved to the GPU.
-    if hasattr(libc, "mallopt") and not torch.accelerator.is_available():
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: none
-    if dtype != "fp32":
-        # In bf16 runs for the heads alone. set_float32_matmul_precision would set it for CPUs, too.
-        torch.backends.cuda.matmul.allow_tf32 = True
-    # Users report NaN and wrong gradients of cuDNN's attention in bf16 with a mask: pytorch#196678.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    AttentionMaskInterface.register("sdpa", full_sdpa_mask)
-
-
-def full_sdpa_mask(**named: Any) -> Tensor:
-    """transformers' mask for `sdpa` attention. Its own function first checks whether the mask is
-    True everywhere and could be left out. That check waits for the GPU at every sampled token."""
-    return sdpa_mask(**named | {"allow_is_causal_skip": False})
-
-
-def make_accelerator(dtype: str) -> Accelerator:
-    """The processes and their devices: GPUs, or else CPUs. Prints what they are. UserError for a
-    launch that cannot work, or would train wrongly."""
-    set_up_torch(dtype)
-    if os.environ.get("RANK") == "0":  # a variable left over from another launch would wait long
-        names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        print("waiting for all processes of", {x: os.environ.get(x) for x in names}, flush=True)
-    with blame("launch"):
-        accelerator = Accelerator(
-            # a Mac's GPU has no fp64
-            cpu=not torch.accelerator.is_available() or torch.backends.mps.is_available(),
-            log_with="wandb",
-            mixed_precision="no",
-            dynamo_backend="no",
-            # The others may wait long for one that writes a checkpoint or has a slow --reward_fn.
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
-        )
-    # The scripts micro-batch by hand; ignore the launcher's setting.
-    accelerator.gradient_accumulation_steps = 1
-    check_launch(accelerator)
-    accelerator.wait_for_everyone()  # one that ends early would break the start of the others
-    say(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
-    return accelerator
-
-
-def check_launch(accelerator: Accelerator) -> None:
-    """UserError for an engine that would train wrongly. DeepSpeed, for example, steps after every
-    micro-batch. FSDP1 holds weights in a form that cannot be sampled from."""
-    kind = accelerator.distributed_type.value
-    if not kind.startswith(("NO", "MULTI")) and not accelerator.is_fsdp2:
-        raise UserError(
-            f"launch: {kind} is not supported: use DDP or FSDP2, see benchmark/accelerate/"
-        )
-
-
-def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-    """What is trained: the wrapped model, which averages gradients over processes; the model inside
-    it; and the optimizer."""
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
-    # FSDP's modules have `reshard`: autocast must not keep bf16 copies of their gathered weights.
-    torch.set_autocast_cache_enabled(not hasattr(wrapped, "reshard"))
-    return wrapped, accelerator.unwrap_model(wrapped), optimizer
-
+from plumbing.launch import ROOT, UserError, blame, say, writing
 
 # What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
 # learning rates. Anything else would turn one run into two experiments.
@@ -346,13 +230,6 @@ class Run:
         self.accelerator.wait_for_everyone()  # no process goes on before it is written
 
 
-@contextlib.contextmanager
-def writing(folder: Path | str) -> Iterator[None]:
-    """Around what is written to a folder: a full disk, for example, becomes one line."""
-    with blame(f"{folder} cannot be written", (OSError, RuntimeError)):
-        yield
-
-
 def newest_reward_model(preset: str) -> str:
     """The folder of the newest reward model that train_reward.py has finished for this preset, in
     the current folder's runs/. UserError if there is none."""
@@ -391,35 +268,3 @@ def write_rows(samples: pd.DataFrame, folder: Path) -> None:
     text = samples.to_json(orient="records", lines=True, double_precision=15)
     with writing(folder):
         write(folder / "samples.jsonl", text)
-
-
-def parse_args(args_class: type, presets: dict[str, Any]) -> tuple[str, Any]:
-    """Name of the preset (`tiny` if a flag comes first), and the settings."""
-    # People write `--flag none` or `--flag=none`. tyro reads only None.
-    words = [re.sub("^(--[^=]+=)?none$", r"\1None", word) for word in sys.argv[1:]]
-    preset = words.pop(0) if words and not words[0].startswith("-") else "tiny"
-    if preset not in presets:
-        raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(presets)}")
-    args = tyro.cli(args_class, default=presets[preset], args=words, use_underscores=True)
-    args_class.__pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False)
-    try:
-        pydantic.TypeAdapter(args_class).validate_python(vars(args))
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
-    if args.resume and not args.output_dir:
-        raise UserError("--resume needs --output_dir, the folder of the run")
-    return preset, args
-
-
-def run_main(main: Callable[[str, Any], None], args_class: type, presets: dict[str, Any]) -> None:
-    """The entry point of a script: runs it, and prints a UserError as one line."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a text that the terminal cannot show
-    try:
-        main(*parse_args(args_class, presets))
-    except UserError as error:
-        if os.environ.get("RLHF_DEBUG"):
-            raise
-        line = f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}"
-        sys.exit("\n".join([line, *getattr(error, "__notes__", [])]))

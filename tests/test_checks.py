@@ -16,7 +16,7 @@ from tiny_models import BOTH, make_policy, make_queries, random_rows
 import ppo_rlhf
 import rloo_rlhf
 from benchmark import common
-from plumbing import run as run_module
+from plumbing import launch as launch_module
 
 EIGHT = random_rows((1, 9, 4, 6, 2, 7, 5, 3), seed=1)
 LENGTH = 12
@@ -40,10 +40,10 @@ def test_first_passes_that_differ_and_a_far_policy_stop_a_run(module, dtype, upd
         for sign in (-1, 1):
             module.check_update(update, fine | {name: 0.99 * sign * limit}, args)
             says = f"^{name} is .*, its limit .*: .*; see docs/"
-            with pytest.raises(run_module.UserError, match=says):
+            with pytest.raises(launch_module.UserError, match=says):
                 module.check_update(update, fine | {name: 1.01 * sign * limit}, args)
     for name, bad in itertools.product(fine, ("nan", "inf")):
-        with pytest.raises(run_module.UserError, match=f"^{name} is {bad}"):
+        with pytest.raises(launch_module.UserError, match=f"^{name} is {bad}"):
             module.check_update(update, fine | {name: float(bad)}, args)
 
 
@@ -72,7 +72,7 @@ CASES = [
 @BOTH
 def test_first_ratio_is_exactly_one(module, dtype, name, num_minibatches, mask_truncated, tmp_path):
     """All of the first epoch, where no step moves the weights. Dropout of the configs is off."""
-    run_module.set_up_torch(dtype)
+    launch_module.set_up_torch(dtype)
     tiny.save_model(tmp_path, name)
     k = 1 if module is ppo_rlhf else 4
     policy = make_policy(tiny.load(tmp_path, dtype=dtype), k)

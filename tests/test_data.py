@@ -23,8 +23,8 @@ import rloo_rlhf
 import train_reward
 from plumbing import data as data_module
 from plumbing import labels as labels_module
+from plumbing import launch as launch_module
 from plumbing import models as models_module
-from plumbing import run as run_module
 
 SCRIPTS = (ppo_rlhf, rloo_rlhf, train_reward)
 EOS = 0
@@ -150,7 +150,7 @@ def refuse(read, rows, *says, chat=None, **changes):
     flag = "--query_dataset" if read is read_queries else "--label_dataset"
     if isinstance(rows, dict):
         rows = [rows] if read is read_queries else [rows, rows]
-    with pytest.raises(run_module.UserError) as caught:
+    with pytest.raises(launch_module.UserError) as caught:
         read(rows, chat, **changes)
     text = " ".join(str(caught.value).split())
     assert text.startswith(flag), text
@@ -186,10 +186,10 @@ def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(
         assert token_of(text) == numbers[text]
     assert token_of("eos") == 2
     assert token_of(" a") == 3, "it is no word of the vocabulary"
-    with pytest.raises(run_module.UserError, match="^--truncate_token 'a b' must be one .*3, 4"):
+    with pytest.raises(launch_module.UserError, match="^--truncate_token 'a b' must be one .*3, 4"):
         token_of("a b")
     tokenizer.eos_token = None
-    with pytest.raises(run_module.UserError, match="^--truncate_token 'eos' must be one token"):
+    with pytest.raises(launch_module.UserError, match="^--truncate_token 'eos' must be one token"):
         token_of("eos")
 
 
@@ -209,7 +209,7 @@ def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(
     for text, token in {".": 3, "\n": 6, "eos": 0, "</s>": 0, "a": 2}.items():
         assert data_module.token_id("truncate_token", text, tokenizer) == token
     tokenizer, args = start(script, base_model="bytes", truncate_token="Ġ")
-    with pytest.raises(run_module.UserError, match="^--truncate_token 'Ġ' must be one token"):
+    with pytest.raises(launch_module.UserError, match="^--truncate_token 'Ġ' must be one token"):
         # its vocabulary's word for a space
         data_module.token_id("truncate_token", args.truncate_token, tokenizer)
 
@@ -292,7 +292,7 @@ def test_a_table_is_a_split_that_is_named_or_train():
     bad = {"no": "'csv', .*", "only": "'test'", "set::no": "'json', ", "mixed": "'csv'.*"}
     for name, has in bad.items():
         says = rf"^--query_dataset \S*{name} has \[.*{has}.*\]: name a file, or DATA::split$"
-        with pytest.raises(run_module.UserError, match=says):
+        with pytest.raises(launch_module.UserError, match=says):
             load(name)
 
 
@@ -346,7 +346,7 @@ def test_a_folder_whose_name_would_match_others_is_refused(name):
     for folder in (name, "ab"):
         Path(folder).mkdir(exist_ok=True)
         Path(folder, "train.jsonl").write_text(to_lines({"text": folder}))
-    with pytest.raises(run_module.UserError, match=r"must not have \*, \? or \[$"):
+    with pytest.raises(launch_module.UserError, match=r"must not have \*, \? or \[$"):
         data_module.load_table("query_dataset", name)
     read = data_module.load_table("query_dataset", f"{name}/train.jsonl")["train"]
     assert read["text"][:] == [name]
@@ -450,7 +450,7 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin, c
 
     def assert_read(row, *expected):
         prompt, *answers = labels_module.read_preference(row, None, tokenizer)
-        read = labels_module.cut_preference(prompt, answers, Counter(), tokenizer, args)
+        read = labels_module.cut_preference(prompt, answers, None, Counter(), tokenizer, args)
         assert tokenizer.batch_decode(read) == [*expected]
 
     answers = [begin + chosen, begin + rejected]
@@ -795,7 +795,7 @@ def test_a_file_in_another_encoding_is_an_error_of_its_row():
     Path("latin.jsonl").write_bytes(b'{"text": "w5 caf\xe9"}\n' * 2)
     for read, flag in ((read_queries, "query_dataset"), (load_labels, "label_dataset")):
         with pytest.raises(
-            run_module.UserError, match=rf"^--{flag} latin.jsonl, row [01]: .*utf-8"
+            launch_module.UserError, match=rf"^--{flag} latin.jsonl, row [01]: .*utf-8"
         ):
             read("latin.jsonl")
 
@@ -892,7 +892,7 @@ def test_a_function_returns_a_finite_float_for_each_response(module):
         assert scores.dtype == torch.float32
         assert not scores.requires_grad
     for returned in NO_FLOATS:
-        with pytest.raises(run_module.UserError, match="^--reward_fn must return "):
+        with pytest.raises(launch_module.UserError, match="^--reward_fn must return "):
             score(module, lambda x=returned, **_: x)
 
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
+from plumbing import launch as launch_module
 from plumbing import run as run_module
 
 FOLDER = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -133,10 +134,10 @@ def test_a_mac_uses_its_cpu(has):
     with (
         mock.patch.object(torch.accelerator, "is_available", lambda: "acc" in has),
         mock.patch.object(torch.backends.mps, "is_available", lambda: "mps" in has),
-        mock.patch.object(run_module, "Accelerator", return_value=Accelerator()) as made,
+        mock.patch.object(launch_module, "Accelerator", return_value=Accelerator()) as made,
         mock.patch.object(made.return_value, "wait_for_everyone") as wait,
     ):
-        run_module.make_accelerator("fp32")
+        launch_module.make_accelerator("fp32")
     wait.assert_called_once()
     assert made.call_args.kwargs["cpu"] == (has != "accelerator")
     (settings,) = made.call_args.kwargs["kwargs_handlers"]

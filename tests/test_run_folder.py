@@ -34,6 +34,7 @@ from safetensors.torch import load_file
 import ppo_rlhf
 import train_reward
 from plumbing import data as data_module
+from plumbing import launch as launch_module
 from plumbing import run as run_module
 
 # Moments inside the writing of something: what happens; part of a line in the log of
@@ -130,7 +131,7 @@ def folder(tmp_path):
 def refuse(folder, script, words, says):
     """The script ends with this error, and changes nothing."""
     before = contents(folder)
-    with pytest.raises(run_module.UserError, match=says):
+    with pytest.raises(launch_module.UserError, match=says):
         call(script, words, folder)
     assert contents(folder) == before
 
@@ -263,7 +264,7 @@ def test_a_first_kl_that_is_not_rounding_stops_a_run(script, folder, monkeypatch
         batch.ref_logprobs += 0.002
 
     monkeypatch.setattr(module, "set_logprobs", changed)
-    with pytest.raises(run_module.UserError, match="^objective/kl is -0.01, its limit 0.005: "):
+    with pytest.raises(launch_module.UserError, match="^objective/kl is -0.01, its limit 0.005: "):
         call(script, WORDS[script], folder)
     assert len(read_lines(folder / "out/metrics.jsonl")) == 1
     assert checkpoints(folder) == []
@@ -292,7 +293,7 @@ def test_a_reward_function_that_fails_late_or_moves(
     if fails:
         says = re.escape(f"{count} finite floats, not [{', '.join([value] * count)}]")
         expected = pytest.raises(
-            run_module.UserError, match=rf"^--reward_fn must return {says}(\n|$)"
+            launch_module.UserError, match=rf"^--reward_fn must return {says}(\n|$)"
         )
     with expected:
         call(script, words, folder)
@@ -417,7 +418,7 @@ def test_a_folder_that_another_run_has_used_while_the_models_loaded_is_left_as_i
         found.update(contents(folder / "out"))
 
     monkeypatch.setattr(importlib.import_module(script[:-3]), "set_seed", set_seed)
-    with pytest.raises(run_module.UserError, match=NOT_EMPTY):
+    with pytest.raises(launch_module.UserError, match=NOT_EMPTY):
         call(script, [*WORDS[script], "--lr", "0.5"], folder)
     assert contents(folder / "out") == found
 
@@ -444,7 +445,7 @@ def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(name, path, tmp_pa
     (tmp_path / "new").mkdir()
     Path(chosen).mkdir(parents=True, exist_ok=True)
     Path(chosen, "notes.txt").touch()
-    with pytest.raises(run_module.UserError, match=f" {tmp_path}/{path} is not empty"):
+    with pytest.raises(launch_module.UserError, match=f" {tmp_path}/{path} is not empty"):
         run_module.choose_folder(ppo_rlhf.FILE, "tiny", ppo_rlhf.Args(output_dir=name))
     monkeypatch.setattr(run_module, "broadcast_object_list", lambda _: ["of the first process"])
     args.output_dir = None  # and the clocks of processes differ
@@ -489,7 +490,7 @@ def test_every_setting_is_refused_on_resume_or_takes_effect(script, tmp_path):
             assert getattr(args, name) == value
         else:
             says = re.escape(f"--{name} {value}: {tmp_path} was started")
-            with pytest.raises(run_module.UserError, match=f"^{says} with "):
+            with pytest.raises(launch_module.UserError, match=f"^{says} with "):
                 run_module.choose_folder(module.FILE, "tiny", args)
 
 
@@ -504,12 +505,12 @@ def test_what_an_older_run_does_not_record_had_its_default(tmp_path):
     run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
     args.temperature = before + 1
     says = f"^--temperature {before + 1}: {tmp_path} was started with {before}$"
-    with pytest.raises(run_module.UserError, match=says):
+    with pytest.raises(launch_module.UserError, match=says):
         run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
     args.temperature = before
     (tmp_path / "args.json").write_text(json.dumps({"args": old | {"ent_coef": 0.5}}))
     with pytest.raises(
-        run_module.UserError, match=f"^--ent_coef None: {tmp_path} was started with"
+        launch_module.UserError, match=f"^--ent_coef None: {tmp_path} was started with"
     ):
         run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
 
@@ -555,7 +556,7 @@ def test_what_may_change_takes_effect(tmp_path, monkeypatch, capsys):
     assert (folder / "out" / PPO).read_text() == "another version"
     for name, record in records.items():
         assert (folder / "out" / name).read_bytes() == record
-    with pytest.raises(run_module.UserError, match="^objective/kl is .*, its limit 1e-09: "):
+    with pytest.raises(launch_module.UserError, match="^objective/kl is .*, its limit 1e-09: "):
         call(PPO, [*words, "--total_episodes", "28", "--max_kl", "1e-9"], folder)
 
 
@@ -630,7 +631,7 @@ def test_the_newest_of_two_checkpoints_is_loaded_by_as_many_processes(small, tmp
     state = two / "checkpoints/0000003/state.json"
     state.write_text(state.read_text().replace('"processes": 1', '"processes": 2'))
     with pytest.raises(
-        run_module.UserError, match="^--resume with other processes than the run began with: "
+        launch_module.UserError, match="^--resume with other processes than the run began with: "
     ):
         small(two)
 
@@ -699,13 +700,13 @@ def test_a_users_copies_of_checkpoints_are_no_checkpoints(small, tmp_path):
 def test_state_that_json_would_change_is_an_error_at_once(value, small, tmp_path):
     """At the start, or after the update that made it. A tensor, a copy's mistake: a TypeError."""
     says = "^run.state must survive JSON: texts as keys, |is not JSON serializable$"
-    with pytest.raises((run_module.UserError, TypeError), match=says):
+    with pytest.raises((launch_module.UserError, TypeError), match=says):
         small(tmp_path / "other", updates=1, mine=value)
     assert not (tmp_path / "other/metrics.jsonl").exists()
     opened = small(tmp_path / "other")
     opened.args.checkpoint_every = 9
     opened.state["mine"] = value
-    with pytest.raises((run_module.UserError, TypeError), match=says):
+    with pytest.raises((launch_module.UserError, TypeError), match=says):
         opened.end_update()
 
 

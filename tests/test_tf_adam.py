@@ -16,9 +16,9 @@ from transformers import AttentionMaskInterface, DynamicCache
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
+from plumbing import launch as launch_module
 from plumbing import models as models_module
-from plumbing import run as run_module
-from plumbing.run import UserError, blame
+from plumbing.launch import UserError, blame
 from ppo_rlhf import Metrics, make_optimizer
 from tf_adam import AdamTF
 
@@ -165,28 +165,28 @@ def test_processes_alone_or_in_ddp_or_fsdp2_are_launched(kind, is_fsdp2):
         says = f"^launch: {kind.value} is not supported: use DDP or FSDP2"
         expected = pytest.raises(UserError, match=says)
     with expected:
-        run_module.check_launch(SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2))
+        launch_module.check_launch(SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16"])
 def test_settings_of_torch_for_each_dtype(dtype):
     """TF32 for the heads of bf16 runs, too. cuDNN's attention is off."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-    run_module.set_up_torch(dtype)
+    launch_module.set_up_torch(dtype)
     precision = "highest" if dtype == "fp32" else "high"
     assert torch.get_float32_matmul_precision() == precision
     assert torch.backends.mkldnn.matmul.fp32_precision != "tf32"  # check_model is on the CPU
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert AttentionMaskInterface()["sdpa"] is run_module.full_sdpa_mask
+    assert AttentionMaskInterface()["sdpa"] is launch_module.full_sdpa_mask
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_only_cpus_keep_freed_memory(has_gpu, monkeypatch):
     """With a GPU that would be the memory of models that have moved to it."""
     libc = mock.Mock()
-    monkeypatch.setattr(run_module.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(launch_module.ctypes, "CDLL", lambda name: libc)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
-    run_module.set_up_torch("fp32")
+    launch_module.set_up_torch("fp32")
     given = [call.args for call in libc.mallopt.call_args_list]
     expected = [(-4, 0), (-1, -1)]  # in malloc.h M_MMAP_MAX, M_TRIM_THRESHOLD
     if has_gpu:
@@ -198,10 +198,10 @@ def test_only_cpus_keep_freed_memory(has_gpu, monkeypatch):
 def test_a_users_settings_of_the_allocator_stay(name, monkeypatch):
     """Whichever name they have. torch prefers the second one."""
     chosen = {name: "max_split_size_mb:128"}
-    monkeypatch.setattr(run_module.os, "environ", dict(chosen))
-    run_module.set_up_torch("fp32")
-    assert chosen.items() <= run_module.os.environ.items()
-    assert run_module.os.environ.keys() & {"PYTORCH_ALLOC_CONF"} <= chosen.keys()
+    monkeypatch.setattr(launch_module.os, "environ", dict(chosen))
+    launch_module.set_up_torch("fp32")
+    assert chosen.items() <= launch_module.os.environ.items()
+    assert launch_module.os.environ.keys() & {"PYTORCH_ALLOC_CONF"} <= chosen.keys()
 
 
 @pytest.mark.parametrize(
@@ -210,11 +210,11 @@ def test_a_users_settings_of_the_allocator_stay(name, monkeypatch):
 )
 def test_settings_of_the_allocator_have_the_name_that_torch_knows(version, name, monkeypatch):
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
-    monkeypatch.setattr(run_module.os, "environ", {})
-    run_module.set_up_torch("fp32")
+    monkeypatch.setattr(launch_module.os, "environ", {})
+    launch_module.set_up_torch("fp32")
     for other in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         expected = "expandable_segments:True" if other == name else None
-        assert run_module.os.environ.get(other) == expected
+        assert launch_module.os.environ.get(other) == expected
 
 
 def test_layers_are_patched():

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from benchmark.ours import END, Clock, responses_per_query
-from plumbing.run import set_up_torch
+from plumbing.launch import set_up_torch
 
 PAD = 0  # any token: the attention mask hides it
 

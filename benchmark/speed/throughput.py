@@ -57,7 +57,7 @@ import ppo_rlhf
 from benchmark import common, ours
 from benchmark.speed import trl_peer
 from benchmark.speed.plain import Plain, PlainFrozen
-from plumbing.run import set_up_torch
+from plumbing.launch import set_up_torch
 
 PHASES = ("sample", "score", "optimise", "other", "total")
 OTHERS = ("plain-fast", "plain", "plain-fp32", "trl-fast", "trl")

@@ -63,7 +63,7 @@ from transformers import (
 )
 
 from benchmark import common
-from plumbing.run import set_up_torch
+from plumbing.launch import set_up_torch
 
 RELEASES = {"ppo": "1.12.0", "rloo": "1.16.0"}
 MODULES = {"ppo": "trl.experimental.ppo", "rloo": "trl.trainer.rloo_trainer"}

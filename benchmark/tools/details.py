@@ -195,8 +195,8 @@ ORIGINAL = [
         "The random numbers of sampling follow from the seed, the update and the row. This is not "
         "so in the original.",
         PPO,
-        "np.random.default_rng([seed, SAMPLING, draw])",
-        "np.random.default_rng([seed, QUERIES, draw])",
+        "np.random.default_rng([seed, SAMPLING, draw, *attempt])",
+        "np.random.default_rng([seed, QUERIES, draw, *attempt])",
         PPO_RUN,
     ),
     Detail(

@@ -82,7 +82,7 @@ def parse(module: Any, words: Sequence[str]) -> tuple[str, Any]:
     """Preset and settings that a script, which is imported here, makes of these words."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [module.__file__, *words])
-        from plumbing.run import parse_args
+        from plumbing.launch import parse_args
 
         return parse_args(module.Args, module.PRESETS)
 

@@ -56,8 +56,8 @@ def main() -> None:
     updates = note_updates(ledger)
     reduce_on_device_alone()
     module = importlib.import_module(script.stem)
-    run_module = importlib.import_module("plumbing.run")  # what is beside the script
-    module.main(*run_module.parse_args(module.Args, module.PRESETS))
+    launch_module = importlib.import_module("plumbing.launch")  # what is beside the script
+    module.main(*launch_module.parse_args(module.Args, module.PRESETS))
     report = {"launches": ledger.launches, "updates": updates}
     Path(options.report).write_text(json.dumps(report))
 

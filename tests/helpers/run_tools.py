@@ -11,7 +11,7 @@ import datasets
 import fork_tools
 import pytest
 
-from plumbing import run as run_module
+from plumbing import launch as launch_module
 
 # What metrics.jsonl says of a machine: it differs from run to run.
 OF_MACHINE = ("seconds", "_memory_gb")
@@ -33,7 +33,7 @@ def call(
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", Path(f"{folder}-cache"))
         patch.setenv("ACCELERATE_USE_CPU", "true")
         module = importlib.import_module(script[:-3])
-        module.main(*run_module.parse_args(module.Args, module.PRESETS))
+        module.main(*launch_module.parse_args(module.Args, module.PRESETS))
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

@@ -28,7 +28,7 @@ import ppo_rlhf
 from benchmark import common, ours
 from plumbing import data as data_module
 from plumbing.labels import call_reward_fn
-from plumbing.run import set_up_torch
+from plumbing.launch import set_up_torch
 from ppo_rlhf import make_optimizer
 from tiny.rewards import happy
 

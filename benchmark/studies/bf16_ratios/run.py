@@ -39,8 +39,8 @@ from torch.nn.functional import pad
 import ppo_rlhf
 import rloo_rlhf
 from benchmark import common, ours
+from plumbing.launch import set_up_torch
 from plumbing.models import run_in_bf16
-from plumbing.run import set_up_torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LIMITS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}  # the scripts' check_update has these

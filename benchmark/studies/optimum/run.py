@@ -33,7 +33,7 @@ import ppo_rlhf
 import rloo_rlhf
 from benchmark import common, ours
 from plumbing import data as data_module
-from plumbing.run import set_up_torch
+from plumbing.launch import set_up_torch
 from ppo_rlhf import make_optimizer, set_learning_rates
 
 VOCABULARY = 8

@@ -43,7 +43,7 @@ from benchmark import common
 from benchmark.differences import interval
 from benchmark.judge import Judge
 from benchmark.studies.short_runs.run import Choice, output_to, run, slug, true_score_at
-from plumbing.run import parse_args
+from plumbing.launch import parse_args
 
 SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
 WINDOW = 5  # updates whose means make a point of a curve

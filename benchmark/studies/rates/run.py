@@ -3,9 +3,11 @@
     python benchmark/studies/rates/run.py        # writes rates.json: 30 runs, a few minutes each
 
 protocol.md beside this file was written before the first run. Runs are made and judged as in
-short_runs/run.py. Those that are finished, in --folder, are used again.
+short_runs/run.py. Those that are in the record, or finished in --folder, are used again: each row
+names the commit of its scripts.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -55,10 +57,16 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     folder = Path(args.folder) / common.commit()
-    rows = []
+    record = args.out / f"{args.tag}.json"
+    rows = json.loads(record.read_text())["rows"] if record.exists() else []
+    known = {(row["choice"], row["seed"], row["lr"]) for row in rows}
     for rate in args.rates:
         sizes = ["--total_episodes", str(args.episodes), "--batch_size", "128", "--lr", rate]
-        tasks = [(name, seed, folder, sizes) for seed in args.seeds for name in NAMES]
+        tasks = []
+        for seed in args.seeds:
+            for name in NAMES:
+                if (name, seed, float(rate)) not in known:
+                    tasks.append((name, seed, folder, sizes))
         for task, row in zip(tasks, short_runs.run_all(tasks, args.jobs), strict=True):
             out, _ = short_runs.run_folder(*task)
             row = {"algorithm": NAMES[task[0]], "lr": float(rate)} | row
