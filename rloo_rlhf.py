@@ -29,7 +29,7 @@ functions. In forward passes a `mask` is an attention mask (B, T).
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.8,<2.14", "transformers>=5.17,<5.24", "datasets>=4", "accelerate>=1.10",
+#     "torch>=2.8,<2.14", "transformers>=5.23,<5.24", "datasets>=5.2", "accelerate>=1.10",
 #     "tyro>=0.9.10", "wandb>=0.21", "numpy>=2", "safetensors>=0.8", "pandas>=2.2.2",
 #     "pydantic>=2.6", "filelock>=3.13.1",
 # ]
@@ -74,9 +74,8 @@ from plumbing.models import (
     load_tokenizer,
     pad_rows,
     read_queries,
-    save_policy,
 )
-from plumbing.run import Run, choose_folder, newest_reward_model, write_samples
+from plumbing.run import Run, choose_folder, newest_reward_model, save_policy, write_samples
 from tf_adam import AdamTF
 
 FILE = Path(__file__).resolve()

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from safetensors.torch import save_file
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -18,17 +17,15 @@ from transformers import (
     AutoTokenizer,
     Conv1D,
     DynamicCache,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
-from plumbing.launch import ROOT, UserError, blame, writing
+from plumbing.launch import ROOT, UserError, blame
 
 TokenRows = list[list[int]]
-ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def patch_layers(model: PreTrainedModel, dtype: str, num_tokens: int) -> None:
@@ -250,20 +247,24 @@ def load_model(
     wrong |= {str(key) for key in info["mismatched_keys"]}
     if wrong:
         raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
+    # Gemma 3's text models have no embedding of <image_soft_token>, which no text has. A token that
+    # was added must have one if the chat template, or an end, uses it.
+    used = f"{tokenizer.chat_template}{tokenizer.eos_token}{tokenizer.bos_token}"
+    unused = {text for text in tokenizer.get_added_vocab() if text not in used}
+    vocabulary = tokenizer.get_vocab()
     with blame(what):
-        check_model(model, tokenizer, longest)
-    patch_layers(model, args.dtype, max(tokenizer.get_vocab().values()) + 1)
+        check_model(model, max(vocabulary[text] for text in vocabulary.keys() - unused), longest)
+    patch_layers(model, args.dtype, max(vocabulary.values()) + 1)
     if args.gradient_checkpointing:
         recompute_activations(model)
     return model
 
 
-def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
+def check_model(model: PreTrainedModel, top: int, longest: int) -> None:
     """UserError for too few embeddings, or too short a window; and for a model whose trunk gives
     other states for a padded text, read through a cache, than for the text alone. This is a first
     test, on tokens of no meaning; check_update of PPO and RLOO tests the run's own texts."""
     size = model.get_input_embeddings().num_embeddings
-    top = max(tokenizer.get_vocab().values())
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if top >= size or longest > window:
         raise UserError(
@@ -282,33 +283,6 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, long
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
     if not (ours - plain).abs().max() < 1e-3 * plain.std():
         raise UserError("is not supported: padding or a cache changes its results")
-
-
-def save_policy(
-    accelerator: Accelerator, wrapped: nn.Module, tokenizer: PreTrainedTokenizerBase, parent: str
-) -> None:
-    """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders; and for a
-    head, or any module of your own, modules/NAME.safetensors."""
-    weights = accelerator.get_state_dict(wrapped)  # may gather them, so every process calls it
-    if not accelerator.is_main_process:
-        return
-    for part, module in accelerator.unwrap_model(wrapped).named_children():
-        own = {
-            name: weights[f"{part}.{name}"]
-            for name in module.state_dict()
-            if name not in getattr(module, "all_tied_weights_keys", ())  # tied: saved once
-        }
-        with writing(parent):
-            if not hasattr(module, "save_pretrained"):
-                os.makedirs(f"{parent}/modules", exist_ok=True)
-                save_file(own, f"{parent}/modules/{part}.safetensors")
-                continue
-            # The policy was trained to be sampled from all tokens, whatever --base_model advises.
-            ends = {name: getattr(module.config, name, None) for name in ENDS}
-            module.generation_config = GenerationConfig(do_sample=True, top_k=0, **ends)
-            folder = f"{parent}/{part.replace('lm', 'policy')}"  # lm is saved as policy/
-            module.save_pretrained(folder, state_dict=own)
-            tokenizer.save_pretrained(folder)
 
 
 def local_path(name: str) -> str:

@@ -3,6 +3,7 @@ algorithm."""
 
 import contextlib
 import json
+import os
 import secrets
 import shlex
 import shutil
@@ -20,6 +21,9 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock
+from safetensors.torch import save_file
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from plumbing.launch import ROOT, UserError, blame, say, writing
 
@@ -54,6 +58,7 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
     return str(folder)
 
 
+ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SEVEN_DIGITS = "[0-9]" * 7  # a checkpoint's folder, and not a user's copy with another name
 
 
@@ -249,6 +254,33 @@ def write(path: Path, text: str) -> None:
     unfinished.unlink(missing_ok=True)  # a link would be followed
     unfinished.write_text(text)
     unfinished.rename(path)
+
+
+def save_policy(
+    accelerator: Accelerator, wrapped: nn.Module, tokenizer: PreTrainedTokenizerBase, parent: str
+) -> None:
+    """Writes policy/ and, if there is a critic, critic/, which are Hugging Face folders; and for a
+    head, or any module of your own, modules/NAME.safetensors."""
+    weights = accelerator.get_state_dict(wrapped)  # may gather them, so every process calls it
+    if not accelerator.is_main_process:
+        return
+    for part, module in accelerator.unwrap_model(wrapped).named_children():
+        own = {
+            name: weights[f"{part}.{name}"]
+            for name in module.state_dict()
+            if name not in getattr(module, "all_tied_weights_keys", ())  # tied: saved once
+        }
+        with writing(parent):
+            if not hasattr(module, "save_pretrained"):
+                os.makedirs(f"{parent}/modules", exist_ok=True)
+                save_file(own, f"{parent}/modules/{part}.safetensors")
+                continue
+            # The policy was trained to be sampled from all tokens, whatever --base_model advises.
+            ends = {name: getattr(module.config, name, None) for name in ENDS}
+            module.generation_config = GenerationConfig(do_sample=True, top_k=0, **ends)
+            folder = f"{parent}/{part.replace('lm', 'policy')}"  # lm is saved as policy/
+            module.save_pretrained(folder, state_dict=own)
+            tokenizer.save_pretrained(folder)
 
 
 def write_samples(before: dict[str, list], after: dict[str, list], folder: Path) -> None:

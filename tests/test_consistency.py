@@ -6,10 +6,12 @@ import itertools
 import re
 import subprocess
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from density import measure
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 PPO, RLOO, REWARD = SCRIPTS = ("ppo_rlhf.py", "rloo_rlhf.py", "train_reward.py")
@@ -162,6 +164,14 @@ def test_the_header_of_a_script_asks_for_what_the_project_asks_for(script):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert header["requires-python"] == project["requires-python"]
     assert sorted(header["dependencies"]) == sorted(project["dependencies"])
+
+
+def test_what_is_installed_is_within_the_bounds_that_the_project_names():
+    """So these tests have run with the lowest version of what has narrow bounds."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [text for texts in project["optional-dependencies"].values() for text in texts]
+    for requirement in map(Requirement, [*project["dependencies"], *extras]):
+        assert requirement.specifier.contains(version(requirement.name)), requirement
 
 
 def test_scripts_stand_on_tf_adam_and_plumbing_which_imports_no_script():

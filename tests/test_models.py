@@ -332,22 +332,17 @@ def test_only_the_attention_masks_of_an_old_file_may_be_left_over(name, key, exp
         load(tmp_path)
 
 
-def with_top_token(token):
-    """As much of a tokenizer as check_model reads."""
-    return SimpleNamespace(get_vocab=lambda: {"a": 0, "b": token})
-
-
 @MAKERS
 def test_the_last_embedding_and_the_whole_window_can_be_used(make):
     model = make("gpt2")
     size = VOCABULARY
     with torch.no_grad():
-        models_module.check_model(model, with_top_token(size - 1), WINDOW)
-        models_module.check_model(make("gpt2", max_position_embeddings=9), ANY_TOKENIZER, 9)
+        models_module.check_model(model, size - 1, WINDOW)
+        models_module.check_model(make("gpt2", max_position_embeddings=9), 49, 9)
         for top, longest in ((size, WINDOW), (1, WINDOW + 1)):
             says = f"^token ids go up to {top}, with {size} embeddings; texts to {longest} "
             with pytest.raises(UserError, match=f"{says}tokens, in a window of {WINDOW}$"):
-                models_module.check_model(model, with_top_token(top), longest)
+                models_module.check_model(model, top, longest)
 
 
 def test_the_window_of_a_model_of_texts_and_images_is_that_of_texts():
@@ -357,7 +352,7 @@ def test_the_window_of_a_model_of_texts_and_images_is_that_of_texts():
         model = AutoModelForCausalLM.from_config(config)
     assert not hasattr(config, "max_position_embeddings")
     with pytest.raises(UserError, match=f"{WINDOW + 1} tokens, in a window of {WINDOW}$"):
-        models_module.check_model(model, with_top_token(1), WINDOW + 1)
+        models_module.check_model(model, 1, WINDOW + 1)
 
 
 @MAKERS
@@ -374,7 +369,7 @@ def test_a_model_may_differ_from_a_plain_pass_by_rounding_only(make, factor, mon
     if not abs(factor - 1) < 1e-3:
         expected = pytest.raises(UserError, match="padding or a cache changes its results")
     with torch.no_grad(), expected:
-        models_module.check_model(make("gpt2"), ANY_TOKENIZER, 20)
+        models_module.check_model(make("gpt2"), 49, 20)
 
 
 @BOTH
@@ -382,7 +377,11 @@ def test_a_reward_model_has_the_same_words_under_the_same_numbers(module):
     args = module.Args(reward_model=str(folder_of("gpt2") / "judge"))
 
     def load_beside(ours, theirs):
-        mine, other = (mock.Mock(**{"get_vocab.return_value": x}) for x in (ours, theirs))
+        found = []
+        for vocabulary in (ours, theirs):
+            found.append(tiny.no_tokenizer(1))
+            found[-1].get_vocab = lambda x=vocabulary: x
+        mine, other = found
         with mock.patch.object(models_module, "load_tokenizer", lambda flag, args: other):
             return module.load_reward_model(tiny.loader(mine, 8, args), args.reward_model, args)
 
@@ -578,3 +577,17 @@ def test_the_policy_s_folder_asks_to_sample_from_all_tokens(tmp_path):
     shares = torch.bincount(drawn, minlength=VOCABULARY) / len(drawn)
     expected = lm(ids[:1]).logits[0, -1].softmax(-1)
     assert (shares - expected).abs().sum() / 2 < 0.1  # total variation
+
+
+def test_an_added_token_without_an_embedding_is_no_fault_unless_the_template_has_it(tmp_path):
+    """Gemma 3's text models lack that of <image_soft_token>."""
+    shutil.copytree(folder_of("gpt2"), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder_of("gpt2"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<soft>"]})
+    args = ppo_rlhf.Args(base_model=str(tmp_path / "model"))
+    load_model = tiny.loader(tokenizer, 9, args)
+    lm = load_model("base_model", args.base_model, AutoModelForCausalLM)
+    assert lm(torch.tensor([[1]])).logits.shape[-1] == VOCABULARY
+    tokenizer.chat_template = "{{ messages[0].content + '<soft>' }}"
+    with pytest.raises(UserError, match=f"token ids go up to {VOCABULARY}, with 50 embeddings"):
+        load_model("base_model", args.base_model, AutoModelForCausalLM)

@@ -3,12 +3,12 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from tiny_models import no_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -96,10 +96,9 @@ def rows_of(tokens: np.ndarray, vocabulary: int) -> list[list[int]]:
 
 def load_lm(auto_class: type, folder: Path) -> Any:
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    no_tokenizer = SimpleNamespace(get_vocab=lambda: {"": size - 1})
     args = ppo_rlhf.Args(base_model=str(folder))
     name = args.base_model
-    return models_module.load_model("base_model", name, auto_class, no_tokenizer, 24, args)
+    return models_module.load_model("base_model", name, auto_class, no_tokenizer(size), 24, args)
 
 
 def load_actor(folder: Path) -> ppo_rlhf.ActorCritic:
