@@ -48,7 +48,9 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
     if kind:
         source = {"path": kind, "data_files": escape(name)}
-    elif os.path.exists(path) and escape(path) != path:
+    if os.path.isfile(name) and not os.path.getsize(name):
+        raise UserError(f"--{flag} {name} is empty")
+    if not kind and os.path.exists(path) and escape(path) != path:
         raise UserError(f"--{flag} {name}: a folder's name must not have *, ? or [")
     with blame(f"--{flag} {name}"):
         splits = datasets.load_dataset(**source)

@@ -98,6 +98,8 @@ class Run:
         choose_folder(self.script, "", self.args)  # again, with the lock: a run may have used it
         # What the first process sees: another node may see an older state of the folder, or none.
         (checkpoints,) = broadcast_object_list([self.checkpoints()])
+        if self.args.resume and not checkpoints:
+            say(f"--resume: {self.folder} has no checkpoint, so the run begins")
         if checkpoints:
             newest = checkpoints[-1]
             saved = json.loads((newest / "state.json").read_text())

@@ -112,7 +112,7 @@ def test_words_that_are_no_settings(script, capsys):
 
 
 OWN = "--reward_model none --critic shared --reward_fn"
-NO_TABLES = "no/such evil.pkl a::queries.jsonl queries.doc empty.jsonl nowhere.jsonl"
+NO_TABLES = "no/such evil.pkl a::queries.jsonl queries.doc nowhere.jsonl"
 CASES = [  # @: the last flag, its value and a colon, at the beginning of the line
     (PPO, "--num_minibatches 4 --batch_size 6", "@must be a multiple of 4 "),
     (RLOO, "--rloo_k 2 --num_minibatches 2 --batch_size 6", "@must be a multiple of 4 "),
@@ -141,6 +141,7 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, f"{OWN} fails:f", "@division by zero"),
     # tables; `a::queries.jsonl` is not queries.jsonl
     *((PPO, f"--query_dataset {name}", "@.") for name in NO_TABLES.split()),
+    (PPO, "--query_dataset empty.jsonl", "@is empty$"),
     (PPO, "--query_dataset few.jsonl --eval_queries 2", "@no query is left to train on"),
     (REWARD, "--num_labels 50", "@--label_dataset has 20 rows$"),
     (REWARD, "--normalization_samples 1", "--normalization_samples: .* mean .* deviation 0"),

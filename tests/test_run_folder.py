@@ -683,6 +683,16 @@ def test_processes_wait_until_a_checkpoint_is_written_and_choose_a_folder_with_i
     assert written == [0, 1]
 
 
+def test_a_run_that_begins_in_spite_of_resume_says_so(small, tmp_path, capsys):
+    """The folder may be relative, and this another place."""
+    capsys.readouterr()
+    small(tmp_path / "new")
+    says = f"--resume: {tmp_path}/new has no checkpoint, so the run begins\n"
+    assert capsys.readouterr().out == says
+    small(tmp_path / "out")
+    assert "--resume" not in capsys.readouterr().out
+
+
 def test_a_users_copies_of_checkpoints_are_no_checkpoints(small, tmp_path):
     own = tmp_path / "out/checkpoints"
     copies = ["0000001_good", "best", "00000099", "9", "0000002.bak", "my_best"]

@@ -30,7 +30,13 @@ from benchmark import common, ours
 from plumbing import models as models_module
 
 VOCABULARY = 50
-TOKENIZER: Any = SimpleNamespace(get_vocab=lambda: {"last": VOCABULARY - 1})  # suits every model
+TOKENIZER: Any = SimpleNamespace(  # suits every model
+    get_vocab=lambda: {"last": VOCABULARY - 1},
+    get_added_vocab=dict,
+    chat_template=None,
+    eos_token=None,
+    bos_token=None,
+)
 TEMPERATURE = 0.7
 RESPONSE = 6
 LENGTHS = (3, 7, 5)
