@@ -259,8 +259,8 @@ def main(preset: str, args: Args) -> None:
     # The reference is the untrained policy, also when a run is resumed.
     before = evaluate(ref, ref, held_out, score_fn, tokenizer, truncate_id, args)
     # A resumed run must have the same first queries. With more --total_episodes it reads more.
-    first = contexts[: args.eval_queries + args.batch_size]
-    run = Run(accelerator, FILE, args, num_updates, first, {"kl_coef": args.kl_coef})
+    data = contexts[: args.eval_queries + args.batch_size]
+    run = Run(accelerator, FILE, args, num_updates, data, {"kl_coef": args.kl_coef})
     run.start()
     for update in range(run.state["update"], num_updates):
         kl_coef = run.state["kl_coef"]

@@ -236,8 +236,9 @@ def main(preset: str, args: Args) -> None:
     run.start()
     order = np.random.RandomState(args.seed).permutation(len(labels))
     for update in range(run.state["update"], num_updates):
-        # 2. train for one epoch, in the original's order. Each process takes every world-th label
-        # of a batch. An incomplete last batch is skipped, but counts in the schedule, as there.
+        # 2. train for one epoch, in the original's order if there is one process; of several, each
+        # takes every world-th label of a batch. As in the original, an incomplete last batch is
+        # skipped, but counts in the schedule.
         start = update * args.batch_size
         set_learning_rates(optimizer, update, start / len(labels), args)
         mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]

@@ -95,7 +95,9 @@ def make_accelerator(dtype: str) -> Accelerator:
     set_up_torch(dtype)
     if os.environ.get("RANK") == "0":  # a variable left over from another launch would wait long
         names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        print("waiting for all processes of", {x: os.environ.get(x) for x in names}, flush=True)
+        launch = {name: os.environ.get(name) for name in names}
+        with contextlib.suppress(OSError, ValueError):  # `say` cannot be used yet
+            print("waiting for all processes of", launch, flush=True)
     with blame("launch"):
         accelerator = Accelerator(
             # a Mac's GPU has no fp64

@@ -123,7 +123,7 @@ def changed(text, name):
 
 
 def run_copy(text, folder, *flags):
-    """The metrics of a run of a copy of ppo_rlhf.py, on one response per reward model's word."""
+    """The metrics of a run of a copy of ppo_rlhf.py."""
     common.copy_shared(folder)
     path = folder / "my_ppo.py"
     path.write_text(text)

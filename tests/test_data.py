@@ -615,13 +615,12 @@ def test_a_template_that_can_think_writes_the_same_in_labels_and_queries():
     the end of the generation prompt."""
     empty = "<think></think>"
     last = "{% if loop.last and m.role == 'assistant' %}" + empty + "{% endif %}"
-    thinking = CHATML.replace("{% endfor %}", "{% endfor %}").replace(
+    thinking = CHATML.replace(
         "{{ '<|im_start|>' + m.role + '\\n' + m.content",
         "{{ '<|im_start|>' + m.role + '\\n' }}" + last + "{{ m.content",
     )
     asks = "{% if enable_thinking is defined and not enable_thinking %}" + empty + "{% endif %}"
-    thinking = thinking.replace("{% endif %}", "@@", 1).replace("@@", "{% endif %}", 1)
-    thinking = thinking[: -len("{% endif %}")] + asks + "{% endif %}"
+    thinking = thinking.removesuffix("{% endif %}") + asks + "{% endif %}"
     query = read_query({"prompt": FAR}, thinking)
     tokenizer, _ = start(train_reward, thinking)
     assert tokenizer.decode(query).endswith(f"assistant\n{empty}")
