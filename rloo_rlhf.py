@@ -262,7 +262,7 @@ def main(preset: str, args: Args) -> None:
     data = contexts[: args.eval_queries + args.batch_size]
     run = Run(accelerator, FILE, args, num_updates, data, {"kl_coef": args.kl_coef})
     run.start()
-    for update in range(run.state["update"], num_updates):
+    for update in run.updates():
         kl_coef = run.state["kl_coef"]
 
         # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
@@ -313,7 +313,8 @@ def main(preset: str, args: Args) -> None:
 
         # 6. adapt the KL coefficient; leave a checkpoint
         run.state["kl_coef"] = adapt_kl_coef(kl_coef, metrics["objective/kl"], args)
-        run.end_update()
+        is_far = abs(metrics["objective/kl"]) > args.max_kl
+        run.end_update("--max_kl" if is_far else "")
 
     # 7. save and evaluate
     save_policy(accelerator, wrapped, tokenizer, args.output_dir)
@@ -500,12 +501,12 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
     """UserError if one of these numbers is beyond its limit or NaN. docs/metrics.md has causes."""
     ratio_limit, sampling_limit = TOLERANCES[args.dtype]
     # In the first update the policy is the reference: the KL of each token is rounding.
-    kl_limit = args.max_kl if update > 0 else ratio_limit * args.response_length
+    kl_limit = math.inf if update > 0 else ratio_limit * args.response_length
     limits = {
         "gradient_norm": (1e308, "the loss is not finite, or --lr is too high"),
         "first_ratio_error": (ratio_limit, "the passes of rollout and update differ"),
         "sampling_error": (sampling_limit, "tokens are sampled from other logits"),
-        "objective/kl": (kl_limit, "--lr is too high (first update: policy and reference differ)"),
+        "objective/kl": (kl_limit, "policy and reference differ"),
     }
     for name, (limit, hint) in limits.items():
         # `not` makes NaN raise, too
@@ -526,8 +527,7 @@ def shuffle(rows: np.ndarray, rank: int, update: int, args: Args) -> Tensor:
     permutation of `rows`. What stands in one row of a matrix stays side by side."""
     generator = np.random.default_rng([args.seed, ROWS, rank, update])
     epochs = [generator.permutation(rows) for _ in range(args.num_epochs)]
-    order = torch.tensor(np.array(epochs))
-    return order.view(args.num_epochs, args.num_minibatches, -1)
+    return torch.tensor(np.array(epochs)).view(args.num_epochs, args.num_minibatches, -1)
 
 
 def uniforms(seed: int, draw: int, batch: int, length: int, *attempt: int) -> Tensor:
@@ -557,8 +557,7 @@ def rollout(
     until_end, found_end = truncate(responses, truncate_id, after)
     loss_mask = until_end if args.mask_truncated else torch.ones_like(until_end)
     num_tokens = loss_mask.sum(1).tolist()
-    lengths = until_end.sum(1)
-    return Batch(contexts, responses, lengths, found_end, loss_mask, num_tokens, logprobs)
+    return Batch(contexts, responses, until_end.sum(1), found_end, loss_mask, num_tokens, logprobs)
 
 
 @torch.no_grad()
@@ -613,11 +612,11 @@ def sample(
         # stop together: they need each other's weights if these are sharded.
         if end is not None and t % 8 == 7:
             _, has_ended = truncate(responses[rows, : t + 1], end, after)
-            if reduce(has_ended.logical_not().sum(), "sum") == 0:
+            if reduce((~has_ended).sum(), "sum") == 0:
                 break
             # A process that waits for others keeps one row.
-            has_ended[0] &= has_ended.all().logical_not()
-            kept = has_ended.logical_not().nonzero().squeeze(1)
+            has_ended[0] &= ~has_ended.all()
+            kept = (~has_ended).nonzero().squeeze(1)
             cache.batch_select_indices(kept)
             ids = ids[kept]
             mask = mask[kept]

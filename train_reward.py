@@ -72,6 +72,7 @@ from plumbing.models import (
     load_tokenizer,
     pad_rows,
     read_queries,
+    save_model,
 )
 from plumbing.run import Run, choose_folder, write, write_rows
 from tf_adam import AdamTF
@@ -235,7 +236,7 @@ def main(preset: str, args: Args) -> None:
     run = Run(accelerator, FILE, args, num_updates, data, state={})
     run.start()
     order = np.random.RandomState(args.seed).permutation(len(labels))
-    for update in range(run.state["update"], num_updates):
+    for update in run.updates():
         # 2. train for one epoch, in the original's order if there is one process; of several, each
         # takes every world-th label of a batch. As in the original, an incomplete last batch is
         # skipped, but counts in the schedule.
@@ -499,11 +500,11 @@ def sample(
         # stop together: they need each other's weights if these are sharded.
         if end is not None and t % 8 == 7:
             _, has_ended = truncate(responses[rows, : t + 1], end, after)
-            if reduce(has_ended.logical_not().sum(), "sum") == 0:
+            if reduce((~has_ended).sum(), "sum") == 0:
                 break
             # A process that waits for others keeps one row.
-            has_ended[0] &= has_ended.all().logical_not()
-            kept = has_ended.logical_not().nonzero().squeeze(1)
+            has_ended[0] &= ~has_ended.all()
+            kept = (~has_ended).nonzero().squeeze(1)
             cache.batch_select_indices(kept)
             ids = ids[kept]
             mask = mask[kept]
@@ -580,8 +581,7 @@ def save_reward_model(
     model.config.reward_gain = statistics["gain"]
     model.config.reward_bias = statistics["bias"]
     own = {name: weights[f"lm.{name}"] for name in model.state_dict()}
-    model.save_pretrained(f"{parent}/reward_model", state_dict=own)
-    tokenizer.save_pretrained(f"{parent}/reward_model")
+    save_model(model, tokenizer, f"{parent}/reward_model", own)
     write(Path(f"{parent}/results.json"), json.dumps(statistics, indent=2))
 
 

@@ -13,8 +13,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from plumbing.launch import UserError, blame, say
-from plumbing.models import local_path
+from plumbing.launch import UserError, blame, local_path, say
 
 # Streams of random numbers, default_rng([seed, stream, ..]). The scripts have 1 and 4.
 QUERIES, LABELS = 2, 3

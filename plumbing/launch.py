@@ -15,6 +15,7 @@ import pydantic
 import torch
 import tyro
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -53,8 +54,11 @@ def blame(what: str, kind: type | tuple = Exception) -> Iterator[None]:
 @contextlib.contextmanager
 def writing(folder: Path | str) -> Iterator[None]:
     """Around what is written to a folder: a full disk, for example, becomes one line."""
-    with blame(f"{folder} cannot be written", (OSError, RuntimeError)):
-        yield
+    with blame(f"{folder} cannot be written", OSError):
+        try:
+            yield
+        except (RuntimeError, SafetensorError) as error:  # torch's and safetensors' own
+            raise OSError(f"the disk may be full ({error})") from None
 
 
 def set_up_torch(dtype: str) -> None:
@@ -153,7 +157,21 @@ def parse_args(args_class: type, presets: dict[str, Any]) -> tuple[str, Any]:
         raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error
     if args.resume and not args.output_dir:
         raise UserError("--resume needs --output_dir, the folder of the run")
+    if args.track and os.environ.get("RANK", "0") == "0":  # a missing key is found now
+        with blame("--track (with WANDB_MODE=offline it needs no network)"):
+            import wandb
+
+            wandb.login(verify=True)
     return preset, args
+
+
+def local_path(name: str) -> str:
+    """The path of a file or folder, or else of one beside the scripts, or else a name on the hub,
+    which is returned as it is."""
+    places = (os.path.expanduser(name), f"{ROOT}/{name}")
+    if name.startswith("tiny/") and not os.path.exists(f"{ROOT}/tiny"):
+        raise UserError(f"{name} is not there: copy tiny/ beside the scripts, or name your own")
+    return next((os.path.abspath(path) for path in places if os.path.exists(path)), name)
 
 
 def run_main(main: Callable[[str, Any], None], args_class: type, presets: dict[str, Any]) -> None:

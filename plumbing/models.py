@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,15 +18,17 @@ from transformers import (
     AutoTokenizer,
     Conv1D,
     DynamicCache,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
-from plumbing.launch import ROOT, UserError, blame
+from plumbing.launch import UserError, blame, local_path
 
 TokenRows = list[list[int]]
+ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def patch_layers(model: PreTrainedModel, dtype: str, num_tokens: int) -> None:
@@ -43,6 +46,9 @@ def patch_layers(model: PreTrainedModel, dtype: str, num_tokens: int) -> None:
     if dtype == "bf16":
         trunk = model.get_decoder()  # not base_model: OPT calls only the decoder in it
         trunk.forward = partial(run_in_bf16, trunk.forward)
+    embedding = model.get_input_embeddings()
+    if num_tokens > embedding.num_embeddings:  # see load_model
+        embedding.register_forward_pre_hook(refuse_unknown_tokens)
     head = model.get_output_embeddings()
     if head is None:
         return
@@ -51,6 +57,13 @@ def patch_layers(model: PreTrainedModel, dtype: str, num_tokens: int) -> None:
     head.register_forward_pre_hook(lambda _, inputs: inputs[0].contiguous())
     if head.out_features > num_tokens:
         head.register_forward_hook(lambda _, inputs, logits: logits[..., :num_tokens])
+
+
+def refuse_unknown_tokens(embedding: nn.Embedding, inputs: tuple[Tensor]) -> None:
+    """UserError for a token without an embedding. A sampled token, which comes alone, has one."""
+    (ids,) = inputs
+    if ids.shape[1] > 1 and ids.max() >= embedding.num_embeddings:
+        raise UserError(f"a text has token {ids.max()}, of which the model has no embedding")
 
 
 def recompute_activations(model: PreTrainedModel) -> None:
@@ -247,17 +260,31 @@ def load_model(
     wrong |= {str(key) for key in info["mismatched_keys"]}
     if wrong:
         raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
-    # Gemma 3's text models have no embedding of <image_soft_token>, which no text has. A token that
-    # was added must have one if the chat template, or an end, uses it.
+    # Gemma 3's text models have no embedding of <image_soft_token>, which hardly any text has. A
+    # token that was added must have one if the chat template, or an end, uses it.
     used = f"{tokenizer.chat_template}{tokenizer.eos_token}{tokenizer.bos_token}"
     unused = {text for text in tokenizer.get_added_vocab() if text not in used}
     vocabulary = tokenizer.get_vocab()
+    if flag == "base_model":  # after the last update it would be too late
+        with blame(f"{what} cannot be saved"), TemporaryDirectory() as folder:
+            save_model(model, tokenizer, folder, {})
     with blame(what):
         check_model(model, max(vocabulary[text] for text in vocabulary.keys() - unused), longest)
     patch_layers(model, args.dtype, max(vocabulary.values()) + 1)
     if args.gradient_checkpointing:
         recompute_activations(model)
     return model
+
+
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str, weights: dict
+) -> None:
+    """Writes a Hugging Face folder with these weights."""
+    # The policy was trained to be sampled from all tokens, whatever --base_model advises.
+    ends = {name: getattr(model.config, name, None) for name in ENDS}
+    model.generation_config = GenerationConfig(do_sample=True, top_k=0, **ends)
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
 
 
 def check_model(model: PreTrainedModel, top: int, longest: int) -> None:
@@ -283,12 +310,3 @@ def check_model(model: PreTrainedModel, top: int, longest: int) -> None:
     plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
     if not (ours - plain).abs().max() < 1e-3 * plain.std():
         raise UserError("is not supported: padding or a cache changes its results")
-
-
-def local_path(name: str) -> str:
-    """The path of a file or folder, or else of one beside the scripts, or else a name on the hub,
-    which is returned as it is."""
-    places = (os.path.expanduser(name), f"{ROOT}/{name}")
-    if name.startswith("tiny/") and not os.path.exists(f"{ROOT}/tiny"):
-        raise UserError(f"{name} is not there: copy tiny/ beside the scripts, or name your own")
-    return next((os.path.abspath(path) for path in places if os.path.exists(path)), name)

@@ -23,9 +23,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock
 from safetensors.torch import save_file
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from plumbing.launch import ROOT, UserError, blame, say, writing
+from plumbing.models import save_model
 
 # What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
 # learning rates. Anything else would turn one run into two experiments.
@@ -58,7 +59,6 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
     return str(folder)
 
 
-ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SEVEN_DIGITS = "[0-9]" * 7  # a checkpoint's folder, and not a user's copy with another name
 
 
@@ -174,10 +174,14 @@ class Run:
         found = self.folder.glob(f"checkpoints/{SEVEN_DIGITS}/state.json")
         return sorted(path.parent for path in found)
 
-    def end_update(self) -> None:
-        """Counts the update. Leaves a checkpoint if one is due, and stops the run after a signal to
-        any process. No random state is needed: uniforms and shuffles follow from seed, update and
-        row."""
+    def updates(self) -> range:
+        """The numbers of the updates that are left, from 0."""
+        return range(self.state["update"], self.num_updates)
+
+    def end_update(self, reason: str = "") -> None:
+        """Counts the update. Leaves a checkpoint if one is due. Stops the run, with a checkpoint,
+        if a `reason` is given, or after a signal to any process. No random state is needed:
+        uniforms and shuffles follow from seed, update and row."""
         self.state["update"] += 1
         made = self.state["update"]
         state = self.state_as_json()
@@ -185,8 +189,12 @@ class Run:
         if len(set(states)) > 1:
             raise UserError(f"run.state differs between processes, gather it first: {state}")
         every = self.args.checkpoint_every or self.num_updates
-        if any(stops) or made % every == 0 or made == self.num_updates:
+        if reason or any(stops) or made % every == 0 or made == self.num_updates:
             self.save_checkpoint(self.folder / f"checkpoints/{made:07d}", state)
+        if reason:
+            error = UserError(f"update {made} is beyond {reason}: see docs/metrics.md")
+            error.add_note(self.how_to_go_on())
+            raise error
         if any(stops):  # a signal may reach one process only
             say(f"stopped by a signal; {self.how_to_go_on()}")
             raise SystemExit(130)
@@ -277,12 +285,8 @@ def save_policy(
                 os.makedirs(f"{parent}/modules", exist_ok=True)
                 save_file(own, f"{parent}/modules/{part}.safetensors")
                 continue
-            # The policy was trained to be sampled from all tokens, whatever --base_model advises.
-            ends = {name: getattr(module.config, name, None) for name in ENDS}
-            module.generation_config = GenerationConfig(do_sample=True, top_k=0, **ends)
-            folder = f"{parent}/{part.replace('lm', 'policy')}"  # lm is saved as policy/
-            module.save_pretrained(folder, state_dict=own)
-            tokenizer.save_pretrained(folder)
+            # lm is saved as policy/
+            save_model(module, tokenizer, f"{parent}/{part.replace('lm', 'policy')}", own)
 
 
 def write_samples(before: dict[str, list], after: dict[str, list], folder: Path) -> None:

@@ -24,7 +24,6 @@ from transformers import AutoTokenizer
 import ppo_rlhf
 from plumbing import data as data_module
 from plumbing import launch as launch_module
-from plumbing import models as models_module
 
 # Modules that a --reward_fn may name, most of which go wrong when they are imported; and tables.
 FILES = {
@@ -211,9 +210,9 @@ def test_a_path_is_here_or_beside_the_script(script, tmp_path, monkeypatch):
         ("tiny/model/config.json", f"{beside}/config.json"),
         ("an/owner", "an/owner"),
     ):
-        assert models_module.local_path(name) == path
+        assert launch_module.local_path(name) == path
     (tmp_path / "tiny/model").mkdir(parents=True)
-    assert models_module.local_path("tiny/model") == f"{tmp_path}/tiny/model"
+    assert launch_module.local_path("tiny/model") == f"{tmp_path}/tiny/model"
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])

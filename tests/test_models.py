@@ -579,7 +579,16 @@ def test_the_policy_s_folder_asks_to_sample_from_all_tokens(tmp_path):
     assert (shares - expected).abs().sum() / 2 < 0.1  # total variation
 
 
-def test_an_added_token_without_an_embedding_is_no_fault_unless_the_template_has_it(tmp_path):
+def test_a_model_that_cannot_be_saved_is_refused_before_any_training(tmp_path, monkeypatch):
+    tiny.save_model(tmp_path, "gpt2")
+    load_model = tiny.loader(ANY_TOKENIZER, 9, ppo_rlhf.Args())
+    save = mock.Mock(side_effect=NotImplementedError("no way back"))
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "save_pretrained", save)
+    with pytest.raises(UserError, match="^--base_model .* cannot be saved: no way back"):
+        load_model("base_model", str(tmp_path), AutoModelForCausalLM)
+
+
+def test_an_added_token_without_an_embedding_is_no_fault_unless_something_has_it(tmp_path):
     """Gemma 3's text models lack that of <image_soft_token>."""
     shutil.copytree(folder_of("gpt2"), tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder_of("gpt2"))
@@ -587,7 +596,10 @@ def test_an_added_token_without_an_embedding_is_no_fault_unless_the_template_has
     args = ppo_rlhf.Args(base_model=str(tmp_path / "model"))
     load_model = tiny.loader(tokenizer, 9, args)
     lm = load_model("base_model", args.base_model, AutoModelForCausalLM)
-    assert lm(torch.tensor([[1]])).logits.shape[-1] == VOCABULARY
+    ids = torch.tensor([[1, VOCABULARY - 1]])
+    assert lm(ids).logits.shape[-1] == VOCABULARY
+    with pytest.raises(UserError, match=f"a text has token {VOCABULARY}, of which the model has"):
+        lm(ids + 1)
     tokenizer.chat_template = "{{ messages[0].content + '<soft>' }}"
     with pytest.raises(UserError, match=f"token ids go up to {VOCABULARY}, with 50 embeddings"):
         load_model("base_model", args.base_model, AutoModelForCausalLM)

@@ -165,6 +165,22 @@ def checkpoints(folder):
 
 
 # --- kills and signals ----------------------------------------------------------------------------
+@pytest.mark.parametrize("what", ["model.safetensors", "optimizer.bin"])
+def test_a_file_that_the_system_cuts_off_is_one_line_and_loses_nothing(what, folder):
+    """By a real limit, not a simulated one: safetensors and torch have errors of their own."""
+    expected = plain(PPO, 1)
+    size = (expected / "out/checkpoints/0000004" / what).stat().st_size
+    words = [*WORDS[PPO], "--resume"]
+    limit = (fork_tools.limit_file_sizes, str(size - 1))
+    code, _, errors = run(PPO, words, folder, limit)
+    says = rf"{PPO}: .*/out/checkpoints/0000001 cannot be written: the disk may be full .*"
+    assert (code, len(checkpoints(folder))) == (1, 0)
+    assert re.fullmatch(says, errors.splitlines()[-1]), errors
+    assert "Traceback" not in errors
+    fork_tools.succeed(PPO, words, folder)
+    assert_same_results(folder, expected)
+
+
 @pytest.mark.parametrize(("script", "world"), CHAINS)
 def test_kills_and_interruptions_change_no_bit(script, world, folder):
     """Nor does a full disk. After every end half a line stands in metrics.jsonl, too."""
@@ -556,8 +572,13 @@ def test_what_may_change_takes_effect(tmp_path, monkeypatch, capsys):
     assert (folder / "out" / PPO).read_text() == "another version"
     for name, record in records.items():
         assert (folder / "out" / name).read_bytes() == record
-    with pytest.raises(launch_module.UserError, match="^objective/kl is .*, its limit 1e-09: "):
-        call(PPO, [*words, "--total_episodes", "28", "--max_kl", "1e-9"], folder)
+    # Beyond --max_kl it stops with a checkpoint, so a higher one goes on exactly.
+    with pytest.raises(launch_module.UserError, match="^update 7 is beyond --max_kl: ") as error:
+        call(PPO, [*words, "--total_episodes", "32", "--max_kl", "1e-9"], folder)
+    assert error.value.__notes__[0].startswith("to go on (behind python):")
+    assert checkpoints(folder) == ["0000006", "0000007"]
+    call(PPO, [*words, "--total_episodes", "32"], folder)
+    assert len(read_lines(folder / "out/metrics.jsonl")) == 8
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -761,7 +782,7 @@ def test_weights_and_biases_without_a_key_leaves_nothing_that_is_in_the_way(fold
     online = {"WANDB_MODE": "online", "WANDB_API_KEY": ""}
     code, _, errors = run(RLOO, [*WORDS[RLOO], "--track"], folder, **online)
     assert (code, "No API key configured" in errors) == (1, True)
-    assert [path.name for path in (folder / "out").iterdir()] == ["lock"]
+    assert not (folder / "out").exists()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

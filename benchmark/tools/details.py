@@ -234,9 +234,9 @@ ORIGINAL = [
         "Every run checks that first ratios are 1, that the KL begins at 0, and that sampling and "
         "training agree. The original has no such check.",
         PPO,
-        "args.max_kl if update > 0 else ratio_limit * args.response_length",
+        "math.inf if update > 0 else ratio_limit * args.response_length",
         "args.max_kl",
-        "checks::first_passes_that_differ_and_a_far_policy_stop_a_run",
+        "checks::first_passes_that_differ_stop_a_run",
     ),
     Detail(
         "The score is that of the response up to its first `.` at index 16 or later.",

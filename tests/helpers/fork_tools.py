@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import runpy
 import shlex
 import shutil
@@ -297,6 +298,11 @@ def strike(pattern: str, count: int, number: int = signal.SIGKILL) -> None:
     ):
         setattr(module, name, in_two(getattr(module, name)))
     sys.addaudithook(watch)
+
+
+def limit_file_sizes(size: str) -> None:
+    """What is written behind this many bytes of a file is an error."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
 
 
 def give_nan(call: int) -> None:

@@ -46,6 +46,7 @@ def no_tokenizer(size: int) -> Any:
         chat_template=None,
         eos_token=None,
         bos_token=None,
+        save_pretrained=lambda folder: None,
     )
 
 

@@ -36,6 +36,7 @@ TOKENIZER: Any = SimpleNamespace(  # suits every model
     chat_template=None,
     eos_token=None,
     bos_token=None,
+    save_pretrained=lambda folder: None,
 )
 TEMPERATURE = 0.7
 RESPONSE = 6
