@@ -223,13 +223,17 @@ class Batch:
     returns: Tensor | None = None  # (B, R), new in each minibatch
     loss_weights: Tensor | None = None  # (b, R), 1 where the loss is averaged; in RLOO (b,)
 
+    def sum_tokens(self, x: Tensor) -> Tensor:
+        """Sums (B,) of x (B, R) over each response's tokens that count."""
+        return (x * self.loss_mask).sum(1)
+
 
 def main(preset: str, args: Args) -> None:
     """Set-up; a loop of rollout, score, reward, update, log; at the end save and evaluate."""
     accelerator = make_accelerator(args.dtype)
     rank = accelerator.process_index
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    check_settings(args, num_updates, accelerator.num_processes, args.rloo_k)
+    check_settings(args, accelerator.num_processes, args.rloo_k)
     args.output_dir = choose_folder(FILE, preset, args)
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
 
@@ -297,7 +301,7 @@ def main(preset: str, args: Args) -> None:
                 "objective/found_end": batch.found_end,
                 "objective/length": batch.lengths,
                 "objective/kl": kl.sum(1),
-                "objective/entropy": -(batch.logprobs * batch.loss_mask).sum(1),  # of samples
+                "objective/entropy": -batch.sum_tokens(batch.logprobs),  # of samples
                 "objective/non_score_reward": -kl_coef * kl.sum(1),
                 "sampling_error": sampling_error(batch),
             }
@@ -347,7 +351,7 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
 def rloo_loss(logprobs: Tensor, old: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped losses of whole responses (b,), and metrics (b,); `old` is from before the update.
     Where a ratio is 1, the gradient is the paper's, REINFORCE. Ratio and clipping are TRL's."""
-    log_ratio = ((logprobs - old.logprobs) * old.loss_mask).sum(1)
+    log_ratio = old.sum_tokens(logprobs - old.logprobs)
     ratio = log_ratio.clamp(-40, 40).exp()  # clamped, so that it does not overflow
     policy_loss = -old.advantages * ratio
     policy_loss_clipped = -old.advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
@@ -397,7 +401,7 @@ def rloo_update(
         log.add({"gradient_norm": clip_gradients(wrapped, args.max_grad_norm)})
         optimizer.step()
         optimizer.zero_grad()
-    log.add({"first_ratio_error": gather(torch.stack(first_errors)).max()})
+    log.add({"first_ratio_error": gather(torch.stack(first_errors).max()).max()})
     return log
 
 
@@ -493,8 +497,8 @@ TOLERANCES = {"fp32": (1e-3, 1e-3), "tf32": (0.01, 0.05), "bf16": (0.02, 0.3)}
 def sampling_error(batch: Batch) -> Tensor:
     """How much log-probabilities of sampling differ from those of passes over whole responses: the
     largest mean over a response, of all processes. In bf16 one token may differ by chance."""
-    errors = (batch.logprobs - batch.sampled_logprobs).abs() * batch.loss_mask
-    return gather(errors.sum(1) / batch.loss_mask.sum(1)).max()
+    errors = batch.sum_tokens((batch.logprobs - batch.sampled_logprobs).abs())
+    return gather((errors / batch.loss_mask.sum(1)).max()).max()
 
 
 def check_update(update: int, metrics: dict, args: Args) -> None:
@@ -699,12 +703,12 @@ def evaluate(
     batch = rollout(policy, queries, u, truncate_id, args)
     set_logprobs(batch, policy, ref, torch.arange(len(queries))[None], args)
     scores = score_responses(score_fn, queries, batch, args)
-    kl = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask
+    kl = batch.sum_tokens(batch.logprobs - batch.ref_logprobs)
     return {
         "query": tokenizer.batch_decode([query.input_ids for query in queries]),
         "response": tokenizer.batch_decode(truncated(batch)),
         "score": scores.tolist(),
-        "kl": kl.sum(1).tolist(),
+        "kl": kl.tolist(),
         "found_end": batch.found_end.tolist(),
     }
 
@@ -799,7 +803,7 @@ def load_policy_and_reference(
 
 
 # --- entry point ----------------------------------------------------------------------------------
-def check_settings(args: Args, num_updates: int, num_processes: int, k: int) -> None:
+def check_settings(args: Args, num_processes: int, k: int) -> None:
     """UserError for settings that do not go together. k responses to a query stay together."""
     divisor = num_processes * args.num_minibatches * k
     if args.batch_size % divisor or args.micro_batch_size % k:
@@ -818,8 +822,6 @@ def check_settings(args: Args, num_updates: int, num_processes: int, k: int) -> 
             f"--kl_horizon {args.kl_horizon} must be above a fifth of --batch_size "
             f"{args.batch_size}"
         )
-    if args.lr_warmup >= num_updates:
-        raise UserError(f"--lr_warmup {args.lr_warmup} must be below {num_updates} updates")
 
 
 if __name__ == "__main__":

@@ -202,8 +202,6 @@ def main(preset: str, args: Args) -> None:
     tokenizer = load_tokenizer("base_model", args.base_model)
     labels, held_out = load_labels(args, tokenizer)
     num_updates = len(labels) // args.batch_size
-    if args.lr_warmup >= num_updates:
-        raise UserError(f"--lr_warmup {args.lr_warmup} must be below {num_updates} updates")
     # The first half sets gain and bias before the training, the second half after it.
     queries = load_queries(args, tokenizer, 2 * args.normalization_samples)
     if args.normalization_samples and labels[0].is_from_chat != is_chat(queries[0].prompt):

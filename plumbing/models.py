@@ -266,8 +266,10 @@ def load_model(
     unused = {text for text in tokenizer.get_added_vocab() if text not in used}
     vocabulary = tokenizer.get_vocab()
     if flag == "base_model":  # after the last update it would be too late
+        architectures = model.config.architectures
         with blame(f"{what} cannot be saved"), TemporaryDirectory() as folder:
             save_model(model, tokenizer, folder, {})
+        model.config.architectures = architectures  # saving replaces it
     with blame(what):
         check_model(model, max(vocabulary[text] for text in vocabulary.keys() - unused), longest)
     patch_layers(model, args.dtype, max(vocabulary.values()) + 1)

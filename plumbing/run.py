@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -21,8 +21,8 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock
-from safetensors.torch import save_file
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from plumbing.launch import ROOT, UserError, blame, say, writing
@@ -79,6 +79,8 @@ class Run:
     # What the loop carries to the next update. It must be equal on all processes, and survive JSON
     # (texts as keys, no tensors). A resumed run takes it from its newest checkpoint.
     state: dict
+    # What each process carries for itself, in checkpoints too; on the CPU when a run is resumed.
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     stopped_at: float = 0.0  # when the first signal came
 
     def start(self) -> None:
@@ -109,6 +111,9 @@ class Run:
             self.state |= saved  # a key that a copy has added since then keeps its first value
             with blame(f"{newest} cannot be read; delete it to go on at the one before"):
                 accelerator.load_state(str(newest))
+                mine = newest / self.tensor_file()
+                if mine.exists():
+                    self.tensors |= load_file(mine)
         if self.args.track:
             wandb = {"id": self.state["run_id"], "name": self.folder.name, "resume": "allow"}
             with blame("--track (with WANDB_MODE=offline it needs no network)"):
@@ -230,10 +235,17 @@ class Run:
             raise UserError("run.state must survive JSON: texts as keys, lists instead of tuples")
         return text
 
+    def tensor_file(self) -> str:
+        """The name of what this process keeps in a checkpoint for itself."""
+        return f"tensors-{self.accelerator.process_index}.safetensors"
+
     def save_checkpoint(self, path: Path, state: str) -> None:
         """Writes a checkpoint, and removes all but the newest two, also what kills have left."""
         with writing(path):
             self.accelerator.save_state(str(path))
+            if self.tensors:  # copies: safetensors refuses tensors that share memory
+                mine = {name: x.detach().clone().contiguous() for name, x in self.tensors.items()}
+                save_file(mine, path / self.tensor_file())
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             with writing(path):

@@ -24,10 +24,13 @@ def numbers(text):
     return torch.tensor(rows)
 
 
+EMPTY = ppo_rlhf.Batch(*[None] * 7)
+
+
 def olds(like, **fields):
     """A micro-batch in which all tokens count and all else is 0, but for these fields."""
-    zeros = dict.fromkeys(("logprobs", "values", "advantages", "returns"), torch.zeros_like(like))
-    return SimpleNamespace(**zeros | {"loss_mask": torch.ones_like(like)} | fields)
+    zeros = dict.fromkeys(vars(EMPTY), torch.zeros_like(like))
+    return ppo_rlhf.Batch(**zeros | {"loss_mask": torch.ones_like(like)} | fields)
 
 
 # --- rewards and advantages -----------------------------------------------------------------------
@@ -174,7 +177,7 @@ def test_gradients_are_averaged_once_in_a_step(module, monkeypatch):
     epochs = torch.arange(20).view(1, 2, 10).repeat(2, 1, 1)
     alive = tiny.watch_log_probabilities(module, monkeypatch)
     # Another process has an error of 7.
-    monkeypatch.setattr(module, "gather", lambda x: torch.cat([x, torch.tensor([7.0])]))
+    monkeypatch.setattr(module, "gather", lambda x: torch.cat([x.view(1), torch.tensor([7.0])]))
     metrics = update(process, policy, optimizer, batch, epochs, args).reduce()
     assert averaged == [False, False, True] * 4
     assert alive == [0] * 12  # else two of the largest tensors would need memory

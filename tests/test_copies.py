@@ -4,15 +4,17 @@
 import importlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
 import fork_tools
 import options
 import pytest
+import torch
 from conftest import ROOT
-from fork_tools import PPO, REWARD, SCRIPTS, WORDS, parse
-from run_tools import read_lines
+from fork_tools import PPO, REWARD, RLOO, SCRIPTS, WORDS, parse
+from run_tools import assert_same_metrics, read_lines
 from safetensors.torch import load_file
 
 from benchmark import common
@@ -122,22 +124,26 @@ def changed(text, name):
     return text
 
 
-def run_copy(text, folder, *flags):
+def run_copy(text, folder, *flags, world=1):
     """The metrics of a run of a copy of ppo_rlhf.py."""
     common.copy_shared(folder)
-    path = folder / "my_ppo.py"
+    path = folder / "my_copy.py"
     path.write_text(text)
-    code, _, errors = fork_tools.run(str(path), [*WORDS[PPO], *flags], folder)
-    assert code == 0, errors
+    fork_tools.succeed(str(path), [*WORDS[PPO], *flags], folder, world=world)
     return read_lines(folder / "out/metrics.jsonl")
 
 
 def test_the_page_has_these_changes():
-    names = "entropy setting token_rewards moments second_model ema draw_again"
+    names = (
+        "entropy setting token_rewards moments second_model ema baselines drop_groups draw_again"
+    )
     assert list(DIFFS) == names.split()
 
 
-@pytest.mark.parametrize("name", ["entropy", "token_rewards", "second_model", "ema", "draw_again"])
+ALONE = ["entropy", "token_rewards", "second_model", "ema", "draw_again"]
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_a_change_of_the_page_runs_and_acts(name, folder):
     text = changed((ROOT / PPO).read_text(), name)
     rows = run_copy(text, folder, *FLAGS.get(name, []))
@@ -166,7 +172,62 @@ def test_a_change_of_the_page_runs_and_acts(name, folder):
 
 def test_all_changes_of_the_page_go_together(folder):
     text = (ROOT / PPO).read_text()
-    for name in DIFFS:
+    for name in DIFFS.keys() - {"drop_groups"}:
         text = changed(text, name)
     rows = run_copy(text, folder, *FLAGS["second_model"])
     assert len(rows) == len(read_lines(fork_tools.plain(PPO, 1) / "out/metrics.jsonl"))
+
+
+def test_a_table_of_the_page_is_in_checkpoints_of_each_process(folder, tmp_path):
+    """A run that stops after its first update ends as one left alone."""
+    text = changed((ROOT / PPO).read_text(), "baselines")
+    whole, stopped = (fork_tools.copy(folder, tmp_path / name) for name in ("whole", "stopped"))
+    run_copy(text, whole, world=2)
+    common.copy_shared(stopped)
+    copy = stopped / "my_copy.py"
+    copy.write_text(text)
+    words = [*WORDS[PPO], "--resume"]
+    stop = (fork_tools.strike, "open out/metrics.jsonl", 2, signal.SIGTERM)
+    code, _, errors = fork_tools.run(str(copy), words, stopped, stop, world=2)
+    assert code == 130, errors
+    files = [stopped / f"out/checkpoints/0000001/tensors-{rank}.safetensors" for rank in (0, 1)]
+    tables = [load_file(file)["baselines"] for file in files]
+    assert all(table.any() for table in tables)
+    assert not torch.equal(*tables)
+    fork_tools.succeed(str(copy), words, stopped, world=2)
+    assert_same_metrics(stopped / "out", whole / "out", "the table is lost")
+
+
+# All responses to some of the queries get the same reward.
+FUNCTION = """
+def f(prompts, completions, **_):
+    return [0.5 if len(p) % 3 == 0 else sum(map(ord, c)) % 17 for p, c in zip(prompts, completions)]
+"""
+
+
+def test_processes_may_keep_unequal_numbers_of_groups(folder, tmp_path):
+    """What two processes give is what one gives."""
+    text = changed((ROOT / RLOO).read_text(), "drop_groups")
+    line = "        log = rloo_update("
+    assert text.count(line) == 1
+    text = text.replace(line, f"        print('kept', epochs.shape[2], flush=True)\n{line}")
+    words = "--reward_model none --reward_fn mine:f --truncate_token none --kl_coef 0"
+    words += " --batch_size 24 --micro_batch_size 2 --total_episodes 72"
+    words = [*WORDS[RLOO], *words.split()]
+    kept = {}
+    for world in (1, 2):
+        here = fork_tools.copy(folder, tmp_path / str(world))
+        common.copy_shared(here)
+        (here / "mine.py").write_text(FUNCTION)
+        copy = here / "my_copy.py"
+        copy.write_text(text)
+        run = fork_tools.run_two if world == 2 else lambda *values: [fork_tools.run(*values)]
+        for rank, (code, printed, errors) in enumerate(run(str(copy), words, here)):
+            assert code == 0, errors
+            kept[world, rank] = [int(x) for x in re.findall("^kept (.*)$", printed, re.M)]
+    together = [x + y for x, y in zip(kept[2, 0], kept[2, 1], strict=True)]
+    assert together == kept[1, 0]
+    assert kept[2, 0] != kept[2, 1]
+    assert max(together) < 24
+    one, two = (tmp_path / f"{world}/folder/out" for world in (1, 2))
+    assert_same_metrics(two, one, "unequal numbers", rel=1e-4, abs=1e-5)

@@ -120,8 +120,6 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, "--reward_fn functions:broken --reward_model none", "--critic reward needs --re"),
     (PPO, ["--truncate_token", ""], "--truncate_token '' must be one token"),
     (PPO, ["--adam_betas", "1.5", "0.9"], "optimizer: Invalid beta"),
-    (REWARD, "--lr_warmup 4", "@must be below 4 updates$"),
-    (PPO, "--lr_warmup 4", "@must be below 4 updates$"),
     (PPO, "--critic_warmup 4", "--critic_warmup must be below 4 updates$"),
     *((script, "--resume --output_dir none", "--resume needs --output_dir") for script in SCRIPTS),
     # models

@@ -108,7 +108,6 @@ def test_words_of_a_command_line(module, capsys):
         # a fifth of the batch is 12.8: the coefficient would be times 1 - 0.2 * 64 / 12.8 = 0
         (rloo_rlhf, "batch_size=64 kl_horizon", "12.9", "12.8"),
         (rloo_rlhf, "batch_size=64 adaptive_kl_target=None kl_horizon", "1.0", ""),
-        (rloo_rlhf, "total_episodes=384 lr_warmup", "2", "3"),
         (ppo_rlhf, "critic_warmup=2 total_episodes", "257", "256"),
     ],
 )

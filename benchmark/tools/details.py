@@ -420,7 +420,7 @@ RLOO_ROWS = [
     Detail(
         "The ratio is that of the whole response, and not of a token.",
         RLOO,
-        "((logprobs - old.logprobs) * old.loss_mask).sum(1)",
+        "old.sum_tokens(logprobs - old.logprobs)",
         "((logprobs - old.logprobs) * old.loss_mask).mean(1)",
         RLOO_RUN,
     ),
