@@ -89,6 +89,7 @@ class Run:
         read; and signals end the process, as usual, until all is ready."""
         accelerator = self.accelerator
         self.folder = Path(self.args.output_dir)
+        self.tensor_file = f"tensors-{accelerator.process_index}.safetensors"
         self.lock = FileLock(self.folder / "lock", is_singleton=True)
         (run_id,) = broadcast_object_list([secrets.token_hex(4)])  # of Weights & Biases
         self.state |= {"update": 0, "processes": accelerator.num_processes, "run_id": run_id}
@@ -111,7 +112,7 @@ class Run:
             self.state |= saved  # a key that a copy has added since then keeps its first value
             with blame(f"{newest} cannot be read; delete it to go on at the one before"):
                 accelerator.load_state(str(newest))
-                mine = newest / self.tensor_file()
+                mine = newest / self.tensor_file
                 if mine.exists():
                     self.tensors |= load_file(mine)
         if self.args.track:
@@ -143,7 +144,9 @@ class Run:
                 write(copy, path.read_text())
             elif copy.read_bytes() != path.read_bytes():
                 say(f"{path.name} is no longer as it was when the run began, see {copy}")
-        (self.folder / "samples.jsonl").unlink(missing_ok=True)
+        unfinished = self.folder.rglob(".tmp??????")  # safetensors', after a kill
+        for old in (self.folder / "samples.jsonl", *unfinished):
+            old.unlink(missing_ok=True)
         log = self.folder / "metrics.jsonl"
         log.touch()
         lines = log.read_text().splitlines(keepends=True)
@@ -235,17 +238,13 @@ class Run:
             raise UserError("run.state must survive JSON: texts as keys, lists instead of tuples")
         return text
 
-    def tensor_file(self) -> str:
-        """The name of what this process keeps in a checkpoint for itself."""
-        return f"tensors-{self.accelerator.process_index}.safetensors"
-
     def save_checkpoint(self, path: Path, state: str) -> None:
         """Writes a checkpoint, and removes all but the newest two, also what kills have left."""
         with writing(path):
             self.accelerator.save_state(str(path))
             if self.tensors:  # copies: safetensors refuses tensors that share memory
                 mine = {name: x.detach().clone().contiguous() for name, x in self.tensors.items()}
-                save_file(mine, path / self.tensor_file())
+                save_file(mine, path / self.tensor_file)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             with writing(path):
