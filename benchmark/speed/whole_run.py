@@ -4,6 +4,7 @@
     python benchmark/speed/whole_run.py --tag 7b --shape llama-7b -- ppo_rlhf.py --lora_rank 16 ..
     python benchmark/speed/whole_run.py --tag x --other ../old        # all the works of BARS
     python benchmark/speed/whole_run.py --tag x --other ../old --shape gpt2 --queries book -- ..
+    python benchmark/speed/whole_run.py --tag chat --other ../old --bars chat-ppo chat-rloo
 
 With --other every run is compared with the same of another checkout, whose flags have to be the
 same, but for those of --own, which only the runs of this checkout have. Each run is a process of
@@ -16,13 +17,15 @@ is that of the whole run beyond common.baseline; "before saving" is the peak up 
 metrics.jsonl.
 
 --shape names a model of random weights that --base_model then is: see common.model_folder, or
-llama-7b, whose 6.5 billion weights (tiny's vocabulary) are made in bf16. --queries book: random
-tokens, a mean of 16 and up to 64. Writes whole_run-<tag>.json.
+llama-7b, whose 6.5 billion weights (tiny's vocabulary) are made in bf16, or chat: tiny's shape,
+whose every token ends a response with the same probability. --queries book: random tokens, a mean
+of 16 and up to 64; chat: 40 to 300. Writes whole_run-<tag>.json.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import runpy
 import statistics
@@ -56,6 +59,13 @@ GPT2 = "--reward_fn whole_run:letters --checkpoint_every 0 --penalty_mode add --
 GPT2 += " --eval_queries 16 --micro_batch_size 16"
 SHORT = f"{GPT2} --batch_size 16 --total_episodes 48"
 LONG = f"{GPT2} --batch_size 64 --total_episodes 128"
+# Answers of hh-rlhf (harmless, test) have a mean of 35 words, about 46 tokens, and nearly the
+# quantiles of a geometric distribution: 5, 50 and 95 % have 4, 24 and 101 words.
+CHAT_MEAN = 46
+TEMPERATURE = 0.7
+CHAT = "--reward_fn whole_run:letters --checkpoint_every 0 --lr 1e-6 --eval_queries 8"
+CHAT += f" --response_length 512 --mask_truncated --truncate_token eos --temperature {TEMPERATURE}"
+CHAT += " --truncate_after 0 --batch_size 32 --micro_batch_size 8 --total_episodes 96"
 MEMORY_BAR = 1.15
 # What a new version may take of an old one's time: shape, queries, script, flags, and the ratio.
 BARS = {
@@ -66,6 +76,8 @@ BARS = {
     "gpt2-rloo-16": ("gpt2", "book", f"rloo_rlhf.py {SHORT}", 1.10),
     "gpt2-ppo-16": ("gpt2", "book", f"ppo_rlhf.py {SHORT}", 1.25),
     "gpt2-ppo-64": ("gpt2", "book", f"ppo_rlhf.py {LONG}", 1.10),
+    "chat-ppo": ("chat", "chat", f"ppo_rlhf.py {CHAT}", 1.10),
+    "chat-rloo": ("chat", "chat", f"rloo_rlhf.py {CHAT}", 1.10),
 }
 
 
@@ -75,12 +87,31 @@ def letters(queries: Any = (), responses: Any = (), completions: Any = (), **_: 
     return [len(text) / 10 for text in completions or responses]
 
 
+def let_all_tokens_end(folder: str) -> None:
+    """Gives the token 0, which is the eos, the same probability everywhere: one in CHAT_MEAN, up to
+    rounding of the other tokens' share. What a layer norm gives has no mean, so only its bias meets
+    a row of equal weights."""
+    lm = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    size, width = lm.lm_head.weight.shape
+    with torch.no_grad():
+        others = (lm.lm_head.weight[1:].std() * width**0.5 / TEMPERATURE).square() / 2
+        logit = TEMPERATURE * (math.log((size - 1) / (CHAT_MEAN - 1)) + others)
+        lm.transformer.ln_f.bias.fill_(1 / width**0.5)
+        lm.lm_head.weight[0] = logit / width**0.5
+    lm.save_pretrained(folder)
+
+
 # --- one run --------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def base_model(shape: str | None) -> Iterator[list[str]]:
     """The flag that names a model of this shape, which comes with tiny's tokenizer."""
     if shape is None:
         yield []
+    elif shape == "chat":
+        with common.model_folder("4x128") as folder:
+            let_all_tokens_end(folder)
+            common.tokenizer().save_pretrained(folder)
+            yield ["--base_model", folder]
     elif shape != "llama-7b":
         with common.model_folder(shape) as folder:
             common.tokenizer().save_pretrained(folder)
@@ -102,17 +133,21 @@ def base_model(shape: str | None) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def query_dataset(kind: str | None) -> Iterator[list[str]]:
-    """Flags that name a file of random queries of a book's lengths; without a kind, none."""
+    """Flags that name a file of random queries with the lengths of a book's sentences, or of a
+    chat; without a kind, none."""
     if kind is None:
         yield []
         return
-    lengths = np.random.default_rng(0).geometric(1 / 16, NUM_QUERIES).clip(1, QUERY_LENGTH)
+    rng = np.random.default_rng(0)
+    lengths = rng.geometric(1 / 16, NUM_QUERIES).clip(1, QUERY_LENGTH)
+    if kind == "chat":
+        lengths = rng.integers(40, 301, NUM_QUERIES)
     contexts = common.random_contexts(lengths, len(common.tokenizer()), 0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "queries.jsonl"
         lines = [json.dumps({"query": context}) + "\n" for context in contexts]
         path.write_text("".join(lines))
-        flags = ["--query_dataset", str(path), "--query_length", str(QUERY_LENGTH)]
+        flags = ["--query_dataset", str(path), "--query_length", str(max(lengths))]
         yield [*flags, "--start_text", "None", "--end_text", "None"]
 
 
@@ -271,7 +306,7 @@ def main() -> None:
     add("--own", default="", help="more flags for this checkout, but not for --other, in one word")
     add("--rounds", type=int, default=None, help="runs of each (default: 1; with --other 3)")
     add("--shape", default=None, help="a model of random weights (default: what the flags say)")
-    add("--queries", default=None, choices=["book"], help="(default: what the flags say)")
+    add("--queries", default=None, choices=["book", "chat"], help="(default: what the flags say)")
     # A checkout, a script and its flags: what this file starts itself for.
     add("--run", type=json.loads, default=None, help=argparse.SUPPRESS)
     add("command", nargs="*", metavar="script flags", help="after --")
