@@ -89,6 +89,30 @@ def test_pytest_runs_tests_against_a_copy_and_names_its_fault(tmp_path):
     assert re.search(r"and update: train/\w+ of update \d is [\d.]+, not [\d.]+", printed)
 
 
+def test_a_test_that_cannot_call_a_changed_function_has_not_failed(tmp_path):
+    """But a mask that is forgotten has."""
+    text = (ROOT / PPO).read_text()
+    given = "def inverse_cdf(probs: Tensor, u: Tensor)"
+    changes = [
+        (given, given.replace("u: Tensor", "u: Tensor, least: float")),
+        ("u[rows, t].unsqueeze(1))", "u[rows, t].unsqueeze(1), 0.0)"),
+        ("-batch.sum_tokens(batch.logprobs)", "-batch.logprobs.sum(1)"),
+    ]
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    copy = tmp_path / "my.py"
+    copy.write_text(text)
+    files = [f"tests/test_{name}.py" for name in ("rollout", "own_changes")]
+    status, printed = pytest_with(copy, *files, "-k", "after_the_end or of_a_large_vocabulary")
+    assert status == 1, printed
+    left_out = "^LEFT OUT .*of_a_large_vocabulary.*: it calls inverse_cdf as the original has it"
+    assert re.search(left_out, printed, re.M), printed
+    failed = re.findall(r"^FAILED tests/test_(\w+).py::(\w+)", printed, re.M)
+    assert failed == [("own_changes", "test_tokens_after_the_end_change_nothing")]
+    assert "turn it on by --script_flags" in printed
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_copy_s_original_is_found(script, tmp_path):
     copy = shutil.copy(ROOT / script, tmp_path / "my.py")

@@ -30,8 +30,24 @@ DOCS = pages("docs/*.md")
 PAGES = ("README.md", "benchmark/README.md", *STUDIES, *DOCS, "tiny/rewards.py")
 SYSTEMS = "benchmark/systems/README.md"  # names flags of patches, and of former versions
 DOCUMENTS = (*PAGES[:-1], SYSTEMS, "CHANGELOG.md")
-PROGRAMS = {"help", "golden", "faults", "script", "num_processes", "multi_gpu", "cpu"}
-PROGRAMS |= {"config_file", "check", "num_machines", "machine_rank", "main_process_ip"}
+PROGRAMS = {
+    "help",
+    "golden",
+    "faults",
+    "script",
+    "num_processes",
+    "multi_gpu",
+    "cpu",
+    "script_flags",
+}
+PROGRAMS |= {
+    "script_flags",
+    "config_file",
+    "check",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+}
 OF_COPIES = ("docs/trl.md", "docs/trl_fidelity.md")  # flags of patched copies, too
 
 
@@ -68,7 +84,7 @@ def test_tables_and_pictures_are_made_from_the_records(tmp_path):
     assert done.returncode == 0, done.stderr
     record = folder / "studies/optimum/enumerated.json"
     record.write_text(record.read_text().replace('"seed": 1', '"seed": 7', 1))
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([*command, "optimum"], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("out of date")
     for name in ("README.md", "curves.png"):
@@ -238,6 +254,7 @@ def test_every_flag_that_is_shown_exists():
     assert len(flags) > 20
     for patch in ROOT.glob("benchmark/systems/*.patch"):
         fields |= set(re.findall(r"^\+    ([a-z_]+): ", patch.read_text(), re.M))
+    fields |= set(re.findall(r"^\+    ([a-z_]+): ", read("docs/changes.md"), re.M))
     programs = "".join(path.read_text() for path in (ROOT / "benchmark").glob("**/*.py"))
     words = set(re.findall(r"\w+", programs))
     assert flags - fields - words == set()

@@ -32,7 +32,6 @@ sentiment=(--query_length 64 --batch_size 512 --micro_batch_size 128 --total_epi
 shapes=(gpt2 36x1280 16x2048) # gpt2; gpt2-large and pythia-1b, with a small vocabulary
 large=llama-7b
 sizes=(--batch_size 512 --micro_batch_size 512 --rounds 2 --repeats 3)
-ratios=(--models tiny gpt2)
 whole=(--total_episodes 1000000 --batch_size 512 --micro_batch_size 512) # as the sentiment preset
 lora=(--total_episodes 256 --batch_size 64 --micro_batch_size 16)
 if [ -n "${SMALL:-}" ]; then
@@ -44,7 +43,6 @@ if [ -n "${SMALL:-}" ]; then
     shapes=(2x64)
     large=2x64
     sizes=(--batch_size 8 --micro_batch_size 8 --rounds 1 --repeats 1 --num_epochs 1)
-    ratios=(--models tiny --episodes 8 --lengths 8)
     whole=(--total_episodes 64 --batch_size 16 --micro_batch_size 16)
     lora=(--total_episodes 32 --batch_size 16)
 fi
@@ -86,9 +84,6 @@ for shape in "${shapes[@]}"; do
     python benchmark/speed/throughput.py --out "$records" "${same[@]}" --tag "$gpu-$shape-bf16"
     python benchmark/speed/throughput.py --out "$records" "${same[@]}" --tag "$gpu-$shape-bf16-memory" --memory
 done
-
-echo "== the first ratio in bf16"
-python benchmark/studies/bf16_ratios/run.py "${ratios[@]}" --out "$records" --tag "bf16_ratios-$gpu"
 
 for script in ppo_rlhf.py rloo_rlhf.py; do
     echo "== a whole run of $script of the default task"
