@@ -30,24 +30,9 @@ DOCS = pages("docs/*.md")
 PAGES = ("README.md", "benchmark/README.md", *STUDIES, *DOCS, "tiny/rewards.py")
 SYSTEMS = "benchmark/systems/README.md"  # names flags of patches, and of former versions
 DOCUMENTS = (*PAGES[:-1], SYSTEMS, "CHANGELOG.md")
-PROGRAMS = {
-    "help",
-    "golden",
-    "faults",
-    "script",
-    "num_processes",
-    "multi_gpu",
-    "cpu",
-    "script_flags",
-}
-PROGRAMS |= {
-    "script_flags",
-    "config_file",
-    "check",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-}
+PROGRAMS = {"help", "golden", "faults", "script", "num_processes", "multi_gpu", "cpu"}
+PROGRAMS |= {"config_file", "check", "num_machines", "machine_rank", "main_process_ip"}
+PROGRAMS |= {"script_flags"}
 OF_COPIES = ("docs/trl.md", "docs/trl_fidelity.md")  # flags of patched copies, too
 
 
