@@ -243,7 +243,7 @@ def main(preset: str, args: Args) -> None:
     truncate_id = token_id("truncate_token", args.truncate_token, tokenizer)
     num_queries = args.eval_queries + num_updates * args.batch_size // args.rloo_k
     queries = load_queries(args, tokenizer, num_queries)
-    contexts = [query.context for query in queries]
+    contexts = [query.for_policy for query in queries]
     held_out, queries = hold_out(queries, args.eval_queries)
     # K adjacent rows for each query: see Actor
     held_out = [query for query in held_out for _ in range(args.rloo_k)]
@@ -550,7 +550,7 @@ def rollout(
     policy: Module, queries: list[Query], u: Tensor, truncate_id: int | None, args: Args
 ) -> Batch:
     """Responses to the queries, from uniforms u (B, R)."""
-    contexts = [query.context for query in queries]
+    contexts = [query.for_policy for query in queries]
     cache = Cache(config=policy.lm.config)
     after = args.truncate_after
     end = truncate_id if args.mask_truncated else None  # else all tokens count
@@ -679,7 +679,7 @@ def score_by_model(
     responses: TokenRows,
 ) -> Tensor:
     """Scores (B,) of a classifier with one label, by its reward_head, at the responses' ends."""
-    texts = [query.input_ids + row for query, row in zip(queries, responses, strict=True)]
+    texts = [query.for_reward + row for query, row in zip(queries, responses, strict=True)]
     scores = []
     for i in range(0, len(texts), micro_batch_size):
         ids, mask = pad_rows(texts[i : i + micro_batch_size])
@@ -705,7 +705,7 @@ def evaluate(
     scores = score_responses(score_fn, queries, batch, args)
     kl = batch.sum_tokens(batch.logprobs - batch.ref_logprobs)
     return {
-        "query": tokenizer.batch_decode([query.input_ids for query in queries]),
+        "query": tokenizer.batch_decode([query.for_reward for query in queries]),
         "response": tokenizer.batch_decode(truncated(batch)),
         "score": scores.tolist(),
         "kl": kl.tolist(),

@@ -207,7 +207,7 @@ def main(preset: str, args: Args) -> None:
     if args.normalization_samples and labels[0].is_from_chat != is_chat(queries[0].prompt):
         raise UserError("--label_dataset and --query_dataset: both need chats, or both texts")
     # the longest text that a model reads
-    longest = max(len(query.context) for query in queries) + args.response_length
+    longest = max(len(query.for_policy) for query in queries) + args.response_length
     for label in labels + held_out:
         longest = max(longest, len(label.query + max(label.responses, key=len)))
     load = partial(load_model, "base_model", args.base_model)
@@ -230,7 +230,7 @@ def main(preset: str, args: Args) -> None:
     # `wrapped` is what is trained: it averages gradients over processes. `reward` is inside.
     wrapped, reward, optimizer = prepare(accelerator, reward, make_optimizer(reward, args))
 
-    data = [labels, [query.context for query in queries]]
+    data = [labels, [query.for_policy for query in queries]]
     run = Run(accelerator, FILE, args, num_updates, data, state={})
     run.start()
     order = np.random.RandomState(args.seed).permutation(len(labels))
@@ -346,12 +346,12 @@ def reference_rewards(
     rewards = []
     for rows in mine.split(args.micro_batch_size):
         asked = [queries[(draw * total + i) % len(queries)] for i in rows]
-        contexts = [query.context for query in asked]
+        contexts = [query.for_policy for query in asked]
         cache = Cache(config=ref_lm.config)
         policy = partial(forward, ref_lm, last=1)
         responses, _ = sample(policy, cache, contexts, u[rows], args.temperature)
         is_read, _ = truncate(responses, end, args.truncate_after)
-        ids, mask = pad_rows([query.input_ids for query in asked])
+        ids, mask = pad_rows([query.for_reward for query in asked])
         rewards.append(reward(ids, mask, responses, is_read))
     return accelerator.gather(torch.cat(rewards))
 

@@ -24,8 +24,8 @@ KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"
 class Query:
     """A query in tokens, for its two readers."""
 
-    input_ids: list[int]  # as the reward model reads it
-    context: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
+    for_reward: list[int]  # as the reward model reads it
+    for_policy: list[int]  # as the policy reads it, with --query_prefix and --query_suffix
     columns: dict  # its row in the table, for a --reward_fn
     prompt: str | list = ""  # the text, chat or token ids that it was made from
 
@@ -244,7 +244,7 @@ def load_queries(args: Any, tokenizer: PreTrainedTokenizerBase, num_queries: int
     say(
         f"--query_dataset: {len(table)} rows, {len(queries) + dropped.total()} read, "
         f"{len(queries)} used, dropped {dict(dropped)}, first "
-        f"{tokenizer.decode(queries[0].context)!r}"
+        f"{tokenizer.decode(queries[0].for_policy)!r}"
     )
     if dropped.total() > len(queries):
         say("WARNING: more than half of the rows that were read are dropped")
@@ -286,8 +286,8 @@ def cut_query(
 def hold_out(queries: list[Query], count: int) -> tuple[list[Query], list[Query]]:
     """The first `count` queries, held out, and all that differ from them."""
     held_out = queries[:count]
-    contexts = [query.context for query in held_out]
-    others = [query for query in queries if query.context not in contexts]
+    contexts = [query.for_policy for query in held_out]
+    others = [query for query in queries if query.for_policy not in contexts]
     if not others:
         raise UserError(f"--eval_queries {count}: no query is left to train on")
     return held_out, others

@@ -228,7 +228,7 @@ def call_reward_fn(
             prompts.append(query.prompt)
             completions.append([{"role": "assistant", "content": text}])
         else:
-            prompts.append(tokenizer.decode(query.input_ids[begin:]))
+            prompts.append(tokenizer.decode(query.for_reward[begin:]))
             completions.append(text)
     named = columns | {"prompts": prompts, "completions": completions}
     try:

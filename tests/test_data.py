@@ -381,7 +381,7 @@ def test_the_seed_orders_queries_and_more_than_are_needed_are_not_read():
     for seed, need in itertools.product((1, 2), (40, 25, 0)):
         tokenizer, args = start(ppo_rlhf, query_dataset=rows, seed=seed)
         queries = data_module.load_queries(args, tokenizer, need)
-        tokens = [query.input_ids[0] for query in queries]
+        tokens = [query.for_reward[0] for query in queries]
         assert tokens == orders.setdefault(seed, tokens)[: max(need, 1)]
     assert set(orders[1]) == set(orders[2]) == set(range(5, 45))
     assert orders[1] != orders[2] != sorted(orders[2])

@@ -128,7 +128,7 @@ def test_sizes_that_go_together(module, settings, good, bad):
 def test_the_window_holds_every_response(module, longest, tmp_path):
     """Two of the four are held out. With a prefix and a suffix the policy's query is the longer."""
     queries = [data_module.Query([1], [i, i], {}) for i in range(4)]
-    queries[longest].context = [longest] * 9
+    queries[longest].for_policy = [longest] * 9
     with (
         mock.patch.object(module, "load_queries", lambda *_: queries),
         mock.patch.object(module, "load_reward_model") as load_reward,

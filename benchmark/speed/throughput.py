@@ -84,7 +84,7 @@ class Setting:
         if options.queries == "tiny":
             args = ppo_rlhf.Args()
             queries = ours.load_queries(common.tokenizer(), args, count)
-            self.lengths = np.array([len(query.context) for query in queries])
+            self.lengths = np.array([len(query.for_policy) for query in queries])
         elif options.queries == "book":
             self.lengths = rng.geometric(1 / 16, count).clip(1, longest)
         else:

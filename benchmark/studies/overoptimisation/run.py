@@ -113,7 +113,7 @@ def examples(
     true_scores: list[float],
 ) -> list[dict[str, Any]]:
     """The first responses of a batch as texts, with their scores."""
-    prompts = judge.tokenizer.batch_decode([query.input_ids for query in queries[:NUM_SAMPLES]])
+    prompts = judge.tokenizer.batch_decode([query.for_reward for query in queries[:NUM_SAMPLES]])
     texts = judge.tokenizer.batch_decode(responses[:NUM_SAMPLES])
     names = ("query", "response", "reward", "true_score")
     rows = zip(prompts, texts, rewards, true_scores, strict=False)  # scores are of the whole batch

@@ -151,7 +151,7 @@ def label(
         for j, query in enumerate(asked):
             samples = {f"sample{k}": cut[4 * j + k] for k in range(4)}
             if scores[j].max() > scores[j].min():
-                rows.append({"query": query.context, **samples, "best": int(scores[j].argmax())})
+                rows.append({"query": query.for_policy, **samples, "best": int(scores[j].argmax())})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
