@@ -106,7 +106,7 @@ def start(script, chat=None, **changes):
     return tokenizer, args
 
 
-def read_queries(rows, chat=None, part="input_ids", **changes):
+def read_queries(rows, chat=None, part="for_reward", **changes):
     """What all three scripts make of these rows, in the order of its tokens."""
     found = []
     for script in SCRIPTS:
@@ -235,7 +235,7 @@ def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay():
     rows = [{"query": "w5 w6"}, {"query": "w1 w7"}]
     assert read_queries(rows, **llama) == rows_of("1 5 6 / 1 7")
     around = {"query_prefix": "w30", "query_suffix": "w31"}
-    found = read_queries(rows, part="context", **llama, **around)
+    found = read_queries(rows, part="for_policy", **llama, **around)
     assert found == rows_of("1 30 5 6 31 / 1 30 7 31")
     rows = [{"query": ids} for ids in rows_of(f"0 5 {PAD} / 6 0 8 / 1 7 {PAD}")]
     assert read_queries(rows, **llama) == rows_of("1 0 5 / 1 6 0 8 / 1 7")
