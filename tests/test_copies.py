@@ -202,6 +202,19 @@ def test_all_changes_of_the_page_go_together(folder):
     assert len(rows) == len(read_lines(fork_tools.plain(PPO, 1) / "out/metrics.jsonl"))
 
 
+def test_normalisation_over_all_processes_is_that_of_one(folder, tmp_path):
+    """With the change two processes give what one gives; without it each whitens its own share."""
+    plain_text = (ROOT / PPO).read_text()
+    metrics = {}
+    for name, text in (("plain", plain_text), ("changed", changed(plain_text, "moments"))):
+        for world in (1, 2):
+            here = fork_tools.copy(folder, tmp_path / f"{name}-{world}")
+            metrics[name, world] = run_copy(text, here, "--batch_size", "8", world=world)
+    losses = {key: [row["loss/value"] for row in rows] for key, rows in metrics.items()}
+    assert losses["changed", 2] == pytest.approx(losses["changed", 1], rel=1e-4)
+    assert losses["plain", 2] != pytest.approx(losses["plain", 1], rel=1e-2)
+
+
 def test_a_table_of_the_page_is_in_checkpoints_of_each_process(folder, tmp_path):
     """A run that stops after its first update ends as one left alone."""
     text = changed((ROOT / PPO).read_text(), "baselines")
