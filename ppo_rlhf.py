@@ -584,7 +584,7 @@ def sampling_error(batch: Batch) -> Tensor:
 def check_update(update: int, metrics: dict, args: Args) -> None:
     """UserError if one of these numbers is beyond its limit or NaN. docs/metrics.md has causes."""
     ratio_limit, sampling_limit = TOLERANCES[args.dtype]
-    # In the first update the policy is the reference: the KL of each token is rounding.
+    # At first the policy is the reference, so the KL is rounding. Later main has --max_kl for it.
     kl_limit = math.inf if update > 0 else ratio_limit * args.response_length
     limits = {
         "gradient_norm": (1e308, "the loss is not finite, or --lr is too high"),

@@ -58,6 +58,7 @@ def writing(folder: Path | str) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, SafetensorError) as error:  # torch's and safetensors' own
+            # `from None`, because `blame` would show the cause in place of these words
             raise OSError(f"the disk may be full ({error})") from None
 
 
