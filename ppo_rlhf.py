@@ -34,7 +34,6 @@ functions. In forward passes a `mask` is an attention mask (B, T).
 # ///
 
 import contextlib
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -64,13 +63,13 @@ from plumbing.launch import UserError, blame, make_accelerator, prepare, run_mai
 from plumbing.models import (
     Cache,
     TokenRows,
-    add_adapters,
     forward,
     freeze,
     full_tensor,
     load_model,
     load_tokenizer,
     pad_rows,
+    with_adapters,
 )
 from plumbing.run import Run, choose_folder, newest_reward_model, save_policy, write_samples
 from tf_adam import AdamTF
@@ -877,15 +876,15 @@ def load_reward_model(load: Callable, name: str, args: Args) -> Callable:
 def load_policy_and_reference(
     load: Callable, args: Args
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Two models from --base_model: the policy, and the reference, which is frozen. They share the
-    weights that are not trained."""
-    lm = load("base_model", args.base_model, AutoModelForCausalLM)
+    """Two models from --base_model: the policy, and the reference, which is frozen. With LoRA they
+    share all weights but the adapters, which the reference has not."""
+    ref = load("base_model", args.base_model, AutoModelForCausalLM)
     if args.lora_rank:
-        add_adapters(lm, args.lora_rank, args.lora_alpha, args.dtype)
-    shared = {id(p): p for p in lm.parameters() if not p.requires_grad}
-    # `shared` is deepcopy's memo: what is in it is not copied. LoRA adapters are trained, so they
-    # are copied too. The copies stay at their initial value, which adds nothing.
-    return lm, freeze(copy.deepcopy(lm, shared), args.dtype)
+        lm = with_adapters(ref, args.lora_rank, args.lora_alpha)
+        return lm, freeze(ref, args.dtype)
+    # The reference leaves the host's memory before the policy is read.
+    ref = freeze(ref, args.dtype).to(PartialState().device)
+    return load("base_model", args.base_model, AutoModelForCausalLM), ref
 
 
 def load_critic(load: Callable, args: Args) -> PreTrainedModel | None:

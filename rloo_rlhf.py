@@ -36,7 +36,6 @@ functions. In forward passes a `mask` is an attention mask (B, T).
 # ///
 
 import contextlib
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -66,7 +65,6 @@ from plumbing.launch import UserError, blame, make_accelerator, prepare, run_mai
 from plumbing.models import (
     Cache,
     TokenRows,
-    add_adapters,
     forward,
     freeze,
     full_tensor,
@@ -74,6 +72,7 @@ from plumbing.models import (
     load_tokenizer,
     pad_rows,
     read_queries,
+    with_adapters,
 )
 from plumbing.run import Run, choose_folder, newest_reward_model, save_policy, write_samples
 from tf_adam import AdamTF
@@ -791,15 +790,15 @@ def load_reward_model(load: Callable, name: str, args: Args) -> Callable:
 def load_policy_and_reference(
     load: Callable, args: Args
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Two models from --base_model: the policy, and the reference, which is frozen. They share the
-    weights that are not trained."""
-    lm = load("base_model", args.base_model, AutoModelForCausalLM)
+    """Two models from --base_model: the policy, and the reference, which is frozen. With LoRA they
+    share all weights but the adapters, which the reference has not."""
+    ref = load("base_model", args.base_model, AutoModelForCausalLM)
     if args.lora_rank:
-        add_adapters(lm, args.lora_rank, args.lora_alpha, args.dtype)
-    shared = {id(p): p for p in lm.parameters() if not p.requires_grad}
-    # `shared` is deepcopy's memo: what is in it is not copied. LoRA adapters are trained, so they
-    # are copied too. The copies stay at their initial value, which adds nothing.
-    return lm, freeze(copy.deepcopy(lm, shared), args.dtype)
+        lm = with_adapters(ref, args.lora_rank, args.lora_alpha)
+        return lm, freeze(ref, args.dtype)
+    # The reference leaves the host's memory before the policy is read.
+    ref = freeze(ref, args.dtype).to(PartialState().device)
+    return load("base_model", args.base_model, AutoModelForCausalLM), ref
 
 
 # --- entry point ----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Models and tokenizers from Hugging Face folders: loading and checking, precision, adapters, and
 one forward pass for all scripts. Nothing here knows an algorithm."""
 
+import copy
 import os
 import re
 from collections.abc import Callable
@@ -101,9 +102,9 @@ class Cache(DynamicCache):
         return super().update(key_states, value_states, *args, **named)
 
 
-def add_adapters(model: PreTrainedModel, rank: int, alpha: float, dtype: str) -> None:
-    """Freezes the weights, and adds LoRA adapters (Hu et al. 2021, arXiv:2106.09685) to all linear
-    layers but the head. UserError without peft."""
+def with_adapters(model: PreTrainedModel, rank: int, alpha: float) -> PreTrainedModel:
+    """The same with LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on all linear layers but the
+    head. All other weights are the model's own, and frozen. UserError without peft."""
     with blame("--lora_rank"):
         from peft import LoraConfig
 
@@ -113,8 +114,10 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, dtype: str) ->
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-        model.add_adapter(config)
-    hold_in_bf16(model, dtype)
+        weights = {id(p): p for p in model.parameters()}  # deepcopy's memo: it copies none of these
+        adapted = copy.deepcopy(model, weights)
+        adapted.add_adapter(config)
+    return adapted
 
 
 def freeze(model: PreTrainedModel, dtype: str) -> PreTrainedModel:

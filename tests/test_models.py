@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -468,6 +470,45 @@ def test_lora_adapters_depend_on_the_seed_alone(module, tmp_path):
     assert set(scalings) == {3.0}  # --lora_alpha / --lora_rank
 
 
+# Prints bytes of memory that a host needs for policy and reference at most, for each weight.
+LOADING = r"""
+import re, sys
+from unittest import mock
+import torch
+import ppo_rlhf
+from plumbing import models
+
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1])
+
+def load(name):
+    args = ppo_rlhf.Args(base_model=name, lora_rank=int(sys.argv[3]))
+    tokenizer = models.load_tokenizer("base_model", name)
+    load_model = models.partial(models.load_model, tokenizer=tokenizer, longest=8, args=args)
+    return ppo_rlhf.load_policy_and_reference(load_model, args)
+
+small, large = sys.argv[1:3]
+load(small)
+before = peak()
+device = mock.Mock(device=torch.device("meta"))  # as a GPU: it takes none of the host's memory
+with mock.patch.object(ppo_rlhf, "PartialState", lambda: device):
+    lm, ref = load(large)
+print((peak() - before) / lm.num_parameters())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is of Linux")
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_host_holds_one_model_at_a_time(lora_rank, tmp_path):
+    """Beside a GPU. In fp32 a weight has 4 bytes."""
+    small = tiny.save_model(tmp_path / "small", "gpt2")
+    large = tiny.save_model(tmp_path / "large", "gpt2", hidden_size=1024, num_hidden_layers=6)
+    code = [sys.executable, "-c", LOADING, small, large, str(lora_rank)]
+    found = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert not found.returncode, found.stderr
+    assert 3.9 < float(found.stdout) < 1.2 * 4
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_folder_of_a_lora_run_is_the_trained_policy(dtype, folder, monkeypatch):
     """Adapters alone are trained, from the reference on, with which they share what is frozen: held
@@ -487,10 +528,12 @@ def test_the_folder_of_a_lora_run_is_the_trained_policy(dtype, folder, monkeypat
     assert len(frozen) == len(base)
     trained = {p.dtype for p in policy.parameters() if p.requires_grad}
     assert trained == {torch.float32}
+    assert not [name for name, _ in ref.lm.named_parameters() if "lora_" in name]
     for name in frozen:
         p = policy.lm.get_parameter(name)
-        assert p is ref.lm.get_parameter(name), name
-        x = base[name.replace("base_layer.", "")]
+        plain_name = name.replace("base_layer.", "")
+        assert p is ref.lm.get_parameter(plain_name), name
+        x = base[plain_name]
         if dtype == "bf16" and name.endswith("base_layer.weight"):
             x = x.bfloat16()
         assert p.dtype == x.dtype, name

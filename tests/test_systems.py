@@ -362,6 +362,11 @@ REFUSED = [
     ("instructgpt", "--ptx_coef 1", "--ptx_coef and --ptx_dataset need each other"),
     ("instructgpt", "--ptx_dataset queries.jsonl", "--ptx_coef and --ptx_dataset need each other"),
     ("trlx", "--unfrozen_layers 3", "--unfrozen_layers 3: there are 2 layers"),
+    (
+        "trlx",
+        "--unfrozen_layers 1 --lora_rank 2",
+        "--unfrozen_layers and --lora_rank: use one of them",
+    ),
     ("rm_ensemble", "--more_reward_models judge --reward_model none", ONE_MODEL),
     ("rm_ensemble", "--more_reward_models judge --reward_fn rewards:count", ONE_MODEL),
 ]
@@ -520,7 +525,7 @@ def test_of_a_model_with_images_the_top_layers_of_text_are_trained():
     model = Gemma3ForConditionalGeneration(config)
     trlx = patched.module("trlx")
     for number in (2, 1):  # all of them, and one
-        trlx.freeze_lower_layers(model, trlx.Args(unfrozen_layers=number))
+        trlx.freeze_lower_layers(model, model, trlx.Args(unfrozen_layers=number))
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trained) > 10
     for name in trained:
