@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 import ppo_rlhf
+from benchmark import common
 
 
 def environment(engine):
@@ -78,6 +79,37 @@ def test_adapters_are_trained_in_shards_as_by_ddp(script, tmp_path):
     mine, theirs = (load_file(folder / file) for folder in folders.values())
     assert any(values.any() for name, values in mine.items() if "lora_B" in name)  # 0 at first
     assert_close(mine, theirs, atol=1e-3, rtol=0)
+
+
+# What makes all responses of the second process end at their first token, and counts its passes.
+DRAWN = "        ids = inverse_cdf(probs, u[rows, t].unsqueeze(1))\n"
+FORCED = """        if end is not None and PartialState().process_index == 1:
+            ids = torch.full_like(ids, end)
+        with open(f"passes-{PartialState().process_index}", "a") as file:
+            file.write(f"{t} {len(ids)}\\n")
+"""
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("script", [PPO, RLOO])
+def test_a_process_whose_responses_have_ended_waits_with_one_row(script, engine, folder):
+    """With sharded weights each needs the other's in every pass, so both make as many. The second
+    one keeps a single response after its eighth token."""
+    text = (ROOT / script).read_text()
+    assert text.count(DRAWN) == 1
+    common.copy_shared(folder)
+    (folder / script).write_text(text.replace(DRAWN, DRAWN + FORCED))
+    flags = "--mask_truncated --truncate_token w1 --truncate_after 0 --response_length 20"
+    words = [*WORDS[script], *flags.split(), "--total_episodes", "8", "--batch_size", "8"]
+    for code, _, errors in fork_tools.run_two(
+        str(folder / script), words, folder, **environment(engine)
+    ):
+        assert code == 0, errors
+    passes = [(folder / f"passes-{rank}").read_text().splitlines() for rank in (0, 1)]
+    steps = [[int(line.split()[0]) for line in lines] for lines in passes]
+    assert steps[0] == steps[1]
+    assert max(steps[0]) == 19  # the first one's responses have no end
+    assert {line.split()[1] for line in passes[1] if int(line.split()[0]) > 8} == {"1"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

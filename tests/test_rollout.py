@@ -3,19 +3,15 @@
 import dataclasses
 import functools
 
-import fork_tools
 import pytest
 import tiny_models as tiny
 import torch
-from conftest import ROOT
-from fork_tools import PPO, RLOO, WORDS
 from tiny_models import BOTH, CONFIGS, full_logits, make_policy, make_queries, random_rows, rows_of
 from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppo_rlhf
-from benchmark import common
 from plumbing import models as models_module
 
 TEMPERATURE = 0.7
@@ -204,31 +200,3 @@ def test_rows_are_selected_from_tensors_and_from_lists(module):
     assert found.responses.tolist() == [[2], [0]]
     assert found.texts == ["c", "a"]
     assert found.rewards is None
-
-
-# What makes all responses of the second process end at their first token, and counts its passes.
-DRAWN = "        ids = inverse_cdf(probs, u[rows, t].unsqueeze(1))\n"
-FORCED = """        if end is not None and PartialState().process_index == 1:
-            ids = torch.full_like(ids, end)
-        with open(f"passes-{PartialState().process_index}", "a") as file:
-            file.write(f"{t} {len(ids)}\\n")
-"""
-
-
-@pytest.mark.parametrize("script", [PPO, RLOO])
-def test_a_process_whose_responses_have_ended_waits_with_one_row(script, folder):
-    """With sharded weights each needs the other's in every pass, so both make as many. The second
-    one keeps a single response after its eighth token."""
-    text = (ROOT / script).read_text()
-    assert text.count(DRAWN) == 1
-    common.copy_shared(folder)
-    (folder / script).write_text(text.replace(DRAWN, DRAWN + FORCED))
-    flags = "--mask_truncated --truncate_token w1 --truncate_after 0 --response_length 20"
-    words = [*WORDS[script], *flags.split(), "--total_episodes", "8", "--batch_size", "8"]
-    for code, _, errors in fork_tools.run_two(str(folder / script), words, folder):
-        assert code == 0, errors
-    passes = [(folder / f"passes-{rank}").read_text().splitlines() for rank in (0, 1)]
-    steps = [[int(line.split()[0]) for line in lines] for lines in passes]
-    assert steps[0] == steps[1]
-    assert max(steps[0]) == 19  # the first one's responses have no end
-    assert {line.split()[1] for line in passes[1] if int(line.split()[0]) > 8} == {"1"}
