@@ -521,14 +521,14 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
 
 # --- rollout and scoring --------------------------------------------------------------------------
 # Each use of random numbers has its own stream, default_rng([seed, stream, ..]), so that none
-# repeats the numbers of another. plumbing/data.py has streams 2 and 3.
-SAMPLING, ROWS = 1, 4
+# repeats the numbers of another. plumbing/data.py has streams 2 and 3; 5 and more are free.
+STREAM_SAMPLES, STREAM_ROWS = 1, 4
 
 
 def shuffle(rows: np.ndarray, rank: int, update: int, args: Args) -> Tensor:
     """The row numbers of an update's minibatches, (num_epochs, num_minibatches, b). Each epoch is a
     permutation of `rows`. What stands in one row of a matrix stays side by side."""
-    generator = np.random.default_rng([args.seed, ROWS, rank, update])
+    generator = np.random.default_rng([args.seed, STREAM_ROWS, rank, update])
     epochs = [generator.permutation(rows) for _ in range(args.num_epochs)]
     return torch.tensor(np.array(epochs)).view(args.num_epochs, args.num_minibatches, -1)
 
@@ -539,7 +539,7 @@ def uniforms(seed: int, draw: int, batch: int, length: int, *attempt: int) -> Te
     take their rows of one array, so these numbers do not depend on how many processes there are.
     The same numbers give the same responses: to sample queries again in an update, number the
     attempts from 1."""
-    generator = np.random.default_rng([seed, SAMPLING, draw, *attempt])
+    generator = np.random.default_rng([seed, STREAM_SAMPLES, draw, *attempt])
     numbers = generator.random((batch, length), np.float32)
     return torch.from_numpy(numbers).to(PartialState().device)
 

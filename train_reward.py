@@ -452,8 +452,8 @@ class Metrics:
 
 # --- sampling -------------------------------------------------------------------------------------
 # Each use of random numbers has its own stream, default_rng([seed, stream, ..]), so that none
-# repeats the numbers of another. plumbing/data.py has streams 2 and 3.
-SAMPLING = 1
+# repeats the numbers of another. plumbing/data.py has streams 2 and 3; 5 and more are free.
+STREAM_SAMPLES = 1
 
 
 def uniforms(seed: int, draw: int, batch: int, length: int, *attempt: int) -> Tensor:
@@ -462,7 +462,7 @@ def uniforms(seed: int, draw: int, batch: int, length: int, *attempt: int) -> Te
     take their rows of one array, so these numbers do not depend on how many processes there are.
     The same numbers give the same responses: to sample queries again in an update, number the
     attempts from 1."""
-    generator = np.random.default_rng([seed, SAMPLING, draw, *attempt])
+    generator = np.random.default_rng([seed, STREAM_SAMPLES, draw, *attempt])
     numbers = generator.random((batch, length), np.float32)
     return torch.from_numpy(numbers).to(PartialState().device)
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from plumbing.launch import UserError, blame, local_path, say
 
 # Streams of random numbers, default_rng([seed, stream, ..]). The scripts have 1 and 4.
-QUERIES, LABELS = 2, 3
+STREAM_QUERIES, STREAM_LABELS = 2, 3
 KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -223,7 +223,7 @@ def load_queries(args: Any, tokenizer: PreTrainedTokenizerBase, num_queries: int
     table = load_table("query_dataset", args.query_dataset)["train"]
     dropped = Counter()
     queries = []
-    for i in np.random.default_rng([args.seed, QUERIES]).permutation(len(table)).tolist():
+    for i in np.random.default_rng([args.seed, STREAM_QUERIES]).permutation(len(table)).tolist():
         with blame(f"--query_dataset {args.query_dataset}, row {i}", UnicodeError):
             row = read_row(table, i)
             prompt = prompt_of(row, args.prompt_column)

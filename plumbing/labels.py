@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from plumbing.data import (
-    LABELS,
     PROMPTS,
+    STREAM_LABELS,
     Query,
     bos,
     cut_query,
@@ -77,7 +77,7 @@ def read_labels(
     """The labels in these rows, in either format. Those of no use are left out and counted;
     UserError if they are more than a tenth. A coin decides whether the chosen response comes first:
     argmax takes the first of equal rewards, so otherwise a constant model would count as right."""
-    coins = np.random.default_rng([args.seed, LABELS]).integers(0, 2, len(rows)).tolist()
+    coins = np.random.default_rng([args.seed, STREAM_LABELS]).integers(0, 2, len(rows)).tolist()
     end = token_id("truncate_token", args.truncate_token, tokenizer)
     counts = Counter()
     labels = []

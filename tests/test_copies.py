@@ -159,12 +159,13 @@ def run_copy(text, folder, *flags, world=1):
 
 def test_the_page_has_these_changes():
     names = (
-        "entropy setting token_rewards moments second_model ema baselines drop_groups draw_again"
+        "entropy setting token_rewards moments second_model ema baselines drop_groups draw_again "
+        "replay"
     )
     assert list(DIFFS) == names.split()
 
 
-ALONE = ["entropy", "token_rewards", "second_model", "ema", "draw_again"]
+ALONE = ["entropy", "token_rewards", "second_model", "ema", "draw_again", "replay"]
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -192,6 +193,15 @@ def test_a_change_of_the_page_runs_and_acts(name, folder):
         assert 0 < moved[0] < 0.1 * moved[1]
     if name == "draw_again":
         assert rows[0]["objective/found_end"] >= plain_rows[0]["objective/found_end"]
+    if name == "replay":  # the second update is the first that trains on older responses
+        keys = ("objective/kl", "loss/total")
+        same = [
+            [mine[key] == other[key] for key in keys]
+            for mine, other in zip(rows, plain_rows, strict=True)
+        ]
+        assert same[:2] == [[True, True], [True, True]]
+        assert same[2:] == [[False, False]] * (len(rows) - 2)
+        assert all(row["first_ratio_error"] < 1e-5 for row in rows)
 
 
 def test_all_changes_of_the_page_go_together(folder):
@@ -215,9 +225,12 @@ def test_normalisation_over_all_processes_is_that_of_one(folder, tmp_path):
     assert losses["plain", 2] != pytest.approx(losses["plain", 1], rel=1e-2)
 
 
-def test_a_table_of_the_page_is_in_checkpoints_of_each_process(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("baselines", "baselines"), ("replay", "old.logprobs")]
+)
+def test_tensors_of_the_page_are_in_checkpoints_of_each_process(name, tensor, folder, tmp_path):
     """A run that stops after its first update ends as one left alone."""
-    text = changed((ROOT / PPO).read_text(), "baselines")
+    text = changed((ROOT / PPO).read_text(), name)
     whole, stopped = (fork_tools.copy(folder, tmp_path / name) for name in ("whole", "stopped"))
     run_copy(text, whole, world=2)
     common.copy_shared(stopped)
@@ -228,11 +241,11 @@ def test_a_table_of_the_page_is_in_checkpoints_of_each_process(folder, tmp_path)
     code, _, errors = fork_tools.run(str(copy), words, stopped, stop, world=2)
     assert code == 130, errors
     files = [stopped / f"out/checkpoints/0000001/tensors-{rank}.safetensors" for rank in (0, 1)]
-    tables = [load_file(file)["baselines"] for file in files]
-    assert all(table.any() for table in tables)
-    assert not torch.equal(*tables)
+    tensors = [load_file(file)[tensor] for file in files]
+    assert all(x.any() for x in tensors)
+    assert not torch.equal(*tensors)
     fork_tools.succeed(str(copy), words, stopped, world=2)
-    assert_same_metrics(stopped / "out", whole / "out", "the table is lost")
+    assert_same_metrics(stopped / "out", whole / "out", "the tensors are lost")
 
 
 # All responses to some of the queries get the same reward.

@@ -384,7 +384,7 @@ def test_a_run_does_not_go_on_with_other_data(script, name, count, tmp_path):
     rows = read_lines(kit() / f"{name}.jsonl")
     order = range(len(rows))
     if name == "queries":
-        order = np.random.default_rng([1, data_module.QUERIES]).permutation(len(rows))
+        order = np.random.default_rng([1, data_module.STREAM_QUERIES]).permutation(len(rows))
     for i in (order[count], order[count - 1]):
         folder = copy(plain(script, 1), tmp_path / str(i))
         changed = [*rows]

@@ -195,7 +195,7 @@ ORIGINAL = [
         "The random numbers of sampling follow from the seed, the update and the row. This is not "
         "so in the original.",
         PPO,
-        "np.random.default_rng([seed, SAMPLING, draw, *attempt])",
+        "np.random.default_rng([seed, STREAM_SAMPLES, draw, *attempt])",
         "np.random.default_rng([seed, QUERIES, draw, *attempt])",
         PPO_RUN,
     ),
@@ -342,7 +342,7 @@ ORIGINAL = [
         "Process i shuffles with default_rng([seed, 4, i, update]), and draws a new permutation "
         "for each epoch. The original goes on with one RandomState(seed + 100003 * i).",
         PPO,
-        "np.random.default_rng([args.seed, ROWS, rank, update])",
+        "np.random.default_rng([args.seed, STREAM_ROWS, rank, update])",
         "np.random.default_rng([args.seed, ROWS, 0, update])",
         PPO_RUNS,
     ),
