@@ -13,8 +13,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 TINY = ROOT / "tiny/model"
 SMALL = "--batch_size 4 --query_length 8 --response_length 4 --num_epochs 1"
 PROGRAMS = {
-    "studies/adam/run": "--seeds 1 --batch_size 4",
-    "studies/architectures/run": "--models gpt2 mamba",
     "studies/optimum/run": "--seeds 1 --updates 2",
     "studies/optimum/run estimate": "--reward_fn tiny.rewards:happy --policy tiny/model"
     " --queries 4 --samples 4 --policy_samples 4",

@@ -302,7 +302,7 @@ def test_samples_of_the_readme_are_those_of_the_record():
     rows = re.findall(r"^\| (?:During|On|Before) .*$", read("README.md"), re.M)
     assert len(rows) == 2
     for row in rows:
-        assert f"\n{row}\n" in read("benchmark/studies/real_model/README.md")
+        assert f"\n{row}\n" in read("benchmark/studies/four_seeds/README.md")
 
 
 def test_the_readme_has_the_commands_of_the_set_up_and_of_one_s_own_model():

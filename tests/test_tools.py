@@ -16,7 +16,6 @@ from conftest import ROOT
 from fork_tools import REWARD, SCRIPTS, plain
 from run_tools import read_lines, to_lines
 
-from benchmark.studies.real_model import report as real_model
 from benchmark.tools import plot, vader, win_rate, worked_example
 from benchmark.tools.win_rate import Pairs
 
@@ -297,13 +296,6 @@ def test_an_interval_leaves_out_draws_without_a_rate():
 
     found = win_rate.estimate(rate, make_pairs([1, 0, 1], np.ones(3), np.ones(3)))
     assert (found.rate, found.low, found.high) == (0.7, 0.7, 0.7)
-
-
-def test_wins_ties_and_losses_stand_apart_in_the_tables():
-    """Of seven comparisons three are won, and two are ties."""
-    wins = [1, 0.5, 0, 1, 0.5, 0, 1]
-    pairs = make_pairs(wins, np.ones(7), np.ones(7))
-    assert real_model.shares(win_rate.results(pairs)) == "43 / 29 / 29%"
 
 
 # --- the worked example ---------------------------------------------------------------------------

@@ -156,6 +156,34 @@ def reward_at(run: str, seed: int, level: float, width: int) -> float:
     return float(np.interp(level, passed, curves["objective/scores"]))
 
 
+def one_seed(record: Record) -> list[Row]:
+    """A row for each policy against the starting model, and one for RLOO against PPO. Intervals are
+    over the openings."""
+    rows = []
+    for run in (*ALGORITHMS, BETWEEN):
+        duel = duel_of(record, run)
+        row = {"run": run if run == BETWEEN else f"{run} against the starting model"}
+        for name, share in shares(duel).items():
+            row[name] = differences.with_interval(share)
+        row["controlled"] = duel["controlled"]
+        row["gain"] = differences.with_interval(gain(record, run))
+        rows.append(row)
+    return rows
+
+
+def judge(record: Record) -> Row:
+    """How often the reward model names VADER's favourite, with Wilson's interval over the openings
+    that have one."""
+    model = record["reward_model"]
+    return differences.wilson(model["accuracy"], model["decided"]) | model
+
+
+def samples(record: Record) -> list[Row]:
+    """Openings and responses, each in one line."""
+    names = ("query", "before", *ALGORITHMS)
+    return [{name: " ".join(row[name].split()) for name in names} for row in record["rows"]]
+
+
 def same_kl(*records: Record) -> list[Row]:
     """That reward of RLOO minus PPO's, with each seed, at each level; and with smoothed curves."""
     rows = []

@@ -1,12 +1,13 @@
 """PPO and RLOO on SmolLM2-135M-Instruct with four seeds, by the protocol in README.md.
 
     python benchmark/studies/four_seeds/run.py --seeds 11        # about an hour on one core
+    python benchmark/studies/four_seeds/run.py --model gemma     # about 80 minutes
 
 A seed has its own split of the openings, labels, reward model and policies. Starting model and
 policies then continue the held-out openings from the same uniforms, four times each. Needs the
 package afinn, and for the weights a package registry, or --base_model. Finished runs of the same
 scripts and flags are used again. Writes seed-<seed>.json, and the metrics.jsonl of each run as
-<run>-<seed>.jsonl.
+<run>-<seed>.jsonl; of gemma-3-270m with "gemma-" before these names.
 """
 
 import argparse
@@ -26,22 +27,54 @@ from afinn import Afinn
 from transformers import AutoTokenizer
 
 import rloo_rlhf
-from benchmark import common, ours
-from benchmark.studies.real_model import run as real_model
+from benchmark import common, ours, real_models
 from benchmark.tools import win_rate
 from benchmark.tools.vader import sentiment
 from plumbing import data as data_module
 
-SEEDS = (11, 12, 13, 14)
 HELD_OUT = 256  # openings that neither labels nor policies see
 SAMPLES = 4  # responses to each of them
 ROWS = 128  # of a rollout
 SHOWN = 10  # openings of which a record has a response
-SIZES = "--batch_size 64 --micro_batch_size 32 --eval_queries 16 --checkpoint_every 0"
-SHAPE = "--query_length 24 --response_length 16 --truncate_after 6"
+OPENINGS = Path(__file__).resolve().parent / "openings.txt"
 NO_CUT = "--start_text none --end_text none"
-TASK = f"{NO_CUT} {SHAPE} {SIZES} --lr 3e-5 --dtype bf16"
-REWARD = "--batch_size 32 --lr 1e-4 --dtype bf16"
+TASK = f"{NO_CUT} --query_length 24 --response_length 16 --truncate_after 6 --dtype bf16"
+TASK += " --batch_size 64 --eval_queries 16 --checkpoint_every 0"
+
+
+class Study(NamedTuple):
+    """What differs between models."""
+
+    fetch: Callable[[Path], Path]
+    prefix: str  # of the names of records
+    seeds: tuple[int, ...]
+    labels: int  # asked for; without ties
+    episodes: int
+    policy: str  # flags of the policies' runs, beside TASK
+    reward: str  # flags of train_reward.py
+
+
+STUDIES = {
+    "SmolLM2": Study(
+        real_models.fetch_smollm2,
+        prefix="",
+        seeds=(11, 12, 13, 14),
+        labels=1_536,
+        episodes=1_024,
+        policy="--micro_batch_size 32 --lr 3e-5",
+        reward="--batch_size 32 --lr 1e-4 --dtype bf16",
+    ),
+    # Half of the micro-batch: logits of 262,144 tokens fill the memory.
+    "gemma": Study(
+        real_models.fetch_gemma,
+        prefix="gemma-",
+        seeds=(11,),
+        labels=1_024,
+        episodes=512,
+        policy="--micro_batch_size 16 --lr 1e-5",
+        reward="--batch_size 16 --lr 3e-5 --dtype bf16",
+    ),
+}
 
 
 class Responses(NamedTuple):
@@ -58,7 +91,7 @@ class Responses(NamedTuple):
 # --- the parts of a seed --------------------------------------------------------------------------
 def split(seed: int, folder: Path) -> tuple[Path, list[str]]:
     """A file of the openings to train on, and the held-out ones."""
-    lines = real_model.OPENINGS.read_text().splitlines()
+    lines = OPENINGS.read_text().splitlines()
     order = np.random.default_rng(seed).permutation(len(lines))
     shuffled = [lines[i] for i in order]
     path = folder / f"openings-{seed}.txt"
@@ -66,22 +99,22 @@ def split(seed: int, folder: Path) -> tuple[Path, list[str]]:
     return path, shuffled[:HELD_OUT]
 
 
-def train(name: str, script: str, flags: str, seed: int, folder: Path, out: Path) -> Path:
-    """Runs a script, unless it has run, and keeps its metrics."""
-    run = real_model.folder_of(script, flags, folder)
-    real_model.run(script, flags, run)
-    shutil.copyfile(run / "metrics.jsonl", out / f"{name}-{seed}.jsonl")
+def train(name: str, script: str, flags: str, args: Any) -> Path:
+    """Runs a script, unless it has run, and keeps its metrics as NAME.jsonl."""
+    run = real_models.folder_of(script, flags, args.folder)
+    real_models.run(script, flags, run)
+    shutil.copyfile(run / "metrics.jsonl", args.out / f"{name}.jsonl")
     return run
 
 
-def reward_model(seed: int, base_model: str, openings: Path, args: Any) -> str:
+def reward_model(seed: int, base_model: str, openings: Path, study: Study, args: Any) -> str:
     """Trained on VADER's choices of four responses of the starting model."""
-    labels = args.folder / f"labels-{seed}.jsonl"
+    labels = args.folder / f"{study.prefix}labels-{seed}.jsonl"
     if not labels.exists():
-        real_model.label(base_model, labels, seed, args, openings, held_out=0)
+        real_models.label(base_model, labels, seed, study.labels, args.dtype, openings)
     flags = f"--base_model {base_model} --query_dataset {openings} --label_dataset {labels}"
-    flags += f" {NO_CUT} {args.reward} --seed {seed}"
-    run = train("reward", "train_reward.py", flags, seed, args.folder, args.out)
+    flags += f" {NO_CUT} {study.reward} --seed {seed}"
+    run = train(f"{study.prefix}reward-{seed}", "train_reward.py", flags, args)
     return str(run / "reward_model")
 
 
@@ -190,63 +223,51 @@ def accuracy(found: Responses) -> dict[str, float]:
     }
 
 
-def measure(seed: int, base_model: str, args: Any) -> None:
+def measure(seed: int, base_model: str, study: Study, args: Any) -> None:
     """All runs of a seed, and its record."""
     openings, held_out = split(seed, args.folder)
-    reward = reward_model(seed, base_model, openings, args)
+    reward = reward_model(seed, base_model, openings, study, args)
+    flags = f"{TASK} {study.policy} --total_episodes {study.episodes}"
     task = f"--base_model {base_model} --query_dataset {openings} --reward_model {reward}"
-    task += f" {args.task} --total_episodes {args.episodes} --seed {seed}"
+    task += f" {flags} --seed {seed}"
     judged = (base_model, reward, seed, held_out)
     start = respond(base_model, *judged)
     rows = [{"run": "starting model", "seed": seed} | summary(start)]
     texts = {}
     for name, script in (("PPO", "ppo_rlhf.py"), ("RLOO", "rloo_rlhf.py")):
-        run = train(name, script, task, seed, args.folder, args.out)
+        run = train(f"{study.prefix}{name}-{seed}", script, task, args)
         found = respond(str(run / "policy"), *judged)
         texts[name] = found.texts
         spent = json.loads(run.with_suffix(".json").read_text())
         row = {"run": name, "seed": seed} | summary(found) | spent
         rows.append(row | {"duel": duel(held_out, found.texts, start.texts)})
     between = duel(held_out, texts["RLOO"], texts["PPO"])
-    record = argparse.Namespace(tag=f"seed-{seed}", out=args.out)
+    record = argparse.Namespace(tag=f"{study.prefix}seed-{seed}", out=args.out)
     more = {
         "shown": held_out[:SHOWN],
-        "flags": f"{args.task} --total_episodes {args.episodes}",
+        "flags": flags,
         "reward_model": accuracy(start),
         "rloo_over_ppo": between,
     }
     common.write(record, rows, **more)
 
 
-def main(
-    text: str = __doc__,
-    program: str = __file__,
-    fetch: Callable[[Path], Path] = real_model.fetch,
-    seeds: tuple[int, ...] = SEEDS,
-    labels: int = 1_536,
-    episodes: int = 1_024,
-    task: str = TASK,
-    reward: str = REWARD,
-) -> None:
-    """Measures the seeds that the command line names, with the defaults of a study."""
-    parser = common.make_parser(text, program)
+def main() -> None:
+    parser = common.make_parser(__doc__, __file__)
     add = parser.add_argument
-    add("--seeds", type=int, nargs="+", default=seeds)
-    add("--labels", type=int, default=labels, help="asked for; without ties")
-    add("--episodes", type=int, default=episodes, help="of each policy, 64 in an update")
+    add("--model", default="SmolLM2", choices=STUDIES)
+    add("--seeds", type=int, nargs="+", default=None, help="(None: those of the record)")
     add("--base_model", default=None, help="a folder or hub id (None: the package on PyPI)")
-    runs = f"runs/{Path(program).parent.name}"
-    add("--folder", type=Path, default=runs, help="where model and runs go")
+    add("--folder", type=Path, default="runs/four_seeds", help="where model and runs go")
     args = parser.parse_args()
     os.chdir(common.ROOT)
     args.folder = args.folder.absolute()
     args.dtype = "bf16"
-    args.task = task
-    args.reward = reward
-    base_model = args.base_model or str(fetch(args.folder))
+    study = STUDIES[args.model]
+    base_model = args.base_model or str(study.fetch(args.folder))
     args.folder.mkdir(parents=True, exist_ok=True)
-    for seed in args.seeds:
-        measure(seed, base_model, args)
+    for seed in args.seeds or study.seeds:
+        measure(seed, base_model, study, args)
 
 
 if __name__ == "__main__":

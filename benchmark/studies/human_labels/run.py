@@ -25,8 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_reward
-from benchmark import common
-from benchmark.studies.real_model import run as real_model
+from benchmark import common, real_models
 
 SEEDS = (1, 2, 3)
 NUM_LABELS = 1_800
@@ -110,12 +109,12 @@ def main() -> None:
     pairs = load_pairs(args.data and str(Path(args.data).absolute()))
     os.chdir(common.ROOT)
     folder = args.folder.absolute()
-    base_model = args.base_model or str(real_model.fetch(folder))
+    base_model = args.base_model or str(real_models.fetch_smollm2(folder))
     for seed in args.seeds:
         data = split(pairs, seed, folder)
         flags = f"--base_model {base_model} --label_dataset {data} {FLAGS} --seed {seed}"
-        run = real_model.folder_of("train_reward.py", flags, folder)
-        real_model.run("train_reward.py", flags, run)
+        run = real_models.folder_of("train_reward.py", flags, folder)
+        real_models.run("train_reward.py", flags, run)
         shutil.copyfile(run / "metrics.jsonl", args.out / f"reward-{seed}.jsonl")
         rows = measure(base_model, data, run)
         columns = {}
