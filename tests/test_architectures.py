@@ -1,5 +1,5 @@
-"""Architectures that docs/deviations.md names, small and with random weights: log-probabilities from
-sampling and from the update are those that transformers gives for each text alone. Those of
+"""Architectures that docs/deviations.md names, small and with random weights: log-probabilities
+from sampling and from the update are those that transformers gives for each text alone. Those of
 tiny_models.CONFIGS are tested more closely in test_models.py."""
 
 import re
