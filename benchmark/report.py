@@ -19,7 +19,7 @@ a number at its end says how many rows. A number in prose stands in a marker, to
 record: into a field, or to the items of a list that have this value in one of their fields.
 
     <!-- full.json: table > default > kl .1f -->5.8<!-- / -->
-    <!-- {tiny,penalty}.json: chances > collapses > p .2f -->0.25<!-- / -->
+    <!-- penalty.json: repeats > all, none > repeat d -->17<!-- / -->
     <!-- runs.json: gains > PPO {mean:+.2f} ± {width:.2f} -->+0.70 ± 0.05<!-- / -->
 
 The last one is of several fields, with the words between them, as in the cells of a table.

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,6 @@ from benchmark import differences, report
 from benchmark.report import (
     ALGORITHMS,
     BEST_OF_N,
-    OTHER,
-    START,
     TRUE_SCORE,
     Record,
     Row,
@@ -24,12 +21,9 @@ from benchmark.report import (
     smooth,
 )
 
-BOUNDS = {0.3: "below 0.3", 0.45: "0.3 to 0.45", 1.0: "above 0.45"}  # of accuracies
 HELD_OUT = 512  # labels, on which accuracies are measured
+BOUNDS = {0.3: "below 0.3", 0.45: "0.3 to 0.45", 1.0: "above 0.45"}  # of accuracies
 COLLAPSED = -0.5
-LOW = ["low"]  # ends of runs, as counts() names them
-FAR = ["low", "high"]
-POOR = 0.3  # accuracies below this are shown once more
 KINDS = ("true_score", "reward", "kl")
 FIRST = "first two"  # series
 LATER = "later"
@@ -39,7 +33,6 @@ WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 SHOWN = (("128", "PPO", 0.0, 3), ("4000:0.5", "RLOO", 0.0, 2))
 SHOWN += (("512", "PPO", 0.0, 1), ("512", "PPO", 0.15, 1))
 SEEDS = {1: "-", 2: "--", 3: ":"}  # lines of runs that differ by their seed
-SHIFTS = {"PPO": -0.15, "RLOO": 0.15}  # of their lines in the picture of ensembles
 SHADES = {0.0: "#E69F00", 0.05: "#56B4E9", 0.15: "#009E73", 0.5: "#CC79A7"}  # of coefficients
 
 
@@ -48,11 +41,6 @@ def labels_of(labels: str) -> str:
     """How many labels a reward model has, and how many of them are random."""
     size, _, noise = labels.partition(":")
     return f"{int(size):,}, {float(noise):.0%} random" if noise else f"{int(size):,}"
-
-
-def set_of(row: Row) -> str:
-    """A set of labels in words."""
-    return f"{labels_of(row['labels'])}, seed {row['seed']}"
 
 
 def fits(record: Record) -> list[Row]:
@@ -118,32 +106,6 @@ def ends(*records: Record) -> list[Row]:
     return sorted(rows, key=order)
 
 
-def poorest(*records: Record) -> dict[str, Row]:
-    """How runs against the poorest reward models end, by two bounds: without a penalty, with it,
-    and those without it of the first series and of the later ones, whose rewards are of two
-    kinds."""
-    rows = [row for row in ends(*records) if row["accuracy"] < POOR]
-    free = [row for row in rows if not row["kl_coef"]]
-    groups = {
-        "none": free,
-        "default": [row for row in rows if row["kl_coef"]],
-        "first": [row for row in free if row["series"] == FIRST],
-        "later": [row for row in free if row["series"] == LATER],
-    }
-    for kind in SINGLE:
-        groups[kind] = [row for row in groups["later"] if row["rewards"] == kind]
-    found = {}
-    for name, runs in groups.items():
-        scores = [run["end"]["true_score"] for run in runs]
-        row = {
-            "lowest": min(scores),
-            "highest": max(scores),
-            "wider": counts(runs, 0.6),
-        }
-        found[name] = row | counts(runs)
-    return found
-
-
 def price(*records: Record) -> dict[str, Row]:
     """How runs with and without a penalty end, against reward models of the second kind."""
     rows = [row for row in ends(*records) if row["bound"] == "0.3 to 0.45"]
@@ -153,26 +115,17 @@ def price(*records: Record) -> dict[str, Row]:
     }
 
 
-def collapsed(*records: Record) -> Row:
-    """How many runs end low, and at which KLs."""
-    distances = []
-    for row in ends(*records):
-        if row["end"]["true_score"] < COLLAPSED:
-            distances.append(row["end"]["kl"])
-    return {
-        "runs": len(distances),
-        "nearest": min(distances),
-        "farthest": max(distances),
-    }
-
-
 def penalty(record: Record) -> list[Row]:
     """Runs of a kind, in the order of their seeds."""
     groups = group(record["rows"], "labels", "algorithm", "kl_coef")
     rows = []
     for (labels, algorithm, coef), runs in sorted(groups.items()):
         runs.sort(key=lambda run: run["seed"])
-        row = {"name": labels_of(labels), "algorithm": algorithm, "penalty": WORDS[coef]}
+        row = {
+            "name": labels_of(labels),
+            "algorithm": algorithm,
+            "penalty": WORDS[coef],
+        }
         row["accuracy"] = [run["accuracy"] for run in runs]
         row["start"] = [run["start"]["reward"] for run in runs]
         rows.append(row | {kind: [run["end"][kind] for run in runs] for kind in KINDS})
@@ -184,10 +137,15 @@ def counts(runs: list[Row], bound: float = -COLLAPSED) -> Row:
     scores = np.array([run["end"]["true_score"] for run in runs])
     low = int((scores < -bound).sum())
     high = int((scores > bound).sum())
-    return {"runs": len(runs), "low": low, "high": high, "between": len(runs) - low - high}
+    return {
+        "runs": len(runs),
+        "low": low,
+        "high": high,
+        "between": len(runs) - low - high,
+    }
 
 
-def gamble(*records: Record) -> list[Row]:
+def how_runs_end(*records: Record) -> list[Row]:
     """How runs end, by the accuracy of their reward models, with and without a penalty."""
     rows = []
     for key, runs in group(ends(*records), "kl_coef", "bound", "series").items():
@@ -201,141 +159,52 @@ def gamble(*records: Record) -> list[Row]:
     return rows
 
 
-def versus(first: Row, second: Row, ways: Sequence[str]) -> float:
-    """Fisher's exact test: how likely two groups of runs differ so by chance in how many end in
-    these ways, if all runs were independent."""
-    table = []
-    for row in (first, second):
-        count = sum(row[way] for way in ways)
-        table.append([count, row["runs"] - count])
-    return float(stats.fisher_exact(table).pvalue)
+def is_repetitive(run: Row) -> bool:
+    """Whether more than a fifth of the pairs of neighbouring words in the run's response stood in
+    it before."""
+    words = re.findall(r"\w+", run["samples"][0]["response"].lower())
+    pairs = list(itertools.pairwise(words))
+    return len(pairs) - len(set(pairs)) > 0.2 * len(pairs)
 
 
-def compare(rows: list[Row], ways: Sequence[str], bound: float = -COLLAPSED) -> float:
-    """The same of runs without a penalty and with it."""
-    free = [row for row in rows if not row["kl_coef"]]
-    held = [row for row in rows if row["kl_coef"]]
-    return versus(counts(free, bound), counts(held, bound), ways)
-
-
-def sign_test(rows: list[Row]) -> float:
-    """The exact sign test of twins, which differ only in the penalty. It counts those of which one
-    ends far out and the other does not, and how often that is the one without a penalty."""
-    split = []
-    for twins in group(rows, "labels", "seed", "algorithm").values():
-        is_far = {}
-        for row in twins:
-            is_far[WORDS[row["kl_coef"]]] = abs(row["end"]["true_score"]) > -COLLAPSED
-        if is_far["none"] != is_far["default"]:
-            split.append(is_far["none"])
-    return float(stats.binomtest(sum(split), len(split)).pvalue)
-
-
-def spreads(*records: Record) -> list[Row]:
-    """The deviation of the ends of runs against the poorest reward models, without a penalty and
-    with it, and whether they differ by chance (Brown and Forsythe 1974): of the later runs, and of
-    all."""
-    poor = [row for row in ends(*records) if row["accuracy"] < POOR]
-    held = [row["end"]["true_score"] for row in poor if row["kl_coef"]]
-    every = [row for row in poor if not row["kl_coef"]]
-    later = [row for row in every if row["series"] == LATER]
+def repeats(record: Record) -> list[Row]:
+    """In how many responses, one of each run, phrases repeat: by the kind of labels and the
+    penalty, and over all."""
+    every = [run | {"kind": "all"} for run in record["rows"]]
+    runs = [run | {"kind": labels_of(run["labels"])} for run in record["rows"]]
     rows = []
-    for name, runs in (("later", later), ("all", every)):
-        free = [row["end"]["true_score"] for row in runs]
+    for (kind, coef), found in group(runs + every, "kind", "kl_coef").items():
         row = {
-            "name": name,
-            "runs": len(free),
-            "none": float(np.std(free, ddof=1)),
-            "default": float(np.std(held, ddof=1)),
-            "p": float(stats.levene(free, held, center="median").pvalue),
-        }
-        rows.append(row)
-    return rows
-
-
-def chances(first: Record, second: Record, third: Record) -> list[Row]:
-    """Which differences between runs without a penalty and with it may be chance: in the second
-    record, which has both; together with the first; and with single models of the third."""
-    weak = {row["labels"] for row in second["rows"]}
-    every = [row for row in ends(first, second) if row["labels"] in weak]
-    poor = [row for row in ends(first, second, third) if row["accuracy"] < POOR]
-    one_series = [row for row in ends(second) if row["accuracy"] < POOR]
-    two_series = [row for row in poor if row["series"] == FIRST]
-    later = [row for row in poor if row["series"] == LATER or row["kl_coef"]]
-    with_one = [row for row in poor if row["rewards"] == "one"]
-    free = counts([row for row in two_series if not row["kl_coef"]])
-    far = free["low"] + free["high"]
-    found = {
-        "ends": compare(one_series, FAR),
-        "ends, both series": compare(two_series, FAR),
-        "ends beyond 0.6": compare(two_series, FAR, 0.6),
-        "ends, twins": sign_test(one_series),
-        "ends, later": compare(later, FAR),
-        "ends, with one": compare(with_one, FAR),
-        "ends, with all": compare(poor, FAR),
-        "collapses": compare(two_series, LOW),
-        "collapses, with all": compare(poor, LOW),
-        "second series": compare(one_series, LOW),
-        "all accuracies": compare(every, LOW),
-        "high or low": stats.binomtest(free["high"], far).pvalue,
-    }
-    return [{"name": name, "p": p} for name, p in found.items()]
-
-
-def repeats(record: Record) -> dict[str, Row]:
-    """In how many responses, one of each run, more than a fifth of the pairs of neighbouring words
-    stood in it before; with and without a penalty."""
-    rows = {}
-    for (coef,), runs in group(record["rows"], "kl_coef").items():
-        found = 0
-        for run in runs:
-            response = run["samples"][0]["response"]
-            words = re.findall(r"\w+", response.lower())
-            pairs = list(itertools.pairwise(words))
-            num_repeated = len(pairs) - len(set(pairs))
-            found += num_repeated / len(pairs) > 0.2
-        rows[WORDS[coef]] = {"runs": len(runs), "repeat": found}
-    return rows
-
-
-def falls(record: Record) -> list[Row]:
-    """The run whose reward falls most on the way, in means of five updates: from where and to
-    where; with and without a penalty."""
-    rows = []
-    for (coef,), runs in group(record["rows"], "kl_coef").items():
-        found = []
-        for run in runs:
-            reward = smooth(run["reward"], 5)
-            top = np.maximum.accumulate(reward)
-            i = int((top - reward).argmax())
-            found.append((top[i] - reward[i], top[i], reward[i]))
-        _, before, after = max(found)
-        row = {
+            "name": f"{kind}, {WORDS[coef]}",
+            "kind": kind,
             "penalty": WORDS[coef],
-            "from": before,
-            "to": after,
         }
+        row["repeat"] = sum(map(is_repetitive, found))
+        row["runs"] = len(found)
+        for name in ("true_score", "kl"):
+            ends = [run["end"][name] for run in found]
+            row[name] = {"low": min(ends), "high": max(ends)}
         rows.append(row)
     return rows
 
 
-def chances_of_kinds(record: Record) -> list[Row]:
-    """Whether kinds of rewards differ from one reward model, in collapses and in ends far out."""
-    several = {row["rewards"]: row for row in kinds(record)}
-    one = several.pop("one")
-    joined = {
-        "low": sum(row["low"] for row in several.values()),
-        "runs": sum(row["runs"] for row in several.values()),
+def sets_of_labels(record: Record) -> Row:
+    """In how many sets of labels more of the responses without a penalty repeat than of those with
+    it, of the sets that differ; and the exact sign test of it."""
+    more = []
+    for runs in group(record["rows"], "labels", "seed").values():
+        lead = 0
+        for run in runs:
+            if is_repetitive(run):
+                lead += -1 if run["kl_coef"] else 1
+        if lead:
+            more.append(lead > 0)
+    p = float(stats.binomtest(sum(more), len(more)).pvalue)
+    return {
+        "more": sum(more),
+        "sets": len(more),
+        "p": p,
     }
-    found = {"collapses": versus(one, joined, LOW)}
-    for name, row in several.items():
-        found[name] = versus(one, row, FAR)
-    return [{"name": name, "p": p} for name, p in found.items()]
-
-
-def members(record: Record) -> list[Row]:
-    """The reward models of a set of labels, and how often each kind of reward is right."""
-    return [{"name": set_of(row)} | row for row in record["reward_models"]]
 
 
 def kinds(record: Record) -> list[Row]:
@@ -344,18 +213,6 @@ def kinds(record: Record) -> list[Row]:
     for (kind,), runs in group(record["rows"], "rewards").items():
         scores = [run["end"]["true_score"] for run in runs]
         rows.append({"rewards": kind, "mean": np.mean(scores)} | counts(runs))
-    return rows
-
-
-def ensembles(record: Record) -> list[Row]:
-    """The ends of runs in the order of their labels, by the kind of their reward and the
-    algorithm."""
-    rows = []
-    for (kind, algorithm), runs in group(record["rows"], "rewards", "algorithm").items():
-        row = {"rewards": kind, "algorithm": algorithm}
-        for name in KINDS:
-            row[name] = [run["end"][name] for run in runs]
-        rows.append(row)
     return rows
 
 
@@ -470,122 +327,6 @@ def with_penalty(record: Record) -> Figure:
     return figure
 
 
-def draw_end(axes: Axes, x: float, row: Row) -> None:
-    """A mark for the true score at the end of a run."""
-    mark, style = MARKS[kind_of(row)]
-    colour = ALGORITHMS[row["algorithm"]]
-    axes.plot(x, row["end"]["true_score"], mark, alpha=0.6, color=colour, **style)
-
-
-def kind_of(row: Row) -> str:
-    """The runs that share a mark."""
-    if row["kl_coef"]:
-        return "default penalty"
-    if row["series"] == FIRST:
-        return "no KL penalty"
-    return "no KL penalty, later"
-
-
-def draw_twins(axes: Axes, rows: list[Row]) -> None:
-    """The runs of each set of labels, side by side; a line joins the two that differ only by their
-    machine."""
-    sets = list(group(rows, "labels", "seed"))
-    runs = [row | {"kind": kind_of(row)} for row in rows]
-    for key, twins in group(runs, "labels", "seed", "algorithm", "kind").items():
-        labels, seed, algorithm, kind = key
-        x = sets.index((labels, seed)) + PLACES[kind] + SIDES[algorithm]
-        for row in twins:
-            draw_end(axes, x, row)
-        if kind == "no KL penalty":
-            scores = [row["end"]["true_score"] for row in twins]
-            axes.plot([x] * len(twins), scores, color=ALGORITHMS[algorithm], linewidth=0.8)
-    names = []
-    for members in group(rows, "labels", "seed").values():
-        found = sorted({f"{row['accuracy']:.2f}" for row in members})
-        name = set_of(members[0]).replace(", seed", "\nseed")
-        accuracies = " to ".join(dict.fromkeys([found[0], found[-1]]))
-        names.append(f"{name}\n{accuracies}")
-    axes.set_xticks(range(len(sets)), names, fontsize=9)
-    places = []
-    for x in range(len(sets)):
-        places += [x + shift for shift in PLACES.values()]
-    axes.xaxis.remove_overlapping_locs = False  # the middle columns stand at the sets' names
-    axes.set_xticks(places, COLUMNS * len(sets), minor=True, rotation=90, fontsize=8)
-    axes.tick_params(axis="x", which="major", length=0, pad=38)
-    axes.set_xlim(-0.5, len(sets) - 0.5)
-    axes.grid(visible=False, axis="x")
-
-
-def over_accuracy(*records: Record) -> Figure:
-    """All runs against one reward model, without a KL penalty, in both series and later, and with
-    the default's; and once more those of the poorest reward models, by their sets of labels."""
-    text = "Without a KL penalty, a reward model near chance makes training a gamble"
-    more = {"sharey": True, "width_ratios": (2, 3)}
-    figure, panels = report.new(text, 1, 2, 5, **more)
-    poor, every = panels[0]
-    rows = ends(*records)
-    for row in rows:
-        draw_end(every, row["accuracy"], row)
-    draw_twins(poor, [row for row in rows if row["accuracy"] < POOR])
-    for axes in panels[0]:
-        report.line_at(axes, 0)
-    chance = records[0]["reward_models"][0]["constant"]
-    every.axvline(chance, color=OTHER, linestyle="--", linewidth=1)
-    poor.set_title("accuracies below 0.3; a line joins\nthe same run on two machines")
-    every.set_title("all runs; dashed: always the same answer")
-    every.axvspan(
-        0.24,
-        POOR,
-        color=OTHER,
-        alpha=0.25,
-        linewidth=0,
-    )
-    poor.set_xlabel(AXIS)
-    every.set_xlabel("accuracy of the reward model (best of four)")
-    poor.set_ylabel(f"{TRUE_SCORE} at the end")
-    poor.set_ylim(-1, 1.05)
-    for kind, (mark, style) in MARKS.items():
-        count = sum(kind_of(row) == kind for row in rows)
-        words = f"{kind} ({count} runs)"
-        report.name_colours(every, {words: START}, mark, linestyle="", **style)
-    report.name_colours(every, ALGORITHMS, "s")
-    every.legend(loc="lower right")
-    return figure
-
-
-def of_ensembles(record: Record) -> Figure:
-    """The true score at the end of each run, in a line for each kind of reward, with a mark for
-    each set of labels."""
-    figure, panels = report.new(ENSEMBLES, 1, 1, 3.4)
-    axes = panels[0, 0]
-    kinds = list(dict.fromkeys(row["rewards"] for row in record["rows"]))
-    marks = {}
-    for row, mark in zip(record["reward_models"], "os^", strict=True):
-        marks[row["labels"], row["seed"]] = (f"labels: {set_of(row)}", mark)
-    for x, name in ((COLLAPSED, None), (-COLLAPSED, "-0.5 and 0.5")):
-        axes.axvline(x, color=OTHER, linestyle="--", linewidth=1, label=name)
-    for (kind, algorithm), rows in group(record["rows"], "rewards", "algorithm").items():
-        y = kinds.index(kind) + SHIFTS[algorithm]
-        for row in rows:
-            _, mark = marks[row["labels"], row["labels_seed"]]
-            axes.plot(
-                row["end"]["true_score"],
-                y,
-                mark,
-                color=ALGORITHMS[algorithm],
-                alpha=0.6,
-                markersize=8,
-            )
-    axes.set_yticks(range(len(kinds)), kinds)
-    axes.invert_yaxis()
-    report.label(axes, f"{TRUE_SCORE} at the end", xlim=(-1, 1))
-    report.name_colours(axes, ALGORITHMS, "D")
-    for name, mark in marks.values():
-        report.name_colours(axes, {name: START}, mark)
-    report.legend_below(figure, axes, 5)
-    return figure
-
-
 def coefficients(fixed: Record, slow: Record, free: Record) -> Figure:
     """True score over the KL and over the episodes, for coefficients of the KL penalty and a lower
     rate; a row for each algorithm."""
@@ -617,31 +358,11 @@ def coefficients(fixed: Record, slow: Record, free: Record) -> Figure:
 
 
 # Marks of runs, and where they stand beside the place of their set of labels.
-HOLLOW = {"markerfacecolor": "white", "markeredgewidth": 1.6}
-MARKS = {
-    "no KL penalty": ("o", {}),
-    "no KL penalty, later": ("D", {"markersize": 5}),
-    "default penalty": ("^", HOLLOW),
-}
 # Names of these places, below them.
-COLUMNS = ("none", "later", "default")
-AXIS = "columns: KL penalty (later: none, too)\nlabels, and accuracies of their reward models"
-PLACES = {
-    "no KL penalty": -0.28,
-    "no KL penalty, later": 0.0,
-    "default penalty": 0.28,
-}
-SIDES = {"PPO": -0.06, "RLOO": 0.06}
-ENSEMBLES = "Several weak reward models: no run collapses, but ends range from -0.5 to 1.0"
 WEAK = "The reward ends higher in every run; the true score does not"
-MORE = "With 1,024 labels no run collapses; with half of 4,000 at random one does"
 curves = functools.partial(over_root_kl, sources=["128", "512", "4000"], title=WEAK)
-more_curves = functools.partial(over_root_kl, sources=["1024", "2048", "4000:0.5"], title=MORE)
 PICTURES = {
     "curves.png": (curves, "tiny.json"),
-    "more.png": (more_curves, "tiny.json"),
     "penalty.png": (with_penalty, "penalty.json"),
-    "gamble.png": (over_accuracy, "tiny.json", "penalty.json", "ensembles.json"),
-    "ensembles.png": (of_ensembles, "ensembles.json"),
     "frontier.png": (coefficients, "frontier.json", "slow.json", "tiny.json"),
 }
