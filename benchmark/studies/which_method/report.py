@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 
 from benchmark import differences, report
 from benchmark.report import CRITIC, OTHER, PPO, RLOO, Record, Row
-from benchmark.studies.short_runs import report as short_runs
 
 LEVELS = (1, 2, 3)
 BASE = "RLOO, K 4"
@@ -16,7 +15,6 @@ NAMES = {
     "default": "PPO",
     "critic from the reward model, warmed up": "PPO, critic from the reward model",
     "RLOO, K 4": "RLOO",
-    "RLOO of tokens": "Dr. GRPO",
 }
 PUBLISHED = ", published"
 # Of numbers from their dots, in points, where the usual place is taken.
@@ -117,14 +115,6 @@ def pooled(record: Record) -> dict[str, float]:
     deviation, independent = differences.pooled_deviation(rows)
     freedom = differences.freedom_of(found, "equal_kl")
     return {"deviation": deviation, "freedom": freedom, "independent": independent}
-
-
-def smoothed(record: Record) -> list[Row]:
-    """The differences from RLOO at equal KL, of smoothed curves."""
-    choices = dict.fromkeys(row["choice"] for row in record["rows"])
-    runs = {choice: report.runs_of(record, choice) for choice in choices}
-    pairs = [(choice, BASE) for choice in runs if choice != BASE]
-    return short_runs.smoothings(runs, pairs, list(LEVELS))
 
 
 # --- the picture ----------------------------------------------------------------------------------
