@@ -53,7 +53,7 @@ def frontier(record):
     ("name", "summarise"),
     [
         ("short_runs/short", short_table),
-        ("slow_rate/slow", short_table),
+        ("rates/slow", short_table),
         ("overoptimisation/frontier", frontier),
     ],
 )

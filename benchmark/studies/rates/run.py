@@ -50,6 +50,7 @@ def main() -> None:
     add("--seeds", type=int, nargs="+", default=[21, 22, 23])
     add("--rates", nargs="+", default=RATES)
     add("--episodes", type=int, default=12_800, help="of each policy (that is the default)")
+    add("--batch_size", type=int, default=128, help="of each update")
     add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
     add("--folder", default="runs/ablations", help="where the runs go")
     args = parser.parse_args()
@@ -61,7 +62,8 @@ def main() -> None:
     rows = json.loads(record.read_text())["rows"] if record.exists() else []
     known = {(row["choice"], row["seed"], row["lr"]) for row in rows}
     for rate in args.rates:
-        sizes = ["--total_episodes", str(args.episodes), "--batch_size", "128", "--lr", rate]
+        sizes = ["--total_episodes", str(args.episodes)]
+        sizes += ["--batch_size", str(args.batch_size), "--lr", rate]
         tasks = []
         for seed in args.seeds:
             for name in NAMES:

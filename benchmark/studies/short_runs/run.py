@@ -4,7 +4,7 @@ data.
     python benchmark/studies/short_runs/run.py
     python benchmark/studies/short_runs/run.py --tag mine --choices default "gamma 0.95"
 
-The studies full_length and slow_rate call this program with settings of their own. Long runs are
+The study full_length calls this program with settings of its own. Long runs are
 those of the choices that matter most, short ones those of all others, beside the default and
 RLOO's.
 
