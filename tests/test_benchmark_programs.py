@@ -23,7 +23,6 @@ PROGRAMS = {
     " --kl_coefs 0.15 --kl_target 6",
     "speed/memory_speed": "--shape 1x32 --variants ppo-value-model rloo-2 --batch_size 4"
     " --repeats 1 --response_length 4 --num_epochs 1 --speed_only",
-    "speed/scaling": f"--sweeps batch_size --points_batch_size 4 --model 1x32 --repeats 1 {SMALL}",
 }
 
 

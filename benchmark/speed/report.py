@@ -1,27 +1,10 @@
-"""Rows and the picture of this page: `python benchmark/report.py speed`."""
+"""Rows of this page: `python benchmark/report.py speed`."""
 
-import functools
-import math
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from benchmark import report
-from benchmark.report import ALGORITHMS, OTHER, Record, Row
-
-SWEEPS = {
-    "batch_size": "episodes of an update",
-    "query_length": "query tokens",
-    "response_length": "response tokens",
-    "rloo_k": "K, same number of episodes",
-    "model": "parameters",
-    "processes": "processes, same batch",
-}
+from benchmark.report import Record, Row
 
 
-# --- tables ---------------------------------------------------------------------------------------
 def phases(*records: Record) -> list[Row]:
     """Updates against plain PyTorch, as ratios of one run."""
     rows = []
@@ -73,63 +56,8 @@ def times(*records: Record) -> list[Row]:
     """How many times as long as ours other updates take, in fp32 and in bf16."""
     found: dict[Any, Row] = {}
     for row in bars(*records):
-        both = found.setdefault((row["args"]["shape"], row["algorithm"]), {})
-        both[row["args"]["dtype"]] = row
+        args = row["args"]
+        key = (args["shape"], row["algorithm"])
+        both = found.setdefault(key, {})
+        both[args["dtype"]] = row
     return list(found.values())
-
-
-def scaling(record: Record) -> list[Row]:
-    """How the time of an update grows, as ratios to the first point of a sweep."""
-    found = []
-    for (sweep,), rows in report.group(record["rows"], "sweep").items():
-        values = dict.fromkeys(str(row["value"]) for row in rows)
-        ratios = {"ppo": [], "rloo": []}
-        for row in rows:
-            ratios[row["algorithm"]].append(row["ratio"]["total"])
-        found.append({"what": SWEEPS[sweep], "values": list(values)} | ratios)
-    return found
-
-
-# --- pictures -------------------------------------------------------------------------------------
-def draw_sweep(axes: Axes, rows: list[Row], name: str) -> None:
-    """The time of an update as a multiple of the first point of a sweep."""
-    for algorithm, colour in ALGORITHMS.items():
-        points = [row for row in rows if row["algorithm"] == algorithm.lower()]
-        y = [row["ratio"]["total"] for row in points]
-        axes.plot([row["x"] for row in points], y, "o-", color=colour, label=algorithm)
-    x = np.array(sorted({row["x"] for row in rows}))
-    if name not in ("rloo_k", "processes"):
-        axes.plot(
-            x,
-            x / x[0],
-            "--",
-            color=OTHER,
-            label="if in proportion",
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    ticks = [f"{value / 1e6:.1f}M" if name == "model" else f"{value:g}" for value in x]
-    axes.set_xticks(x, ticks, fontsize=9, rotation=30 if name == "model" else 0)
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel(SWEEPS[name])
-
-
-def of_record(record: Record, names: tuple[str, ...] = tuple(SWEEPS)) -> Figure:
-    """A panel for each sweep of a record of scaling.py that has one of these names."""
-    rows = record["rows"]
-    shown = [name for name in names if name in {row["sweep"] for row in rows}]
-    lines = math.ceil(len(shown) / 3)
-    text = "The time of an update grows more slowly than its size"
-    figure, panels = report.new(text, lines, 3, 3.4 * lines)
-    for axes, name in zip(panels.flat, shown, strict=False):
-        draw_sweep(axes, [row for row in rows if row["sweep"] == name], name)
-    for axes in panels.flat[len(shown) :]:
-        axes.set_axis_off()
-    panels[0, 0].set_ylabel("time of an update\n(first point = 1)")
-    panels[0, 0].legend()
-    return figure
-
-
-three = functools.partial(of_record, names=("batch_size", "response_length", "model"))
-PICTURES = {"scaling.png": (three, "scaling-cpu-fp32.json")}

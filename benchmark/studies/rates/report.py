@@ -161,7 +161,7 @@ def draw_differences(axes: Axes, rows: list[Row]) -> None:
 
 def draw(record: Record) -> Figure:
     """Scores at the end, and differences at the same KL, over the learning rate."""
-    figure, panels = report.new(TITLE, 1, 2, 3.4)
+    figure, panels = report.new(TITLE, 1, 2, 3.4, sharex=True)
     ends, equal = panels[0]
     rows = rates(record)
     draw_ends(ends, rows)
