@@ -164,7 +164,8 @@ def count_weights(model: Model) -> tuple[int, int]:
 
 
 def memory(config: AutoConfig, setting: Setting) -> dict[str, float]:
-    """Gigabytes on one GPU, by what they are for, at the peak of the update and of sampling."""
+    """Gigabytes on one GPU, by what they are for, at the peak of the update and of sampling; and
+    those of the host for each process while it reads its models, one after the other in fp32."""
     model = build(config, setting)
     linear, others = count_weights(model)
     hidden = config.hidden_size
@@ -208,12 +209,13 @@ def memory(config: AutoConfig, setting: Setting) -> dict[str, float]:
         "update": update / GB,
         "sampling": sampling / GB,
         "peak": (policy + reference + reward + max(update, sampling)) / GB,
+        "host": 4 * (linear + others) / GB,  # test_models.py measures it for a small model
     }
 
 
 def table(models: list[str], sizes: dict[str, int]) -> str:
     """The table in Markdown: a row for each model and setting, with other sizes than its own."""
-    names = ["policy", "reference", "reward model", "update", "sampling", "peak"]
+    names = ["policy", "reference", "reward model", "update", "sampling", "peak", "host"]
     lines = [f"| model | setting | {' | '.join(names)} |", "| --- | --- |" + " ---: |" * len(names)]
     for model in models:
         for setting in SETTINGS:
