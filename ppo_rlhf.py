@@ -263,7 +263,7 @@ def main(preset: str, args: Args) -> None:
         score_fn = load_reward_model(load, args.reward_model, args)
     lm, ref_lm = load_policy_and_reference(load, args)
     policy = ActorCritic(lm, load_critic(load, args))
-    ref = ActorCritic(ref_lm).to(accelerator.device)  # its values are not used
+    ref = ActorCritic(ref_lm)  # its values are not used
     # `wrapped` is what is trained: it averages gradients over processes. `policy` is inside.
     wrapped, policy, optimizer = prepare(accelerator, policy, make_optimizer(policy, args))
     # The reference is the untrained policy, also when a run is resumed.
@@ -823,7 +823,8 @@ class ActorCritic(Module):
         super().__init__()
         self.lm = lm
         self.critic = getattr(critic, "base_model", None)
-        self.value_head = nn.Linear(lm.get_output_embeddings().in_features, 1)
+        width = lm.get_output_embeddings().in_features
+        self.value_head = nn.Linear(width, 1, device=lm.device)
         for p in self.value_head.parameters():
             nn.init.zeros_(p)  # as in the original
         if hasattr(critic, "score"):  # a reward model
@@ -881,10 +882,10 @@ def load_policy_and_reference(
     ref = load("base_model", args.base_model, AutoModelForCausalLM)
     if args.lora_rank:
         lm = with_adapters(ref, args.lora_rank, args.lora_alpha)
-        return lm, freeze(ref, args.dtype)
-    # The reference leaves the host's memory before the policy is read.
     ref = freeze(ref, args.dtype).to(PartialState().device)
-    return load("base_model", args.base_model, AutoModelForCausalLM), ref
+    if not args.lora_rank:  # read when the reference has left the host's memory
+        lm = load("base_model", args.base_model, AutoModelForCausalLM)
+    return lm, ref
 
 
 def load_critic(load: Callable, args: Args) -> PreTrainedModel | None:

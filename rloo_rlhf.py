@@ -256,7 +256,7 @@ def main(preset: str, args: Args) -> None:
         score_fn = load_reward_model(load, args.reward_model, args)
     lm, ref_lm = load_policy_and_reference(load, args)
     policy = Actor(lm, args)
-    ref = Actor(ref_lm, args).to(accelerator.device)
+    ref = Actor(ref_lm, args)
     # `wrapped` is what is trained: it averages gradients over processes. `policy` is inside.
     wrapped, policy, optimizer = prepare(accelerator, policy, make_optimizer(policy, args))
     # The reference is the untrained policy, also when a run is resumed.
@@ -795,10 +795,10 @@ def load_policy_and_reference(
     ref = load("base_model", args.base_model, AutoModelForCausalLM)
     if args.lora_rank:
         lm = with_adapters(ref, args.lora_rank, args.lora_alpha)
-        return lm, freeze(ref, args.dtype)
-    # The reference leaves the host's memory before the policy is read.
     ref = freeze(ref, args.dtype).to(PartialState().device)
-    return load("base_model", args.base_model, AutoModelForCausalLM), ref
+    if not args.lora_rank:  # read when the reference has left the host's memory
+        lm = load("base_model", args.base_model, AutoModelForCausalLM)
+    return lm, ref
 
 
 # --- entry point ----------------------------------------------------------------------------------
