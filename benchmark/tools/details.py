@@ -184,8 +184,8 @@ ORIGINAL = [
         CACHED,
     ),
     Detail(
-        "All responses have the same length. Sampling has no top-k and no top-p, and does not stop "
-        "at an EOS.",
+        "By default all responses have the same length. Sampling has no top-k and no top-p, and "
+        "does not stop at an EOS.",
         PPO,
         "(logits / temperature)",
         "logits",
