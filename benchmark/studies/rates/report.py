@@ -78,9 +78,10 @@ def rates(record: Record) -> list[Row]:
 
 
 def rule(record: Record) -> list[Row]:
-    """For each rate whether it passes the protocol's rule, and the mean of its six gains."""
+    """For each rate with all seeds whether it passes the protocol's rule, and the mean of its six
+    gains."""
     rows = []
-    others = [row for row in rates(record) if row["lr"] != DEFAULT]
+    others = [row for row in rates(record) if row.get("equal_kl")]
     for (rate,), both in report.group(others, "lr").items():
         gains = [row["end"]["mean"] for row in both]
         equal = [row["equal_kl"]["mean"] for row in both]
