@@ -791,9 +791,9 @@ def load_policy_and_reference(
     load: Callable, args: Args
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Two models from --base_model: the policy, and the reference, which is frozen. With LoRA they
-    share all weights but the adapters, which the reference has not."""
+    share all weights but the policy's adapters."""
     ref = load("base_model", args.base_model, AutoModelForCausalLM)
-    if args.lora_rank:
+    if args.lora_rank:  # before weights are held in bf16: adapters get their dtype
         lm = with_adapters(ref, args.lora_rank, args.lora_alpha)
     ref = freeze(ref, args.dtype).to(PartialState().device)
     if not args.lora_rank:  # read when the reference has left the host's memory

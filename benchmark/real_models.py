@@ -79,9 +79,7 @@ def dequantize(gguf: Path, site: Path, out: Path) -> None:
 
 # --- labels and runs ------------------------------------------------------------------------------
 @torch.no_grad()
-def label(
-    base_model: str, path: Path, seed: int, num_labels: int, dtype: str, openings: Path
-) -> None:
+def label(base_model: str, path: Path, seed: int, num_labels: int, openings: Path) -> None:
     """Labels for train_reward.py: of four samples of the model the one that VADER likes best."""
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     args = rloo_rlhf.Args(
@@ -94,7 +92,7 @@ def label(
         query_length=24,
         response_length=16,
         truncate_after=6,
-        dtype=dtype,
+        dtype="bf16",
     )
     queries = ours.load_queries(tokenizer, args, num_labels)
     lm, _ = rloo_rlhf.load_policy_and_reference(ours.loader(tokenizer, 64, args), args)

@@ -111,7 +111,7 @@ def reward_model(seed: int, base_model: str, openings: Path, study: Study, args:
     """Trained on VADER's choices of four responses of the starting model."""
     labels = args.folder / f"{study.prefix}labels-{seed}.jsonl"
     if not labels.exists():
-        real_models.label(base_model, labels, seed, study.labels, args.dtype, openings)
+        real_models.label(base_model, labels, seed, study.labels, openings)
     flags = f"--base_model {base_model} --query_dataset {openings} --label_dataset {labels}"
     flags += f" {NO_CUT} {study.reward} --seed {seed}"
     run = train(f"{study.prefix}reward-{seed}", "train_reward.py", flags, args)
@@ -262,7 +262,6 @@ def main() -> None:
     args = parser.parse_args()
     os.chdir(common.ROOT)
     args.folder = args.folder.absolute()
-    args.dtype = "bf16"
     study = STUDIES[args.model]
     base_model = args.base_model or str(study.fetch(args.folder))
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""Rows and pictures of this study: `python benchmark/report.py short_runs`. full_length/
-uses them, too."""
+"""Rows and pictures of this study: `python benchmark/report.py short_runs`. The study
+full_length uses them, too."""
 
 import numpy as np
 from matplotlib.axes import Axes
