@@ -28,6 +28,7 @@ digest of its records.
 """
 
 import argparse
+import functools
 import hashlib
 import importlib
 import io
@@ -101,7 +102,8 @@ def module_of(folder: Path) -> ModuleType | None:
     return importlib.import_module(f"{name}.report")
 
 
-def part_of(part: str, paths: list[Path]) -> Any:
+@functools.cache  # the markers of a page ask for the same parts
+def part_of(part: str, paths: tuple[Path, ...]) -> Any:
     """What the function of this name makes of the records, or the field of this name in them. Rows
     of measurements have the arguments of their record."""
     records = [load(path) for path in paths]
@@ -167,7 +169,7 @@ def row_text(cells: str, row: Row) -> str:
 
 
 # --- pages ----------------------------------------------------------------------------------------
-def origin(paths: list[Path], folder: Path) -> str:
+def origin(paths: tuple[Path, ...], folder: Path) -> str:
     """Which version of the scripts made the records, and on which machine."""
     groups: dict[str, list[str]] = {}
     for path in paths:
@@ -194,7 +196,7 @@ def expand(names: str) -> Iterator[str]:
 def table(found: re.Match, folder: Path) -> str:
     """A table with its markers, made anew."""
     head, names, part, cells, end = found.groups()
-    paths = [folder / name for name in expand(names)]
+    paths = tuple(folder / name for name in expand(names))
     text = "\n".join(row_text(cells, row) for row in part_of(part, paths))
     return f"{head}{text}\n\n{origin(paths, folder)}\n{end}"
 
@@ -213,7 +215,7 @@ def number(found: re.Match, folder: Path) -> str:
     """A number, or several fields with words between them, with its markers, made anew."""
     head, name, path, spec, end = found.groups()
     part, _, rest = path.partition(" > ")
-    paths = [folder / each for each in expand(name)]
+    paths = tuple(folder / each for each in expand(name))
     value = part_of(part, paths)
     if rest:
         value = look_up(value, rest)
@@ -224,6 +226,7 @@ def number(found: re.Match, folder: Path) -> str:
 
 def written(page: Path, text: str | None = None) -> str:
     """The text of a page, with its tables and numbers made anew."""
+    part_of.cache_clear()  # records may have changed since another page was made
     text = page.read_text() if text is None else text
     makers = {TABLE: table, COPY: copied, NUMBER: number}
     num_closed = sum(len(pattern.findall(text)) for pattern in makers)

@@ -11,6 +11,7 @@ from fork_tools import PPO, WORDS, kit, plain
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 TINY = ROOT / "tiny/model"
+pytestmark = pytest.mark.long
 SMALL = "--batch_size 4 --query_length 8 --response_length 4 --num_epochs 1"
 PROGRAMS = {
     "studies/optimum/run": "--seeds 1 --updates 2",

@@ -61,6 +61,7 @@ def pytest_with(script, *words):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_pytest_runs_tests_against_a_copy_and_names_its_fault(tmp_path):
     """In the place of the script that it was made from, with tf_adam.py from beside it. -k may have
     an `or`. What is new is no fault."""
@@ -89,6 +90,7 @@ def test_pytest_runs_tests_against_a_copy_and_names_its_fault(tmp_path):
     assert re.search(r"and update: train/\w+ of update \d is [\d.]+, not [\d.]+", printed)
 
 
+@pytest.mark.long
 def test_a_test_that_cannot_call_a_changed_function_has_not_failed(tmp_path):
     """But a mask that is forgotten has."""
     text = (ROOT / PPO).read_text()

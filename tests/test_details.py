@@ -52,6 +52,7 @@ def start(nodes, folder, detail=None):
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 def test_a_fault_in_the_code_of_a_detail_makes_its_test_fail(tmp_path, request):
     """Two at a time."""
     chosen = [detail for detail in DETAILS if detail.what in QUICK]

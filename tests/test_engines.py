@@ -63,6 +63,7 @@ def test_fsdp2_gives_what_ddp_gives_and_goes_on(script, folder, tmp_path):
         assert_close(load_file(other / name), load_file(one / name), atol=1e-4, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", [PPO, RLOO])
 def test_adapters_are_trained_in_shards_as_by_ddp(script, tmp_path):
     words = [*WORDS[script], "--lora_rank", "2", "--dtype", "bf16"]
@@ -134,6 +135,7 @@ def test_two_processes_with_unequal_micro_batches_give_what_one_gives(script, tm
     assert_close(theirs, mine, atol=1e-4, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_weights_in_shards_have_no_whole_gradients_and_no_copies(script, tmp_path):
     """After no micro-batch, and at no sampled token, when of the weights only embeddings, last norm

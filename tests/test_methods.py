@@ -52,6 +52,7 @@ TWO_PROCESSES = "--num_minibatches 1 --num_epochs 2"
 TWO_UPDATES = "--total_episodes 24"
 FLATTER = 1.3  # a sampler that is not the trained model: its temperature, over the latter's
 SAMPLED = "policy, cache, contexts, u, args.temperature, "
+pytestmark = pytest.mark.long
 
 
 # --- the methods, one response at a time ----------------------------------------------------------
@@ -153,8 +154,8 @@ def flatter(s):
     return SimpleNamespace(**vars(s) | {"temperature": FLATTER * s.temperature})
 
 
-def sample_flatter(lm, context, u, s):
-    return sample(lm, context, u, flatter(s))
+def sample_flatter(lm, contexts, numbers, s):
+    return sample(lm, contexts, numbers, flatter(s))
 
 
 def make_weighted_row(policy, *others):

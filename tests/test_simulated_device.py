@@ -98,6 +98,7 @@ def test_results_are_those_of_the_cpu(script, case):
     assert_same_run(finished(script, more), finished(script, more, on_cpu=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", BF16)
 def test_the_scripts_run_in_bf16(script):
     """The scripts themselves check that sampling and training agree."""
@@ -106,6 +107,7 @@ def test_the_scripts_run_in_bf16(script):
         assert all(math.isfinite(value) for value in line.values())
 
 
+@pytest.mark.long
 def test_a_run_is_resumed(tmp_path):
     """From the device's own checkpoint, to the results of a CPU that had no pause."""
     folder = new_folder(tmp_path)

@@ -167,6 +167,7 @@ def train(algorithm):
     return optimum.train(algorithm, 1, updates=200, points=5)
 
 
+@pytest.mark.long
 def test_training_comes_within_two_percent_of_the_exact_optimum(monkeypatch):
     """J(pi) = E_pi[r] - beta KL(pi || rho), over all 8^3 responses, is at most
     J* = beta log E_rho exp(r / beta), with beta 1."""

@@ -29,6 +29,7 @@ from plumbing import launch as launch_module
 from plumbing import models as models_module
 
 BASES = {name: make.base_of(path.read_text()) for name, path in patched.PATCHES.items()}
+pytestmark = pytest.mark.long
 NOT_SAID = "not said"
 FIXED = "--adaptive_kl_target none"
 TORCH = "--adam torch --adam_eps 1e-8"

@@ -19,6 +19,7 @@ from trl_tools import OWN, SYSTEMS
 from plumbing import data as data_module
 
 PAGE = ROOT / "docs" / "trl_fidelity.md"
+pytestmark = pytest.mark.long
 VERSION = {"trl09": "0.9", "trl112": "1.12", "rloo116": "RLOO"}  # as the table names them
 EQUAL = 1e-5  # of quantities, relative where they are larger than 1
 MOVED_ALIKE = 5e-5  # of the move of a model's weights, relative L2

@@ -1,5 +1,7 @@
-"""pytest's options --golden, --faults and --script. pyproject.toml loads this file with -p, so
-early that a script is not taken for the path of a test."""
+"""pytest's options --golden, --faults and --script, and what a plain `pytest` leaves out.
+
+pyproject.toml loads this file with -p, so early that a script is not taken for the path of a test.
+"""
 
 import ast
 import difflib
@@ -33,6 +35,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--script_flags", default="", help=text)
     text = "break every line that the table of details names"
     parser.addoption("--faults", action="store_true", help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked as long run with `-m long`, and where their file is named."""
+    if config.option.markexpr or config.option.file_or_dir:
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=long)
+    items[:] = [item for item in items if item not in long]
 
 
 def original_of(copy: Path) -> str:

@@ -208,17 +208,23 @@ def uniforms(seed: int, update: int, rows: int, length: int) -> list[list[float]
 
 
 @torch.no_grad()
-def sample(lm: Any, context: Tokens, u: list[float], s: Any) -> Tokens:
-    """A response: each token is where the cumulative distribution passes its number."""
-    response = []
-    for number in u:
-        ids = torch.tensor([context + response])
-        logits = lm(ids).logits[0, -1]
-        probs = (logits / s.temperature).softmax(0)
-        cdf = probs.cumsum(0)[:-1]
-        assert (cdf - number).abs().min() > EDGE, "between two tokens: take another seed"
-        response.append(int((cdf <= number).sum()))
-    return response
+def sample(lm: Any, contexts: Rows, numbers: list[list[float]], s: Any) -> Rows:
+    """Responses: each token is where the cumulative distribution passes its number. Contexts of one
+    length are read together."""
+    responses = {}
+    for length in set(map(len, contexts)):
+        rows = [i for i, context in enumerate(contexts) if len(context) == length]
+        ids = torch.tensor([contexts[i] for i in rows])
+        u = torch.tensor([numbers[i] for i in rows], dtype=torch.float64)
+        for t in range(s.response_length):
+            logits = lm(ids).logits[:, -1]
+            probs = (logits / s.temperature).softmax(1)
+            cdf = probs.cumsum(1)[:, :-1]
+            number = u[:, t, None]
+            assert (cdf - number).abs().min() > EDGE, "between two tokens: take another seed"
+            ids = torch.cat([ids, (cdf <= number).sum(1, keepdim=True)], 1)
+        responses |= zip(rows, ids[:, length:].tolist(), strict=True)
+    return [responses[i] for i in range(len(contexts))]
 
 
 def length_of(response: Tokens, s: Any) -> int | None:
@@ -408,10 +414,9 @@ def make_judge(s: Any) -> Callable:
 
 @torch.no_grad()
 def make_row(
-    policy: Any, ref: Any, judge: Callable, query: Any, u: list[float], s: Any
+    policy: Any, ref: Any, judge: Callable, query: Any, response: Tokens, s: Any
 ) -> SimpleNamespace:
     """One response to one query, with everything that is thought of it."""
-    response = sample(policy.lm, query.context, u, s)
     row = SimpleNamespace(query=query, response=response)
     length = length_of(row.response, s)
     row.found_end = s.end is None or length is not None
@@ -432,11 +437,18 @@ def make_row(
     return row
 
 
+def make_rows(policy: Any, ref: Any, judge: Callable, queries: Rows, update: int, s: Any) -> Rows:
+    """A response to each query, with the random numbers of an update."""
+    numbers = uniforms(s.seed, update, len(queries), s.response_length)
+    responses = sample(policy.lm, [query.context for query in queries], numbers, s)
+    asked = zip(queries, responses, strict=True)
+    return [make_row(policy, ref, judge, query, response, s) for query, response in asked]
+
+
 def evaluate(policy: Any, ref: Any, judge: Callable, queries: Rows, s: Any) -> list[Settings]:
     found = []
-    numbers = uniforms(s.seed, 0, len(queries), s.response_length)
-    for query, u in zip(queries, numbers, strict=True):
-        row = make_row(policy, ref, judge, query, u, s)
+    rows = make_rows(policy, ref, judge, queries, 0, s)
+    for query, row in zip(queries, rows, strict=True):
         said = {"score": row.score, "kl": row.kl.item(), "found_end": row.found_end}
         said["query"] = s.tokenizer.decode(query.ids)
         said["response"] = s.tokenizer.decode(row.truncated)
@@ -534,13 +546,9 @@ def reinforce(script: str, settings: Settings, folder: Path, world: int) -> Simp
         if update < s.critic_warmup:
             lr = 0.0
 
-        rows = []
-        numbers = uniforms(s.seed, update + 1, s.batch_size, s.response_length)
-        for i, u in enumerate(numbers):
-            episode = update * s.batch_size + i
-            query = queries[episode // k % len(queries)]
-            row = make_row(policy, ref, judge, query, u, s)
-            rows.append(row)
+        episodes = range(update * s.batch_size, (update + 1) * s.batch_size)
+        asked = [queries[episode // k % len(queries)] for episode in episodes]
+        rows = make_rows(policy, ref, judge, asked, update + 1, s)
         note_rollout(rows, kl_coef, means)
         if is_rloo:
             set_leave_one_out(rows, k, kl_coef, s)
@@ -670,10 +678,9 @@ def train_reward(_: str, settings: Settings, folder: Path, world: int) -> Simple
             return
         logits = []
         numbers = uniforms(s.seed, step, count, s.response_length)
-        for i, u in enumerate(numbers):
-            number = step * count + i
-            query = queries[number % len(queries)]
-            response = sample(ref, query.context, u, s)
+        asked = [queries[(step * count + i) % len(queries)] for i in range(count)]
+        responses = sample(ref, [query.context for query in asked], numbers, s)
+        for query, response in zip(asked, responses, strict=True):
             if s.truncate_token == "eos":
                 response = response[: length_of(response, s)]
             logits.append(logit(model, query.ids + response).item())
