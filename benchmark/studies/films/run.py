@@ -39,10 +39,11 @@ RATES = ("3e-5", "1e-5")
 SCRIPTS = {"PPO": "ppo_rlhf.py", "RLOO": "rloo_rlhf.py"}
 EPISODES = 1_024
 HELD_OUT = 256  # openings, each of another review
-SENTENCES = 1_000  # held out to test judge B
+SENTENCES = 1_000  # held out to test the judges
+PAIRS = 1_200  # of sentences, for judge A
 LABELS = 832  # of which the last 64 are held out
 OF_EACH = 4  # responses of a label
-QUERY, RESPONSE, READ = 8, 20, 64  # tokens; the last of a review that judge A reads
+QUERY, RESPONSE, READ = 8, 20, 48  # tokens; the last of a text that judge A reads
 WORDS = 40  # of a review that judge B learns from, at either end
 ROWS = 64  # of a pass
 TIE = 0.05
@@ -71,7 +72,8 @@ class Data(NamedTuple):
     half_a: list[dict[str, Any]]
     half_b: list[dict[str, Any]]
     test_sentences: list[dict[str, Any]]
-    sentences: list[dict[str, Any]]
+    sentences_a: list[dict[str, Any]]
+    sentences_b: list[dict[str, Any]]
 
 
 def read(args: argparse.Namespace) -> Data:
@@ -83,9 +85,18 @@ def read(args: argparse.Namespace) -> Data:
             rows = [json.loads(line) for line in file]
         files.append([rows[i] for i in rng.permutation(len(rows))])
     reviews, sentences = files
-    rest = reviews[HELD_OUT:]
-    halves = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-    return Data(reviews[:HELD_OUT], *halves, sentences[:SENTENCES], sentences[SENTENCES:])
+    return Data(
+        reviews[:HELD_OUT],
+        *halves(reviews[HELD_OUT:]),
+        sentences[:SENTENCES],
+        *halves(sentences[SENTENCES:]),
+    )
+
+
+def halves(rows: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The first half, and the other."""
+    middle = len(rows) // 2
+    return rows[:middle], rows[middle:]
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -138,15 +149,10 @@ class JudgeB:
         """The probability that each text is positive."""
         return self.logits(self.bags(texts)).sigmoid().numpy()
 
-    def accuracy(self, rows: list[dict[str, Any]]) -> float:
-        """How often it is right about the rows."""
-        is_positive = np.array([row["positive"] for row in rows])
-        return float(((self([row["text"] for row in rows]) > 0.5) == is_positive).mean())
-
 
 def make_judge_b(data: Data) -> JudgeB:
-    """Of sentences, and of both ends of half B's reviews."""
-    rows = list(data.sentences)
+    """Of half B: sentences, and both ends of reviews."""
+    rows = list(data.sentences_b)
     for row in data.half_b:
         words = row["text"].split()
         rows.append(row | {"text": " ".join(words[:WORDS])})
@@ -251,12 +257,12 @@ def train(script: str, flags: str, args: argparse.Namespace) -> Path:
 
 
 def make_judge_a(reader: Reader, data: Data, args: argparse.Namespace) -> Path:
-    """Trained on pairs of reviews of half A."""
-    good = [row["text"] for row in data.half_a if row["positive"]]
-    bad = [row["text"] for row in data.half_a if not row["positive"]]
-    pairs = zip(good, bad, strict=False)
+    """Trained on pairs of sentences of half A."""
+    good = [row["text"] for row in data.sentences_a if row["positive"]]
+    bad = [row["text"] for row in data.sentences_a if not row["positive"]]
+    pairs = list(zip(good, bad, strict=False))[:PAIRS]
     rows = [{"prompt": PROMPT, "chosen": f" {a}", "rejected": f" {b}"} for a, b in pairs]
-    path = write_jsonl(args.folder / "stars.jsonl", rows)
+    path = write_jsonl(args.folder / "pairs.jsonl", rows)
     flags = f"--base_model {reader.base_model} --label_dataset {path} --query_dataset {path}"
     return train("train_reward.py", f"{flags} {JUDGE}", args)
 
@@ -386,13 +392,16 @@ def main() -> None:
     rewards = reader.score(
         reward, [ids[:QUERY] for ids in beginnings], [ids[QUERY:] for ids in beginnings]
     )
-    words = [" ".join(text.split()[:50]) for text in texts]
+    words = [" ".join(text.split()[:WORDS]) for text in texts]
+    sentences = [row["text"] for row in data.test_sentences]
+    liked = np.array([row["positive"] for row in data.test_sentences])
     more = {
         "judges": {
-            "judge A on reviews": auc(reader.judge_a(judge_a, texts), stars),
+            "judge A on reviews": auc(reader.judge_a(judge_a, words), stars),
+            "judge A on sentences": auc(reader.judge_a(judge_a, sentences), liked),
             "judge B on reviews": auc(judge(words), stars),
             "reward model on reviews": auc(rewards, stars),
-            "judge B on sentences": judge.accuracy(data.test_sentences),
+            "judge B on sentences": auc(judge(sentences), liked),
         },
         "best_of": best_of(reader, reward, judge, data),
     }
