@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -29,8 +30,10 @@ transformers.utils.logging.set_verbosity_error()  # a new reward head is what is
 
 
 # --- records --------------------------------------------------------------------------------------
+@functools.cache
 def git(*words: str) -> str:
-    """What git prints about this repository, without touching it."""
+    """What git prints about this repository, without touching it. It is asked once: if a process is
+    started while a pool forks its workers, they can wait for each other forever."""
     command = ["git", "--no-optional-locks", "-C", str(ROOT), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -39,6 +42,14 @@ def commit() -> str:
     """The last commit that changed what is measured, in short; with a + if it was changed since."""
     short = git("log", "-1", "--format=%h", "--", *SCRIPTS, "tiny")
     return f"{short}+" if git("diff", "--name-only", "HEAD", "--", *SCRIPTS, "tiny") else short
+
+
+def source() -> dict[str, Any]:
+    """Which commit of the scripts is measured, and what has changed since."""
+    return {
+        "commit": git("log", "-1", "--format=%H", "--", *SCRIPTS, "tiny"),
+        "scripts_changed_since": git("diff", "--name-only", "HEAD", "--", *SCRIPTS).split(),
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -67,8 +78,7 @@ def write(
     modules = (torch, transformers, accelerate)
     record = {
         "version": project["version"],
-        "commit": git("log", "-1", "--format=%H", "--", *SCRIPTS, "tiny"),
-        "scripts_changed_since": git("diff", "--name-only", "HEAD", "--", *SCRIPTS).split(),
+        **source(),
         "versions": {module.__name__: module.__version__ for module in modules},
         "machine": machine(),
         "args": {name: x for name, x in vars(args).items() if name not in ("trl_dir", "out")},
@@ -118,6 +128,7 @@ def show_rows(rows: list[dict[str, Any]], *lines: Any) -> None:
 
 def make_parser(text: str, program: str) -> argparse.ArgumentParser:
     """A parser whose help is the text as it stands, for a file that writes a record."""
+    source()  # asks git now
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=text, formatter_class=style)
     folder = Path(program).resolve().parent

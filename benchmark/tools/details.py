@@ -130,7 +130,7 @@ AGAINST = {
     "algorithm": "a worked example",
 }
 
-ORIGINAL = [
+OPTIMIZER = [
     Detail(
         "The optimizer is Adam as TensorFlow computes it, with eps outside the bias correction.",
         ADAM,
@@ -152,6 +152,8 @@ ORIGINAL = [
         "set_learning_rates(optimizer, update, update / (num_updates + 1), args, **rates)",
         PPO_RUN,
     ),
+]
+QUERIES = [
     Detail(
         "A query begins after the first `.` of its text and ends with the last one. Tokens are "
         "compared, not characters.",
@@ -183,6 +185,8 @@ ORIGINAL = [
         "(torch.ones_like(mask).cumsum(1) - 1).clamp(min=0)",
         CACHED,
     ),
+]
+SAMPLING = [
     Detail(
         "By default all responses have the same length. Sampling has no top-k and no top-p, and "
         "does not stop at an EOS.",
@@ -238,6 +242,8 @@ ORIGINAL = [
         "args.max_kl",
         "checks::first_passes_that_differ_stop_a_run",
     ),
+]
+SCORES = [
     Detail(
         "The score is that of the response up to its first `.` at index 16 or later.",
         PPO,
@@ -280,6 +286,8 @@ ORIGINAL = [
         "mask & (mask.cumsum(1) == 1)",
         PPO_RUN,
     ),
+]
+UPDATES = [
     Detail(
         "Rewards are scaled to a variance of 1, and keep their mean.",
         PPO,
@@ -361,6 +369,8 @@ ORIGINAL = [
         "kl / args.adaptive_kl_target - 1",
         PPO_RUN,
     ),
+]
+REWARD_MODEL = [
     Detail(
         "The reward head's first weights are normal, with a standard deviation of 1 / sqrt(d + 1) "
         "for d hidden units.",
@@ -507,7 +517,17 @@ OPTIONS = [
     ),
 ]
 
-DETAILS = [*ORIGINAL, *RLOO_ROWS, *OPTIONS]
+TABLES = {  # by their names in docs/details.md
+    "optimizer": OPTIMIZER,
+    "queries": QUERIES,
+    "sampling": SAMPLING,
+    "scores": SCORES,
+    "updates": UPDATES,
+    "reward_model": REWARD_MODEL,
+    "rloo": RLOO_ROWS,
+    "options": OPTIONS,
+}
+DETAILS = [detail for rows in TABLES.values() for detail in rows]
 
 
 # The tour of ppo_rlhf.py: where a part begins, up to the next one, and what is there.
@@ -574,8 +594,7 @@ def tour() -> str:
 
 def pages() -> dict[Path, dict[str, str]]:
     """The tables of each page."""
-    details = {"original": table(ORIGINAL), "rloo": table(RLOO_ROWS), "options": table(OPTIONS)}
-    details["summary"] = summary()
+    details = {name: table(rows) for name, rows in TABLES.items()} | {"summary": summary()}
     return {ROOT / "docs" / "details.md": details, ROOT / "README.md": {"tour": tour()}}
 
 
