@@ -6,6 +6,7 @@ import sys
 import time
 
 import fork_tools
+import pytest
 from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO
 from run_tools import read_lines
@@ -32,6 +33,7 @@ SIZES = {
 }
 
 
+@pytest.mark.long
 def test_two_rounds_of_the_loop(tmp_path):
     """Each begins with the policy of the one before, and keeps its labels."""
     folder = tmp_path / "here"

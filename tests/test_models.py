@@ -497,6 +497,7 @@ print((peak() - before) / lm.num_parameters())
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is of Linux")
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_the_host_holds_one_model_at_a_time(lora_rank, tmp_path):

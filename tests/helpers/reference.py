@@ -142,7 +142,13 @@ def one_token(text: str | None, s: Any) -> int | None:
     return tokens_of(text, s)[0]
 
 
-def cut_query(tokens: Tokens, length: int, start: int | None, end: int | None, long: str) -> Tokens:
+def cut_query(
+    tokens: Tokens,
+    length: int,
+    start: int | None,
+    end: int | None,
+    long: str,
+) -> Tokens:
     """The query in a text, or nothing."""
     if start is not None:
         if start not in tokens:
@@ -208,7 +214,12 @@ def uniforms(seed: int, update: int, rows: int, length: int) -> list[list[float]
 
 
 @torch.no_grad()
-def sample(lm: Any, contexts: Rows, numbers: list[list[float]], s: Any) -> Rows:
+def sample(
+    lm: Any,
+    contexts: Rows,
+    numbers: list[list[float]],
+    s: Any,
+) -> Rows:
     """Responses: each token is where the cumulative distribution passes its number. Contexts of one
     length are read together."""
     responses = {}
@@ -222,7 +233,8 @@ def sample(lm: Any, contexts: Rows, numbers: list[list[float]], s: Any) -> Rows:
             cdf = probs.cumsum(1)[:, :-1]
             number = u[:, t, None]
             assert (cdf - number).abs().min() > EDGE, "between two tokens: take another seed"
-            ids = torch.cat([ids, (cdf <= number).sum(1, keepdim=True)], 1)
+            drawn = (cdf <= number).sum(1, keepdim=True)
+            ids = torch.cat([ids, drawn], 1)
         responses |= zip(rows, ids[:, length:].tolist(), strict=True)
     return [responses[i] for i in range(len(contexts))]
 
@@ -437,7 +449,14 @@ def make_row(
     return row
 
 
-def make_rows(policy: Any, ref: Any, judge: Callable, queries: Rows, update: int, s: Any) -> Rows:
+def make_rows(
+    policy: Any,
+    ref: Any,
+    judge: Callable,
+    queries: Rows,
+    update: int,
+    s: Any,
+) -> Rows:
     """A response to each query, with the random numbers of an update."""
     numbers = uniforms(s.seed, update, len(queries), s.response_length)
     responses = sample(policy.lm, [query.context for query in queries], numbers, s)

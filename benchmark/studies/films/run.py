@@ -46,7 +46,7 @@ OF_EACH = 4  # responses of a label
 QUERY, RESPONSE, READ = 8, 20, 48  # tokens; the last of a text that judge A reads
 WORDS = 40  # of a review that judge B learns from, at either end
 ROWS = 64  # of a pass
-TIE = 0.05
+METRICS = ("objective/kl", "objective/scores", "policy/clipfrac", "seconds")
 PROMPT = "A film review:"
 NO_CUT = "--start_text none --end_text none --truncate_token none"
 TASK = f"{NO_CUT} --query_length {QUERY} --long_queries keep_start --response_length {RESPONSE}"
@@ -65,15 +65,19 @@ KEPT = """            for query, response in zip(my_queries, truncated(batch), s
 """
 
 
+Rows = list[dict[str, Any]]
+TokenRows = list[list[int]]
+
+
 class Data(NamedTuple):
     """Rows with a text and whether it is positive."""
 
-    held_out: list[dict[str, Any]]
-    half_a: list[dict[str, Any]]
-    half_b: list[dict[str, Any]]
-    test_sentences: list[dict[str, Any]]
-    sentences_a: list[dict[str, Any]]
-    sentences_b: list[dict[str, Any]]
+    held_out: Rows
+    half_a: Rows
+    half_b: Rows
+    test_sentences: Rows
+    sentences_a: Rows
+    sentences_b: Rows
 
 
 def read(args: argparse.Namespace) -> Data:
@@ -99,7 +103,7 @@ def halves(rows: list[Any]) -> tuple[list[Any], list[Any]]:
     return rows[:middle], rows[middle:]
 
 
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_jsonl(path: Path, rows: Rows) -> Path:
     """A file of JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -109,7 +113,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 class JudgeB:
     """A logistic regression on words and pairs of neighbours, each counted once in a text."""
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
+    def __init__(self, rows: Rows) -> None:
         counts = Counter(gram for row in rows for gram in self.grams(row["text"]))
         known = sorted(gram for gram, count in counts.items() if count > 1)
         self.number = {gram: i for i, gram in enumerate(known)}
@@ -129,16 +133,18 @@ class JudgeB:
     def grams(self, text: str) -> set[str]:
         """Words and pairs of words."""
         words = re.findall(r"[a-z']+|[!?]", text.lower())
-        return set(words) | {f"{a} {b}" for a, b in zip(words, words[1:], strict=False)}
+        pairs = zip(words, words[1:], strict=False)
+        return {*words, *map(" ".join, pairs)}
 
     def bags(self, texts: list[str]) -> tuple[Tensor, Tensor]:
         """The numbers of all known grams, and where each text's begin."""
-        numbers = [
-            [self.number[gram] for gram in sorted(self.grams(text)) if gram in self.number]
-            for text in texts
-        ]
-        starts = np.cumsum([0] + [len(of_text) for of_text in numbers[:-1]])
-        return torch.tensor(sum(numbers, []), dtype=torch.long), torch.tensor(starts)
+        numbers = []
+        starts = []
+        for text in texts:
+            starts.append(len(numbers))
+            known = self.grams(text) & self.number.keys()
+            numbers += [self.number[gram] for gram in sorted(known)]
+        return torch.tensor(numbers), torch.tensor(starts)
 
     def logits(self, bags: tuple[Tensor, Tensor]) -> Tensor:
         """One for each text."""
@@ -180,7 +186,7 @@ class Reader:
         """Tokens, as the scripts have them."""
         return data_module.encode(text, self.tokenizer)
 
-    def score(self, folder: str, queries: list[list[int]], responses: list[list[int]]) -> Any:
+    def score(self, folder: str, queries: TokenRows, responses: TokenRows) -> Any:
         """The rewards of a classifier."""
         self.args.reward_model = folder
         score = ours.load_score_fn(self.tokenizer, 128, self.args)
@@ -191,7 +197,7 @@ class Reader:
         responses = [self.encode(" " + text)[:READ] for text in texts]
         return self.score(folder, [self.encode(PROMPT)] * len(texts), responses)
 
-    def openings(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+    def openings(self, rows: Rows) -> TokenRows:
         """The first tokens of reviews."""
         return [self.encode(row["text"])[:QUERY] for row in rows]
 
@@ -208,7 +214,7 @@ class Reader:
         return ours.make_actor(rloo_rlhf, lm, self.args), ref
 
     @torch.no_grad()
-    def respond(self, model: str, openings: list[list[int]], draw: int) -> dict[str, Any]:
+    def respond(self, model: str, openings: TokenRows, draw: int) -> dict[str, Any]:
         """A response to each opening; KL in nats of it, and its log-probability per token under the
         starting model."""
         policy, ref = self.actors(model)
@@ -217,10 +223,13 @@ class Reader:
         parts = []
         for i in range(0, len(queries), ROWS):
             asked = queries[i : i + ROWS]
-            batch = rloo_rlhf.rollout(policy, asked, u[i : i + ROWS], None, self.args)
-            rloo_rlhf.set_logprobs(batch, policy, ref, torch.arange(len(asked))[None], self.args)
+            mine = u[i : i + ROWS]
+            batch = rloo_rlhf.rollout(policy, asked, mine, None, self.args)
+            rows = torch.arange(len(asked))[None]
+            rloo_rlhf.set_logprobs(batch, policy, ref, rows, self.args)
             kl = (batch.logprobs - batch.ref_logprobs).sum(1)
-            parts.append((rloo_rlhf.truncated(batch), kl, batch.ref_logprobs.mean(1)))
+            likelihood = batch.ref_logprobs.mean(1)
+            parts.append((rloo_rlhf.truncated(batch), kl, likelihood))
         responses, kl, likelihood = zip(*parts, strict=True)
         return {
             "responses": sum(responses, []),
@@ -228,7 +237,7 @@ class Reader:
             "likelihood": torch.cat(likelihood).numpy(),
         }
 
-    def texts(self, openings: list[list[int]], responses: list[list[int]]) -> list[str]:
+    def texts(self, openings: TokenRows, responses: TokenRows) -> list[str]:
         """Openings with their responses."""
         both = zip(openings, responses, strict=True)
         return self.tokenizer.batch_decode([query + response for query, response in both])
@@ -243,8 +252,10 @@ def under(folder: str, openings: list[str], texts: list[str]) -> np.ndarray:
     for opening, text in zip(openings, texts, strict=True):
         start = len(tokenizer(opening).input_ids)
         ids = torch.tensor([tokenizer(text).input_ids])
-        logprobs = lm(ids).logits[0, start - 1 : -1].log_softmax(-1)
-        found.append(logprobs.gather(1, ids[0, start:, None]).mean().item())
+        logits = lm(ids).logits[0, start - 1 : -1]
+        logprobs = logits.log_softmax(-1)
+        of_text = logprobs.gather(1, ids[0, start:, None])
+        found.append(of_text.mean().item())
     return np.array(found)
 
 
@@ -260,8 +271,10 @@ def make_judge_a(reader: Reader, data: Data, args: argparse.Namespace) -> Path:
     """Trained on pairs of sentences of half A."""
     good = [row["text"] for row in data.sentences_a if row["positive"]]
     bad = [row["text"] for row in data.sentences_a if not row["positive"]]
-    pairs = list(zip(good, bad, strict=False))[:PAIRS]
-    rows = [{"prompt": PROMPT, "chosen": f" {a}", "rejected": f" {b}"} for a, b in pairs]
+    rows = []
+    for a, b in zip(good[:PAIRS], bad[:PAIRS], strict=True):
+        row = {"prompt": PROMPT, "chosen": f" {a}", "rejected": f" {b}"}
+        rows.append(row)
     path = write_jsonl(args.folder / "pairs.jsonl", rows)
     flags = f"--base_model {reader.base_model} --label_dataset {path} --query_dataset {path}"
     return train("train_reward.py", f"{flags} {JUDGE}", args)
@@ -275,18 +288,26 @@ def make_labels(reader: Reader, judge: str, data: Data, args: argparse.Namespace
     openings = reader.openings(data.half_a[:LABELS])
     asked = [opening for opening in openings for _ in range(OF_EACH)]
     responses = reader.respond(reader.base_model, asked, draw=10**6)["responses"]
-    logits = reader.judge_a(judge, reader.texts(asked, responses)).reshape(-1, OF_EACH)
+    texts = reader.texts(asked, responses)
+    logits = reader.judge_a(judge, texts).reshape(-1, OF_EACH)
     gumbel = np.random.default_rng(1).gumbel(size=logits.shape)  # argmax: a draw from the softmax
     best = (logits + gumbel).argmax(1)
     rows = []
     for i, opening in enumerate(openings):
-        samples = {f"sample{k}": responses[OF_EACH * i + k] for k in range(OF_EACH)}
-        rows.append({"query": opening, **samples, "best": int(best[i])})
+        row = {"query": opening, "best": int(best[i])}
+        for k in range(OF_EACH):
+            row[f"sample{k}"] = responses[OF_EACH * i + k]
+        rows.append(row)
     return write_jsonl(path, rows)
 
 
 def train_policy(
-    name: str, seed: int, rate: str, reward: str, queries: Path, args: argparse.Namespace
+    name: str,
+    seed: int,
+    rate: str,
+    reward: str,
+    queries: Path,
+    args: argparse.Namespace,
 ) -> Path:
     """The folder of a run of a copy that keeps its texts."""
     copies = args.folder / "copies"
@@ -294,10 +315,11 @@ def train_policy(
     common.copy_shared(copies)
     script = (common.ROOT / SCRIPTS[name]).read_text()
     assert script.count(SCORED) == 1
-    (copies / SCRIPTS[name]).write_text(script.replace(SCORED, SCORED + KEPT))
+    copy = copies / SCRIPTS[name]
+    copy.write_text(script.replace(SCORED, SCORED + KEPT))
     flags = f"--base_model {args.base_model} --query_dataset {queries} --reward_model {reward}"
     flags += f" {TASK} {POLICY} --seed {seed} --lr {rate}"
-    return train(str(copies / SCRIPTS[name]), flags, args)
+    return train(str(copy), flags, args)
 
 
 def has_repeat(response: str) -> bool:
@@ -308,7 +330,12 @@ def has_repeat(response: str) -> bool:
 
 
 def measure(
-    reader: Reader, model: str, reward: str, judge: JudgeB, data: Data, args: argparse.Namespace
+    reader: Reader,
+    model: str,
+    reward: str,
+    judge: JudgeB,
+    data: Data,
+    args: argparse.Namespace,
 ) -> tuple[dict[str, Any], list[str]]:
     """What the protocol reports of a model, a number for each held-out opening; and its texts."""
     openings = reader.openings(data.held_out)
@@ -317,18 +344,17 @@ def measure(
     texts = reader.texts(openings, responses)
     starts = reader.tokenizer.batch_decode(openings)
     after = reader.tokenizer.batch_decode(responses)
+    found["judge"] = judge(texts)
+    found["reward"] = reader.score(reward, openings, responses)
+    found["gemma"] = under(args.gemma, starts, texts)
     each = {name: values.round(4).tolist() for name, values in found.items()}
-    each |= {
-        "judge": judge(texts).round(4).tolist(),
-        "vader": sentiment([], texts),
-        "reward": reader.score(reward, openings, responses).round(4).tolist(),
-        "gemma": under(args.gemma, starts, texts).round(4).tolist(),
-        "repeats": [int(has_repeat(text)) for text in after],
-    }
-    return each | {"different": len(set(after)) / len(after)}, texts
+    each["vader"] = sentiment([], texts)
+    each["repeats"] = [int(has_repeat(text)) for text in after]
+    each["different"] = len(set(after)) / len(after)
+    return each, texts
 
 
-def best_of(reader: Reader, reward: str, judge: JudgeB, data: Data) -> list[dict[str, Any]]:
+def best_of(reader: Reader, reward: str, judge: JudgeB, data: Data) -> Rows:
     """The starting model's best responses by the reward model."""
     openings = reader.openings(data.held_out[:64])
     most = 16
@@ -339,9 +365,11 @@ def best_of(reader: Reader, reward: str, judge: JudgeB, data: Data) -> list[dict
     rows = []
     for n in (1, 4, most):
         # the best of each n in turn, so that all responses count
-        grouped = rewards.reshape(-1, n).argmax(1)
-        chosen = values.reshape(-1, n)[np.arange(len(grouped)), grouped]
-        rows.append({"n": n, "judge": float(chosen.mean()), "kl": np.log(n) - (n - 1) / n})
+        best = rewards.reshape(-1, n).argmax(1)
+        chosen = values.reshape(-1, n)[np.arange(len(best)), best]
+        row = {"n": n, "judge": float(chosen.mean())}
+        row["kl"] = np.log(n) - (n - 1) / n
+        rows.append(row)
     return rows
 
 
@@ -349,10 +377,10 @@ def of_updates(run: Path, judge: JudgeB) -> dict[str, list[float]]:
     """The curves of a run: judge B's mean over an update's responses, and metrics."""
     metrics = common.read_lines(run / "metrics.jsonl")
     lines = (run / "texts.txt").read_text().splitlines()
-    values = judge(lines).reshape(len(metrics), -1).mean(1)
-    found = {"judge": values.round(4).tolist()}
-    for name in ("objective/kl", "objective/scores", "policy/clipfrac", "seconds"):
-        found[name.split("/")[-1]] = [row[name] for row in metrics]
+    values = judge(lines).reshape(len(metrics), -1)
+    found = {"judge": values.mean(1).round(4).tolist()}
+    for name in METRICS:
+        found[name] = [row[name] for row in metrics]
     return found
 
 
@@ -380,18 +408,16 @@ def main() -> None:
     reader = Reader(args.base_model)
     judge_a = str(make_judge_a(reader, data, args) / "reward_model")
     labels = make_labels(reader, judge_a, data, args)
-    queries = write_jsonl(
-        args.folder / "openings.jsonl", [{"prompt": row["text"]} for row in data.half_a]
-    )
+    prompts = [{"prompt": row["text"]} for row in data.half_a]
+    queries = write_jsonl(args.folder / "openings.jsonl", prompts)
     flags = f"--base_model {args.base_model} --label_dataset {labels} --query_dataset {queries}"
     reward = str(train("train_reward.py", f"{flags} {TASK} {REWARD}", args) / "reward_model")
 
     stars = np.array([row["positive"] for row in data.held_out])
     texts = [row["text"] for row in data.held_out]
-    beginnings = [reader.encode(text)[: QUERY + RESPONSE] for text in texts]
-    rewards = reader.score(
-        reward, [ids[:QUERY] for ids in beginnings], [ids[QUERY:] for ids in beginnings]
-    )
+    encoded = [reader.encode(text) for text in texts]
+    responses = [ids[QUERY : QUERY + RESPONSE] for ids in encoded]
+    rewards = reader.score(reward, reader.openings(data.held_out), responses)
     words = [" ".join(text.split()[:WORDS]) for text in texts]
     sentences = [row["text"] for row in data.test_sentences]
     liked = np.array([row["positive"] for row in data.test_sentences])
@@ -414,10 +440,12 @@ def main() -> None:
         for seed in args.seeds:
             for name in SCRIPTS:
                 run = train_policy(name, seed, rate, reward, queries, args)
-                each, texts = measure(reader, str(run / "policy"), reward, judge, data, args)
+                policy = str(run / "policy")
+                each, texts = measure(reader, policy, reward, judge, data, args)
                 spent = json.loads(run.with_suffix(".json").read_text())
-                row = {"run": name, "seed": seed, "lr": float(rate), "commit": common.commit()}
-                rows.append(row | each | spent | {"updates": of_updates(run, judge)})
+                row = {"run": name, "seed": seed, "lr": float(rate)} | each
+                row |= {"commit": common.commit(), "updates": of_updates(run, judge)}
+                rows.append(row | spent)
                 for texts_of_opening, text in zip(kept, texts, strict=True):
                     texts_of_opening[f"{name}, seed {seed}, {rate}"] = text
                 write_jsonl(args.out / "texts.jsonl", kept)
@@ -427,8 +455,9 @@ def main() -> None:
 
 def auc(scores: np.ndarray, is_positive: np.ndarray) -> float:
     """How often a positive text has a higher score than a negative one."""
-    pairs = np.sign(scores[is_positive][:, None] - scores[~is_positive][None])
-    return float((pairs + 1).mean() / 2)
+    good = scores[is_positive][:, None]
+    bad = scores[~is_positive][None]
+    return float((np.sign(good - bad) + 1).mean() / 2)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Rows and the picture of this study: `python benchmark/report.py four_seeds`."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +54,14 @@ def gain(record: Record, run: str) -> np.ndarray:
 
 # --- tables ---------------------------------------------------------------------------------------
 def by_seed(parts: list[np.ndarray]) -> Row:
-    """The mean of a list (seeds) of numbers (openings,), its interval by Student's t over the means
-    of the seeds, and that of the protocol."""
-    means = [values.mean() for values in parts]
-    return differences.with_interval(means) | {"drawn": interval(parts)}
+    """The mean of a list (seeds) of numbers (openings,), and its interval by Student's t over the
+    means of the seeds."""
+    return differences.with_interval([values.mean() for values in parts])
+
+
+def both_intervals(parts: list[np.ndarray]) -> Row:
+    """The same, with the interval of the protocol, too."""
+    return by_seed(parts) | {"drawn": interval(parts)}
 
 
 def interval(parts: list[np.ndarray]) -> Row:
@@ -102,7 +108,7 @@ def labels(*records: Record) -> Row:
     return {"fewest": min(found), "most": max(found)}
 
 
-def together(*records: Record) -> list[Row]:
+def together(*records: Record, of_seeds: Callable = by_seed) -> list[Row]:
     """All seeds in one row for each algorithm, and for RLOO against PPO."""
     rows = []
     for run in (*ALGORITHMS, BETWEEN):
@@ -110,14 +116,14 @@ def together(*records: Record) -> list[Row]:
         found = [shares(duel) for duel in duels]
         row = {"run": run if run == BETWEEN else f"{run} against the starting model"}
         for name in found[0]:
-            row[name] = by_seed([x[name] for x in found])
+            row[name] = of_seeds([x[name] for x in found])
         row["controlled"] = np.mean([duel["controlled"] for duel in duels])
-        row["gain"] = by_seed([gain(record, run) for record in records])
+        row["gain"] = of_seeds([gain(record, run) for record in records])
         rows.append(row)
     return rows
 
 
-by_protocol = together  # the same rows, of which another table has the intervals as drawn
+by_protocol = partial(together, of_seeds=both_intervals)
 
 
 def measures(*records: Record) -> list[Row]:

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from benchmark import differences, report
 from benchmark.report import CRITIC, OTHER, Record, Row
-from benchmark.studies.four_seeds.report import by_seed
+from benchmark.studies.four_seeds.report import both_intervals
 
 RECORDS = tuple(f"seed-{seed}.json" for seed in (1, 2, 3))
 RULES = {
@@ -35,7 +35,7 @@ def rules(*records: Record) -> list[Row]:
     for rule in RULES:
         found = [right(record, rule) for record in records]
         row = {"rule": rule, "seeds": [values.mean() for values in found]}
-        rows.append(row | by_seed(found))
+        rows.append(row | both_intervals(found))
     return rows
 
 
@@ -64,7 +64,7 @@ def ahead(*records: Record) -> list[Row]:
     rows = []
     for rule in others:
         found = [right(record, model) - right(record, rule) for record in records]
-        rows.append({"rule": rule} | by_seed(found))
+        rows.append({"rule": rule} | both_intervals(found))
     return rows
 
 
