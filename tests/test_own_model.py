@@ -110,15 +110,37 @@ def test_every_metric_of_the_page_is_logged(folder):
 def test_the_memory_is_that_of_the_table():
     page = (ROOT / PAGE).read_text()
     full, checkpointing, _, lora, _ = memory_table.SETTINGS
-    sizes = {"query": 512, "sampled": 128}
     shown = []
     for setting, rows in ((full, 4), (checkpointing, 4), (lora, 4), (full, 8)):
-        own = memory_table.replace(setting, micro_batch=rows, **sizes)
+        own = memory_table.replace(setting, micro_batch=rows, query=512)
         peak = memory_table.memory(memory_table.MODELS["0.5B"], own)["peak"]
         shown.append(f"{peak:.1f}")
     *table, eight = shown
     assert re.findall(r"^\| .* \| (\d+\.\d) \|$", page, re.M) == table
     assert f"would need {eight} GB" in page
+
+
+@pytest.mark.long
+def test_the_memory_on_other_pages_is_that_of_the_program():
+    """On running.md a column for each model, and on gpu.md some of them."""
+    running = (ROOT / "docs/running.md").read_text()
+    settings = {setting.name: setting for setting in memory_table.SETTINGS}
+    order = ("full, one GPU", "full, one GPU, checkpointing", "LoRA 16, one GPU")
+    order += ("LoRA 16, one GPU, checkpointing", "full, FSDP2 on 8, checkpointing")
+    peaks = []
+    hosts = []
+    for name in order:
+        parts = [memory_table.memory(x, settings[name]) for x in memory_table.MODELS.values()]
+        peaks.append([f"{part['peak']:.1f}" for part in parts])
+        hosts = [f"{part['host']:.1f}" for part in parts]
+    rows = re.findall(r"^\| .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", running, re.M)
+    assert [list(row) for row in rows] == peaks
+    assert f"needs {', '.join(hosts[:-1])} or {hosts[-1]} GB of the host's memory" in running
+    known = set(sum(peaks, []))
+    table = (ROOT / "docs/gpu.md").read_text().partition("| card |")[2].partition("\n\n")[0]
+    shown = re.findall(r"\((\d+\.\d)(?: GB)?\)", table)
+    assert len(shown) == 8
+    assert set(shown) <= known
 
 
 def test_the_measured_runs_are_those_of_the_records():
@@ -131,5 +153,5 @@ def test_the_measured_runs_are_those_of_the_records():
         moved.append(last["objective/kl"])
         gained.append(last["objective/scores"] - first["objective/scores"])
     assert len(moved) == 4
-    assert f"KL went from 0.0 to {min(moved):.1f} to {max(moved):.1f} nats" in page
+    assert f"KL rose from 0 to {min(moved):.1f} to {max(moved):.1f} nats" in page
     assert f"score rose by {min(gained):.2f} to {max(gained):.2f}" in page

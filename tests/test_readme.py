@@ -32,7 +32,7 @@ SYSTEMS = "benchmark/systems/README.md"  # names flags of patches, and of former
 DOCUMENTS = (*PAGES[:-1], SYSTEMS, "CHANGELOG.md")
 PROGRAMS = {"help", "golden", "faults", "script", "num_processes", "multi_gpu", "cpu"}
 PROGRAMS |= {"config_file", "check", "num_machines", "machine_rank", "main_process_ip"}
-PROGRAMS |= {"script_flags", "signal"}
+PROGRAMS |= {"script_flags", "signal", "main_process_port"}
 OF_COPIES = ("docs/trl.md", "docs/trl_fidelity.md")  # flags of patched copies, too
 
 

@@ -1,7 +1,7 @@
 """Computes how much GPU memory a run of ppo_rlhf.py needs, for models of 0.5B to 8B weights.
 
     python benchmark/speed/memory_table.py            # the table of docs/gpu.md
-    python benchmark/speed/memory_table.py --model 0.5B --query 512 --sampled 128
+    python benchmark/speed/memory_table.py --model 0.5B --query 512
     python benchmark/speed/memory_table.py --check    # a small model, computed and measured
 
 Nothing of this was measured on a GPU. Models are built on torch's meta device, where tensors have
@@ -79,10 +79,15 @@ class Setting:
     lora_rank: int = 0
     checkpointing: bool = False
     micro_batch: int = 8  # --micro_batch_size
-    sampled: int = 64  # rows sampled at a time: a process's share of --batch_size
+    batch: int = 128  # --batch_size
     query: int = 256
     response: int = 256
     bytes_per_state: int = 2  # of activations: 2 in bf16, 4 in fp32
+
+    @property
+    def sampled(self) -> int:
+        """Rows that a process samples at once: its share of the batch."""
+        return self.batch // self.gpus
 
 
 SETTINGS = [
@@ -241,7 +246,7 @@ def check() -> str:
             _, status, usage = os.wait4(process.pid, 0)
         if status != 0:
             raise SystemExit("ppo_rlhf.py has failed")
-    setting = Setting("", query=32, response=24, sampled=8, bytes_per_state=4)
+    setting = Setting("", query=32, response=24, batch=8, bytes_per_state=4)
     parts = memory(config, replace(setting))
     computed = parts["peak"] - parts["reward model"]
     measured = usage.ru_maxrss * 1024 / GB
@@ -253,7 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--model", choices=MODELS, action="append")
-    for name in ("query", "response", "sampled", "micro_batch"):
+    for name in ("query", "response", "batch", "micro_batch"):
         default = getattr(SETTINGS[0], name)
         parser.add_argument(f"--{name}", type=int, default=default)
     sizes = vars(parser.parse_args())
