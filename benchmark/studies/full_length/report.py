@@ -9,7 +9,6 @@ from benchmark.studies.short_runs import report as short_runs
 
 choices = short_runs.choices
 pooled = short_runs.pooled
-smoothed = short_runs.smoothed
 
 LEVELS = (2, 4, 6)
 WARMED_UP = "critic from the reward model, warmed up"
