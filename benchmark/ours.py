@@ -181,6 +181,9 @@ class Ours:
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.actor = self.accelerator.unwrap_model(self.policy)
         self.num_updates = 0
+        self.end = (
+            0 if self.args.truncate_token == "eos" else END
+        )  # 0: as models of a shape have it
 
     def update(self, contexts: list[list[int]], frozen: Frozen) -> Clock:
         """One update; contexts: one per query, so that there are batch_size / rloo_k of them."""
@@ -195,7 +198,7 @@ class Ours:
             self.num_updates += 1
             u = script.uniforms(1, self.num_updates, args.batch_size, args.response_length)
             with clock("score"), timed_sampling(script, clock):
-                batch = rollout(self.actor, ref, asked, u, epochs, END, args)
+                batch = rollout(self.actor, ref, asked, u, epochs, self.end, args)
                 raw_scores = script.score_by_model(
                     frozen.reward,
                     frozen.head,

@@ -29,11 +29,16 @@ says; `trl-..` and `trl-fast-..`, TRL's trainers (trl_peer.py); `ours-critic-ppo
 --memory, every contender makes two updates alone: peak memory instead of seconds, defined as in
 memory_speed.py.
 
+--shape chat: responses end as in whole_run.py, and what comes after is not counted. Plain
+PyTorch has no such update. Lengths are drawn anew in each, so look at medians; `kept` says how many
+tokens the responses had.
+
     program=benchmark/speed/throughput.py
     python $program --queries tiny --query_length 32 --batch_size 128 --tag tiny-fp32  # the default
     python $program --shape gpt2 --batch_size 16 --repeats 1
     python $program --contenders ours-ppo ours-critic-ppo plain-fast-ppo trl-ppo
     python $program --memory
+    python $program --shape chat --contenders ours-rloo trl-rloo --tag chat-rloo
 """
 
 import argparse
@@ -42,6 +47,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +61,7 @@ from transformers.pytorch_utils import Conv1D
 
 import ppo_rlhf
 from benchmark import common, ours
-from benchmark.speed import trl_peer
+from benchmark.speed import trl_peer, whole_run
 from benchmark.speed.plain import Plain, PlainFrozen
 from plumbing.launch import set_up_torch
 
@@ -68,6 +74,9 @@ for algorithm in ours.SCRIPTS:
 DEFAULT = [f"{name}-{x}" for x in ours.SCRIPTS for name in ("ours", "plain-fast", "plain")]
 SIZES = ("batch_size", "micro_batch_size", "query_length", "response_length")
 SIZES += ("num_epochs", "num_minibatches", "dtype")
+CHAT = {"mask_truncated": True, "truncate_token": "eos", "truncate_after": 0}
+CHAT |= {"temperature": whole_run.TEMPERATURE}
+CHAT_SIZES = {"batch_size": 32, "micro_batch_size": 8, "query_length": 300, "response_length": 512}
 
 
 # --- contenders -----------------------------------------------------------------------------------
@@ -87,6 +96,8 @@ class Setting:
             self.lengths = np.array([len(query.for_policy) for query in queries])
         elif options.queries == "book":
             self.lengths = rng.geometric(1 / 16, count).clip(1, longest)
+        elif options.queries == "chat":
+            self.lengths = rng.integers(40, longest + 1, count)
         else:
             self.lengths = np.full(count, longest)
 
@@ -101,6 +112,8 @@ class Setting:
         sizes = {size: getattr(self.options, size) for size in SIZES}
         # Random models seldom end. If the score were replaced, all rewards would be equal.
         sizes["penalty_mode"] = "add"
+        if self.options.shape == "chat":
+            sizes |= CHAT
         if algorithm == "rloo":
             sizes["rloo_k"] = self.options.rloo_k
         if implementation == "plain-fp32":
@@ -229,7 +242,7 @@ def floor(algorithm: str, setting: Setting, lm: Any, scored: int) -> dict[str, A
     k = ours.responses_per_query(args)
     queries = np.array([len(context) for context in setting.contexts(k)])
     episodes = len(queries) * k
-    length = args.response_length
+    length = scored / episodes if args.mask_truncated else args.response_length
     read = length - 1  # tokens of a response that the model reads: the last predicts nothing
 
     # operations of everything once: products of the trunk, attention, and the head's product
@@ -402,11 +415,13 @@ def measure_speed(options: argparse.Namespace, folder: str) -> None:
     apart = check_steps(algorithms, options, folder)
     lm = ours.load_lm(folder, setting.args(names[0]))
     runs = {name: [] for name in names}
+    kept = {name: [] for name in names}  # tokens of responses up to their ends, in each update
     floors = {algorithm: [] for algorithm in algorithms}
     for _ in range(options.rounds):
         answers = one_round(names, setting)
         for name in names:
             runs[name] += [answer["seconds"] for answer in answers[name]]
+            kept[name] += [answer["scored"] for answer in answers[name] if "scored" in answer]
         set_up_torch(options.dtype)
         for algorithm in algorithms:
             # TRL's workers do not say how many tokens were scored.
@@ -424,6 +439,7 @@ def measure_speed(options: argparse.Namespace, folder: str) -> None:
         "other_ratios": {name: x for name, x in ratios.items() if name != "plain"},
         "median_ratios": median_ratios,
         "steps_apart": apart,
+        "kept": kept,
     }
     path = common.write(options, rows, "throughput", **more)
     show(rows, ratios, median_ratios, path.name)
@@ -439,9 +455,10 @@ def main() -> None:
     add = parser.add_argument
     add("--tag", default=None, help="name of the record (default: shape, queries and dtype)")
     add("--contenders", nargs="+", default=DEFAULT, choices=CONTENDERS)
-    add("--shape", default="tiny", help="tiny, gpt2 (124M, random weights), or a folder")
-    help_of_queries = "--query_length tokens each, a mean of 16, or those of tiny/"
-    add("--queries", default="book", choices=["full", "book", "tiny"], help=help_of_queries)
+    add("--shape", default="tiny", help="tiny, gpt2 (124M, random weights), chat, or a folder")
+    help_of_queries = "--query_length tokens each, a mean of 16, those of tiny/, or 40 and more"
+    kinds = ["full", "book", "tiny", "chat"]
+    add("--queries", default="book", choices=kinds, help=help_of_queries)
     add("--query_length", type=int, default=64)
     add("--response_length", type=int, default=24)
     add("--dtype", default="fp32", choices=["fp32", "bf16"])
@@ -469,6 +486,8 @@ def main() -> None:
             sys.stdout.write(json.dumps(answer) + "\n")
             return
 
+    if options.shape == "chat":
+        vars(options).update(CHAT_SIZES, queries="chat")
     if options.tag is None:
         options.tag = f"{options.shape}-{options.queries}-{options.dtype}"
         if options.memory:
@@ -479,11 +498,22 @@ def main() -> None:
             parser.error(f"--contenders: the floor of {algorithm} needs {' or '.join(needed)}")
         if implementation.startswith("trl"):
             trl_peer.install(algorithm, trl_folder(options))
-    with common.model_folder(options.shape) as folder:
+    with model_of(options.shape) as folder:
         if options.memory:
             measure_memory(options, folder)
         else:
             measure_speed(options, folder)
+
+
+@contextlib.contextmanager
+def model_of(shape: str) -> Iterator[str]:
+    """The folder of a model of this shape."""
+    if shape == "chat":
+        with whole_run.base_model(shape) as (_, folder):
+            yield folder
+    else:
+        with common.model_folder(shape) as folder:
+            yield folder
 
 
 PARTS = {"worker": work, "peak": memory, "check": steps_apart}

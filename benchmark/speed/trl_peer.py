@@ -8,7 +8,8 @@ seconds and its peak memory. While it waits it costs nothing, so that contenders
 across processes. Its first update, which throughput.py does not count, warms up.
 
 Equal: model, reward model and reference (shape, weights), lengths of all queries, number of
-episodes, response length (all tokens are sampled, none ends a response), temperature, epochs,
+episodes, response length (all tokens are sampled, none ends a response; in the shape of a chat
+token 0 ends one, and all sample until the last of their rows has ended), temperature, epochs,
 minibatches, rows per micro-batch, K, precision (fp32, or bf16 by autocast over fp32 weights), no
 dropout, no gradient checkpointing, no clipping of gradients. Nothing is saved, reported or
 evaluated. After each update the worker asserts the lengths of queries and responses, the tokens
@@ -80,6 +81,7 @@ GIVEN = (
     "lr",
     "adam_eps",
     "cliprange",
+    "mask_truncated",
 )
 
 
@@ -168,6 +170,8 @@ class Turns(TrainerCallback):
             self.sample += seconds() - start
             tokens = getattr(output, "sequences", output)
             num_new = tokens.shape[1] - kwargs["input_ids"].shape[1]
+            is_end = tokens[:, -num_new:] == 0
+            self.kept += int((is_end.cumsum(1) == 0).sum() + is_end.any(1).sum())
             self.query_lengths += kwargs["attention_mask"].sum(1).tolist()
             self.response_lengths.add(num_new)
             return output
@@ -203,6 +207,8 @@ class Turns(TrainerCallback):
                 "total": end - self.start,
             }
             answer = {"seconds": phases, "memory": common.used(self.device, self.baseline)}
+            if self.given["mask_truncated"]:
+                answer["scored"] = self.kept
         self.answers.write(json.dumps(answer) + "\n")
         self.answers.flush()
         if not self.questions.readline():
@@ -213,6 +219,7 @@ class Turns(TrainerCallback):
         self.rows = []
         self.read = []
         self.steps = 0
+        self.kept = 0
         self.sample = 0.0
         self.begun = None
         self.optimise = None
@@ -234,6 +241,8 @@ class Turns(TrainerCallback):
             "rows of a micro-batch": (set(self.rows), {rows_per_pass(given)}),
             "optimizer steps": (self.steps, self.steps_per_update),
         }
+        if given["mask_truncated"]:
+            del facts["response lengths"], facts["tokens of rewards"]
         for name, (is_, wanted) in facts.items():
             if is_ != wanted:
                 raise SystemExit(f"{name}: {is_}, not {wanted}")
@@ -263,14 +272,14 @@ def rows_per_pass(given: dict[str, Any]) -> int:
     return rows
 
 
-def word_tokenizer(vocabulary: int, pad: str) -> PreTrainedTokenizerFast:
+def word_tokenizer(vocabulary: int, pad: str, eos: str) -> PreTrainedTokenizerFast:
     """Token i is the word `ti`. Padding on the left."""
     words = {f"t{i}": i for i in range(vocabulary)}
     words.setdefault(pad, vocabulary)
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=pad, eos_token=pad, padding_side="left"
+        tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, padding_side="left"
     )
 
 
@@ -304,7 +313,9 @@ def load(
 
 
 def make_ppo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
-    """A PPOTrainer. Its padding is a token that no model has and that it never feeds to one."""
+    """A PPOTrainer. Its padding is a token that no model has and that it never feeds to one. Where
+    responses end, they do so at token 0; then it does feed its padding to models, so that is their
+    last token, and queries have the one before it instead."""
     trl = importlib.import_module(MODULES["ppo"])
     rows = rows_per_pass(given)
     minibatch = given["batch_size"] // given["num_minibatches"]
@@ -324,15 +335,22 @@ def make_ppo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
         whiten_rewards=minibatch >= 8,  # fewer it refuses
         kl_coef=given["kl_coef"],
         cliprange=given["cliprange"],
+        **({"stop_token": "eos", "missing_eos_penalty": 1.0} if given["mask_truncated"] else {}),
     )
+    size = policy.config.vocab_size
+    pad, end = "[PAD]", "[PAD]"
+    contexts = given["contexts"]
+    if given["mask_truncated"]:
+        pad, end = f"t{size - 1}", "t0"
+        contexts = [[min(token, size - 2) for token in context] for context in contexts]
     trainer = trl.PPOTrainer(
         args=args,
-        processing_class=word_tokenizer(policy.config.vocab_size, "[PAD]"),
+        processing_class=word_tokenizer(size, pad, end),
         model=policy,
         ref_model=load(AutoModelForCausalLM, given, frozen),
         reward_model=reward,
         value_model=value,
-        train_dataset=Dataset.from_dict({"input_ids": given["contexts"]}),
+        train_dataset=Dataset.from_dict({"input_ids": contexts}),
         callbacks=[turns],
     )
     trainer.dataloader = list(trainer.dataloader)
@@ -342,12 +360,13 @@ def make_ppo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
 
 
 def make_rloo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
-    """An RLOOTrainer. Its padding and end of text is token 0, which no query has and `generate` may
-    not sample."""
+    """An RLOOTrainer. Its padding and end of text is token 0, which no query has, and which
+    `generate` may sample only where responses end."""
     trl = importlib.import_module("trl")
     policy = load(AutoModelForCausalLM, given)
     reward = load(AutoModelForSequenceClassification, given, num_labels=1)
-    tokenizer = word_tokenizer(policy.config.vocab_size, "t0")
+    tokenizer = word_tokenizer(policy.config.vocab_size, "t0", "t0")
+    least = 0 if given["mask_truncated"] else given["response_length"]
     passes = given["batch_size"] // given["num_minibatches"] // rows_per_pass(given)
     args = trl.RLOOConfig(
         **common_settings(given, output_dir),
@@ -357,7 +376,7 @@ def make_rloo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
         num_iterations=given["num_epochs"],
         num_generations=given["rloo_k"],
         max_completion_length=given["response_length"],
-        generation_kwargs={"min_new_tokens": given["response_length"]},
+        generation_kwargs={"min_new_tokens": least},
         shuffle_dataset=False,
         disable_dropout=True,
         logging_steps=turns.steps_per_update,
