@@ -52,6 +52,23 @@ def compared(rows: dict[str, Row], algorithm: str) -> dict[str, float]:
     return values
 
 
+def chats(*records: Record) -> list[Row]:
+    """How many times as long as ours TRL's updates take in the shape of a chat: medians."""
+    rows = []
+    for record in records:
+        of_contender = {row["contender"]: row for row in record["rows"]}
+        for name, row in of_contender.items():
+            theirs = of_contender[f"trl-{name.rpartition('-')[2]}"]
+            kept = sum(record["kept"][name]) / len(record["kept"][name])
+            found = {"name": name, "seconds": row["median_seconds"], "kept": kept / 32}
+            if not name.startswith("trl"):
+                found["ratio"] = {}
+                for phase, seconds in theirs["median_seconds"].items():
+                    found["ratio"][phase] = seconds / row["median_seconds"][phase]
+            rows.append(found)
+    return rows
+
+
 def times(*records: Record) -> list[Row]:
     """How many times as long as ours other updates take, in fp32 and in bf16."""
     found: dict[Any, Row] = {}
