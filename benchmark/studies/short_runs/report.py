@@ -63,9 +63,19 @@ def tested(record: Record) -> list[Row]:
     return [with_bold(row) for row in rows]
 
 
-def choices(record: Record) -> list[Row]:
+def ranked(record: Record) -> list[Row]:
     """The choices of a record by their effect."""
     return sorted(tested(record), key=by_effect)
+
+
+def choices(record: Record) -> list[Row]:
+    """The same without whole recipes."""
+    return [row for row in ranked(record) if not row["choice"].startswith("settings of")]
+
+
+def recipes(record: Record) -> list[Row]:
+    """The recipes, and the default."""
+    return [row for row in ranked(record) if row["choice"].startswith(("settings of", "default"))]
 
 
 def pooled(record: Record) -> Row:
@@ -236,7 +246,7 @@ def matters(short: Record, full: Record) -> list[Row]:
     before full ones."""
     rows = []
     for record, names in ((short, MATTERS_SHORT), (full, MATTERS_FULL)):
-        of_choice = {row["choice"]: row for row in choices(record)}
+        of_choice = {row["choice"]: row for row in ranked(record)}
         for name in names:
             base = of_choice[base_of(name)]
             more = {"episodes": record["args"]["episodes"], "base": base}
