@@ -128,11 +128,10 @@ def test_the_memory_on_other_pages_is_that_of_the_program():
     order = ("full, one GPU", "full, one GPU, checkpointing", "LoRA 16, one GPU")
     order += ("LoRA 16, one GPU, checkpointing", "full, FSDP2 on 8, checkpointing")
     peaks = []
-    hosts = []
     for name in order:
         parts = [memory_table.memory(x, settings[name]) for x in memory_table.MODELS.values()]
         peaks.append([f"{part['peak']:.1f}" for part in parts])
-        hosts = [f"{part['host']:.1f}" for part in parts]
+    hosts = [f"{part['host']:.1f}" for part in parts]  # of one GPU or several
     rows = re.findall(r"^\| .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", running, re.M)
     assert [list(row) for row in rows] == peaks
     assert f"needs {', '.join(hosts[:-1])} or {hosts[-1]} GB of the host's memory" in running

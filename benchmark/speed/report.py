@@ -60,7 +60,8 @@ def chats(*records: Record) -> list[Row]:
         for name, row in of_contender.items():
             theirs = of_contender[f"trl-{name.rpartition('-')[2]}"]
             kept = sum(record["kept"][name]) / len(record["kept"][name])
-            found = {"name": name, "seconds": row["median_seconds"], "kept": kept / 32}
+            found = {"name": name, "seconds": row["median_seconds"]}
+            found["kept"] = kept / record["args"]["batch_size"]
             if not name.startswith("trl"):
                 found["ratio"] = {}
                 for phase, seconds in theirs["median_seconds"].items():

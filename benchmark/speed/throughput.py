@@ -30,8 +30,8 @@ says; `trl-..` and `trl-fast-..`, TRL's trainers (trl_peer.py); `ours-critic-ppo
 memory_speed.py.
 
 --shape chat: responses end as in whole_run.py, and what comes after is not counted. Plain
-PyTorch has no such update. Lengths are drawn anew in each, so look at medians; `kept` says how many
-tokens the responses had.
+PyTorch has no such update. The sizes are those of CHAT_SIZES, whatever the flags say. Lengths are
+drawn anew in each update, so look at medians; `kept` says how many tokens the responses had.
 
     program=benchmark/speed/throughput.py
     python $program --queries tiny --query_length 32 --batch_size 128 --tag tiny-fp32  # the default

@@ -9,7 +9,7 @@ across processes. Its first update, which throughput.py does not count, warms up
 
 Equal: model, reward model and reference (shape, weights), lengths of all queries, number of
 episodes, response length (all tokens are sampled, none ends a response; in the shape of a chat
-token 0 ends one, and all sample until the last of their rows has ended), temperature, epochs,
+token 0 ends one), temperature, epochs,
 minibatches, rows per micro-batch, K, precision (fp32, or bf16 by autocast over fp32 weights), no
 dropout, no gradient checkpointing, no clipping of gradients. Nothing is saved, reported or
 evaluated. After each update the worker asserts the lengths of queries and responses, the tokens
@@ -323,6 +323,9 @@ def make_ppo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
     policy = load(AutoModelForCausalLM, given)
     value = load(AutoModelForSequenceClassification, given, num_labels=1)
     reward = load(AutoModelForSequenceClassification, given, frozen, num_labels=1)
+    ends = {}
+    if given["mask_truncated"]:
+        ends = {"stop_token": "eos", "missing_eos_penalty": 1.0}
     args = trl.PPOConfig(
         **common_settings(given, output_dir),
         total_episodes=1_000_000 * given["batch_size"],
@@ -335,7 +338,7 @@ def make_ppo(given: dict[str, Any], output_dir: str, turns: Turns) -> Any:
         whiten_rewards=minibatch >= 8,  # fewer it refuses
         kl_coef=given["kl_coef"],
         cliprange=given["cliprange"],
-        **({"stop_token": "eos", "missing_eos_penalty": 1.0} if given["mask_truncated"] else {}),
+        **ends,
     )
     size = policy.config.vocab_size
     pad, end = "[PAD]", "[PAD]"

@@ -60,8 +60,8 @@ POLICY += " --eval_queries 16 --checkpoint_every 0"
 SCORED = "            batch.scores = score_responses(score_fn, my_queries, batch, args)  # (B,)\n"
 KEPT = """            for query, response in zip(my_queries, truncated(batch), strict=True):
                 with (run.folder / "texts.txt").open("a") as file:
-                    text = tokenizer.decode(query.for_policy + response)
-                    file.write(text.replace("\\n", " ") + "\\n")
+                    words = tokenizer.decode(query.for_policy + response).split()
+                    file.write(" ".join(words) + "\\n")
 """
 
 
@@ -440,8 +440,12 @@ def main() -> None:
         for seed in args.seeds:
             for name in SCRIPTS:
                 run = train_policy(name, seed, rate, reward, queries, args)
-                policy = str(run / "policy")
-                each, texts = measure(reader, policy, reward, judge, data, args)
+                measured = run / "measured.json"
+                if not measured.exists():
+                    found = measure(reader, str(run / "policy"), reward, judge, data, args)
+                    measured.write_text(json.dumps(found))
+                    shutil.rmtree(run / "policy")  # half a gigabyte
+                each, texts = json.loads(measured.read_text())
                 spent = json.loads(run.with_suffix(".json").read_text())
                 row = {"run": name, "seed": seed, "lr": float(rate)} | each
                 row |= {"commit": common.commit(), "updates": of_updates(run, judge)}
@@ -450,7 +454,6 @@ def main() -> None:
                     texts_of_opening[f"{name}, seed {seed}, {rate}"] = text
                 write_jsonl(args.out / "texts.jsonl", kept)
                 common.write(record, rows, **more)
-                shutil.rmtree(run / "policy")  # half a gigabyte
 
 
 def auc(scores: np.ndarray, is_positive: np.ndarray) -> float:
