@@ -214,6 +214,18 @@ class Reader:
         return ours.make_actor(rloo_rlhf, lm, self.args), ref
 
     @torch.no_grad()
+    def sample(self, openings: TokenRows, draw: int) -> TokenRows:
+        """The starting model's response to each opening."""
+        policy, _ = self.actors(self.base_model)
+        u = rloo_rlhf.uniforms(1, draw, len(openings), RESPONSE)
+        responses = []
+        for i in range(0, len(openings), ROWS):
+            asked = [ours.query(opening) for opening in openings[i : i + ROWS]]
+            batch = rloo_rlhf.rollout(policy, asked, u[i : i + ROWS], None, self.args)
+            responses += rloo_rlhf.truncated(batch)
+        return responses
+
+    @torch.no_grad()
     def respond(self, model: str, openings: TokenRows, draw: int) -> dict[str, Any]:
         """A response to each opening; KL in nats of it, and its log-probability per token under the
         starting model."""
@@ -287,7 +299,7 @@ def make_labels(reader: Reader, judge: str, data: Data, args: argparse.Namespace
         return path
     openings = reader.openings(data.half_a[:LABELS])
     asked = [opening for opening in openings for _ in range(OF_EACH)]
-    responses = reader.respond(reader.base_model, asked, draw=10**6)["responses"]
+    responses = reader.sample(asked, draw=10**6)
     texts = reader.texts(asked, responses)
     logits = reader.judge_a(judge, texts).reshape(-1, OF_EACH)
     gumbel = np.random.default_rng(1).gumbel(size=logits.shape)  # argmax: a draw from the softmax
@@ -359,7 +371,7 @@ def best_of(reader: Reader, reward: str, judge: JudgeB, data: Data) -> Rows:
     openings = reader.openings(data.held_out[:64])
     most = 16
     asked = [opening for opening in openings for _ in range(most)]
-    responses = reader.respond(reader.base_model, asked, draw=10**8)["responses"]
+    responses = reader.sample(asked, draw=10**8)
     rewards = reader.score(reward, asked, responses).reshape(-1, most)
     values = judge(reader.texts(asked, responses)).reshape(-1, most)
     rows = []
