@@ -3,7 +3,7 @@
     python benchmark/report.py                    # all of them
     python benchmark/report.py overoptimisation   # those of one folder
     python benchmark/report.py --check            # exit 1 if one is not that of its records
-    python benchmark/report.py --record benchmark/studies/short_runs/mine.json   # draws your own
+    python benchmark/report.py --record benchmark/studies/choices/mine.json   # draws your own
 
 Prose is in the pages, and numbers are in records. A marker on a page says where its numbers come
 from. This one makes a row of each row of `table` in full.json, by Python's format:
@@ -14,7 +14,7 @@ from. This one makes a row of each row of `table` in full.json, by Python's form
     <!-- /table -->
 
 Where report.py beside the first record has a function of that name, the rows are what it makes of
-the records. `<!-- table studies/full_length pairs -->` copies a table from that folder's page, and
+the records. `<!-- table studies/choices pairs -->` copies a table from that folder's page, and
 a number at its end says how many rows. A number in prose stands in a marker, too. `>` goes into a
 record: into a field, or to the items of a list that have this value in one of their fields.
 

@@ -123,7 +123,7 @@ def curves(record: Record, others: Record) -> Figure:
     return figure
 
 
-RECORDS = ("../full_length/full.json", "../overoptimisation/tiny.json")
+RECORDS = ("../choices/full.json", "../overoptimisation/tiny.json")
 PICTURES = {
     "readme.png": (readme, *RECORDS),
     "curves.png": (curves, *RECORDS),

@@ -3,7 +3,7 @@
     python benchmark/studies/default_run/run.py --seeds 1 2 3
 
 The policies only ever saw the reward model. VADER, which labelled the data, scores fresh samples of
-theirs and of the starting model for the held-out queries. The runs are those of full_length/, and
+theirs and of the starting model for the held-out queries. The runs are full ones of choices/, and
 are shared with it: that record has their curves. Writes <tag>.json.
 """
 
@@ -18,23 +18,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import numpy as np
 import torch
 
-from benchmark import common
-from benchmark.studies.short_runs import run as short_runs
-
-NAMES = {"default": "PPO", "RLOO, K 4": "RLOO"}
+from benchmark import common, runs
 
 
 def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
     """One algorithm with one seed: a row of the record."""
     choice, seed, folder, _ = task
-    found = short_runs.measure(task)
-    out, _ = short_runs.run_folder(*task)
-    reward = short_runs.reward_folder("", seed, folder)
+    found = runs.measure(task)
+    out, _ = runs.run_folder(*task)
+    reward = runs.reward_folder("", seed, folder)
     results = json.loads((reward / "results.json").read_text())
     results["test/constant"] = common.best_constant()
     metrics = common.read_lines(out / "metrics.jsonl")
     return {
-        "algorithm": NAMES[choice],
+        "algorithm": runs.NAMES[choice],
         "seed": seed,
         "true_score_before": found["true_score_before"],
         "true_score_after": found["true_score"],
@@ -61,8 +58,8 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(args.folder) / common.commit()
     sizes = ["--total_episodes", str(args.episodes), "--batch_size", "128"]
-    tasks = [(choice, seed, folder, sizes) for seed in args.seeds for choice in NAMES]
-    for row in short_runs.run_all(tasks, args.jobs):
+    tasks = [(choice, seed, folder, sizes) for seed in args.seeds for choice in runs.NAMES]
+    for row in runs.run_all(tasks, args.jobs):
         sys.stdout.write(f"{row['choice']} {row['seed']}: {row.get('true_score')}\n")
     rows = [measure(task) for task in tasks]
     common.write(args, rows)

@@ -27,8 +27,8 @@ from transformers import AutoModelForSequenceClassification as AutoClassifier
 import train_reward
 from benchmark import common, ours
 from benchmark.judge import Judge
+from benchmark.runs import BINS, Choice, curve, run, slug
 from benchmark.studies.overoptimisation.run import KINDS, LAST, SCRIPTS, labels_folder
-from benchmark.studies.short_runs.run import BINS, Choice, curve, run, slug
 
 SETS = (("128", 1), ("128", 3), ("4000:0.5", 2))  # labels and seeds, of models near chance
 MEMBERS = 4

@@ -42,7 +42,7 @@ import train_reward
 from benchmark import common
 from benchmark.differences import interval
 from benchmark.judge import Judge
-from benchmark.studies.short_runs.run import Choice, output_to, run, slug, true_score_at
+from benchmark.runs import Choice, output_to, run, slug, true_score_at
 from plumbing.launch import parse_args
 
 SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}

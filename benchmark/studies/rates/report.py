@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from benchmark import differences, report
 from benchmark.report import ALGORITHMS, NAMES, Record, Row
-from benchmark.studies.short_runs import run as short_runs
+from benchmark.runs import at_equal_kl, mean
 
 DEFAULT = 2e-4
 LEVELS = (2, 4, 6)
@@ -31,12 +31,12 @@ def score_at_end(run: Row) -> float:
     return run["true_score_before"] if run["failed"] else run["true_score"]
 
 
-def at_equal_kl(run: Row, base: Row) -> float | None:
+def gain(run: Row, base: Row) -> float | None:
     """The true score minus that of the run at the default's rate: the mean over the levels of KL
     that both reach."""
     if run["failed"]:
         return None
-    return short_runs.mean(short_runs.at_equal_kl(run, base, LEVELS))
+    return mean(at_equal_kl(run, base, LEVELS))
 
 
 def of_seeds(values: list[float | None]) -> Any:
@@ -69,7 +69,7 @@ def rates(record: Record) -> list[Row]:
             equal_kl = []
             for seed, run in mine.items():
                 ends.append(score_at_end(run) - score_at_end(base[seed]))
-                equal_kl.append(at_equal_kl(run, base[seed]))
+                equal_kl.append(gain(run, base[seed]))
             row["higher"] = sum(end > 0 for end in ends)
             row["end"] = of_seeds(ends)
             row["equal_kl"] = of_seeds(equal_kl)

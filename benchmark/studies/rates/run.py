@@ -3,7 +3,7 @@
     python benchmark/studies/rates/run.py        # writes rates.json: 30 runs, a few minutes each
 
 protocol.md beside this file was written before the first run. Runs are made and judged as in
-short_runs/run.py. Those that are in the record, or finished in --folder, are used again: each row
+benchmark/runs.py. Those that are in the record, or finished in --folder, are used again: each row
 names the commit of its scripts.
 """
 
@@ -18,11 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import numpy as np
 import torch
 
-from benchmark import common
-from benchmark.studies.short_runs import run as short_runs
+from benchmark import common, runs
 
 RATES = ["2e-4", "5e-5", "8e-4", "1e-4", "4e-4"]  # the default's first, then from the outside
-NAMES = {"default": "PPO", "RLOO, K 4": "RLOO"}
 LAST = 10  # updates whose mean is the end of a run
 METRICS = {
     "clipfrac": "policy/clipfrac",
@@ -66,12 +64,12 @@ def main() -> None:
         sizes += ["--batch_size", str(args.batch_size), "--lr", rate]
         tasks = []
         for seed in args.seeds:
-            for name in NAMES:
+            for name in runs.NAMES:
                 if (name, seed, float(rate)) not in known:
                     tasks.append((name, seed, folder, sizes))
-        for task, row in zip(tasks, short_runs.run_all(tasks, args.jobs), strict=True):
-            out, _ = short_runs.run_folder(*task)
-            row = {"algorithm": NAMES[task[0]], "lr": float(rate)} | row
+        for task, row in zip(tasks, runs.run_all(tasks, args.jobs), strict=True):
+            out, _ = runs.run_folder(*task)
+            row = {"algorithm": runs.NAMES[task[0]], "lr": float(rate)} | row
             rows.append(row | of_updates(out))
             common.write(args, rows)  # after each run: what is finished is kept
     short = ("algorithm", "lr", "seed", "failed", "true_score", "kl", "clipfrac", "entropy")

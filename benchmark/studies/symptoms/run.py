@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import numpy as np
 
 from benchmark import common
-from benchmark.studies.short_runs.run import DROPOUT, UNCHECKED, slug
+from benchmark.runs import DROPOUT, UNCHECKED, slug
 
 Changes = tuple[tuple[str, str], ...]
 LENGTH = 24  # tokens of a response

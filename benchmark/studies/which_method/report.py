@@ -78,8 +78,7 @@ def lines(record: Record) -> list[Row]:
     for kind in ("equal_kl", "end"):
         differences.add_tests(found, kind, differences.freedom_of(found, kind))
         for line in found:
-            line[f"bold_{kind}"] = "**" if line[f"{kind}_holds"] else ""
-            line[f"bold_{kind}_pooled"] = "**" if line[f"{kind}_pooled_holds"] else ""
+            line[f"bold_{kind}"] = "**" if line[f"{kind}_pooled_holds"] else ""
     return sorted(found, key=lambda line: -(line["equal_kl"] or 0))
 
 
@@ -94,8 +93,8 @@ def published(record: Record) -> list[Row]:
 
 
 def repeated(record: Record) -> list[Row]:
-    """The critic that starts as the reward model against PPO's default, which short_runs compares,
-    too; and RLOO against that."""
+    """The critic that starts as the reward model against PPO's default, which the study
+    of choices compares, too; and RLOO against that."""
     base = {row["seed"]: row for row in report.runs_of(record, "default")}
     rows = []
     for choice in ("critic from the reward model, warmed up", BASE):
@@ -125,27 +124,12 @@ def colour_of(line: Row) -> str:
 
 
 def draw_differences(axes: Axes, rows: list[Row]) -> None:
-    """Differences from RLOO at the same KL, with the pooled intervals in a lighter shade."""
+    """Differences from RLOO at the same KL, with intervals."""
     for y, line in enumerate(rows):
         colour = colour_of(line)
         x = line["equal_kl"]
         width = line["equal_kl_pooled_interval"]
-        axes.plot(
-            [x - width, x + width],
-            [y, y],
-            color=colour,
-            linewidth=6,
-            alpha=0.35,
-            solid_capstyle="butt",
-        )
-        axes.errorbar(
-            x,
-            y,
-            xerr=line["equal_kl_interval"],
-            fmt="o",
-            color=colour,
-            capsize=2,
-        )
+        axes.errorbar(x, y, xerr=width, fmt="o", color=colour, capsize=2)
     names = [f"{line['method']} ({line['number']})" for line in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.axvline(0, color="black", linewidth=1)
@@ -185,7 +169,7 @@ def picture(record: Record) -> Figure:
         line["number"] = str(number)
     figure, panels = report.new(TITLE, 1, 2, 4.2)
     draw_differences(panels[0, 0], compared[::-1])
-    panels[0, 0].set_title("At 1, 2 and 3 nats (band: pooled)")
+    panels[0, 0].set_title("At 1, 2 and 3 nats")
     draw_ends(panels[0, 1], record, rows)
     panels[0, 1].set_title("At the end of each run")
     return figure

@@ -1,9 +1,9 @@
-"""Methods newer than RLOO, in short runs: what short_runs/run.py measures, with the settings of
+"""Methods newer than RLOO, in short runs: what choices/run.py measures, with the settings of
 this study.
 
     python benchmark/studies/which_method/run.py        # a minute and a half a run on one core
 
-Writes methods.json. All flags of short_runs/run.py are here, too.
+Writes methods.json. All flags of choices/run.py are here, too.
 """
 
 import sys
@@ -11,9 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmark.studies.short_runs import run
+from benchmark import runs
+from benchmark.studies.choices import run
 
-OLDER = (*run.BASES, "critic from the reward model, warmed up", "RLOO of tokens", "GRPO")
+OLDER = (*runs.NAMES, "critic from the reward model, warmed up", "RLOO of tokens", "GRPO")
 
 if __name__ == "__main__":
     run.main(

@@ -1,31 +1,11 @@
-"""What each choice is worth on the default task, whose true score is known: VADER labelled its
-data.
+"""Runs of the default task in which one choice is made the other way, and VADER reads the responses
+of every update. Several studies make them.
 
-    python benchmark/studies/short_runs/run.py
-    python benchmark/studies/short_runs/run.py --tag mine --choices default "gamma 0.95"
-
-The study full_length calls this program with settings of its own. Long runs are
-those of the choices that matter most, short ones those of all others, beside the default and
-RLOO's.
-
-One choice at a time is made the other way. A seed has its own reward model, and its policies start
-from the same queries and random numbers: differences to the default are taken within seeds, and
-their 95 % intervals are Student's t over the seeds. True score (VADER), reward (of the default's
-reward model), KL and distinct samples are those of fresh samples for 512 held-out queries. A run
-has failed if it stopped, or if its true score ends below the starting model's. RLOO's rows compare
-with K 4, and that with PPO's default.
-
-A copy of the script that does each run has VADER read the responses of every update. So each run is
-a curve of true score over KL, whose points are means of two updates (longer means would put a run
-that moves fast below its own curve). Two of them are compared at equal KL: at each of 2, 4 and 6
-nats (1, 2 and 3 in shorter runs) that both reach, which are then averaged. Whether such a
-difference is 0 is asked of all choices at once, twice: with each row's own deviation, and with one
-that is pooled over the rows (benchmark/differences.py). With --beside RECORD each run is compared
-with that of the same choice and seed in another record, too: say all runs with --lr 5e-5.
-
-Runs of the same scripts and flags are used again, from --folder or from the record. Writes
-<tag>.json. --tabulate RECORD runs nothing: it makes the table of a record anew from its rows (call
-the run.py of that record's study, which knows what it is compared with).
+A seed has its own reward model, and its policies start from the same queries and random numbers, so
+differences are taken within seeds. True score (VADER), reward (of the default's reward model), KL
+and distinct samples are those of fresh samples for 512 held-out queries at the end. A run is a
+curve of true score over KL, whose points are means of two updates (longer means would put a run
+that moves fast below its own curve). Runs of the same scripts and flags are used again.
 """
 
 import contextlib
@@ -42,16 +22,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
 import numpy as np
-import torch
 
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
 from benchmark import common
-from benchmark.differences import add_tests
 from benchmark.judge import Judge
 from benchmark.systems.make import SYSTEMS, patched
 
@@ -87,12 +63,9 @@ JUDGED = (
     ),
 )
 LEVELS = (2.0, 4.0, 6.0)  # nats at which true scores are compared
-SHORT_LEVELS = (1.0, 2.0, 3.0)  # where runs have fewer episodes than the scripts' default
-EPISODES = 12_800  # the scripts' default
 INTERRUPTED = 130  # a script's exit status: by Ctrl-C or SIGTERM
 CURVES = {"true_score": "true_score", "reward": "reward", "kl": "kl"}  # and their metrics
 EXPLAINED = {"var_explained": "val/var_explained"}
-AT_END = ("true_score", "kl")  # whose differences at the end of runs are tested
 BINS = 16  # points of a curve in the picture
 FINE_WINDOW = 2  # updates whose means make a point of the curves that are compared
 SHIFTED = (("mask, shift_mean=False)", "mask, shift_mean=True)"),)
@@ -167,7 +140,7 @@ CHOICES = {
     "RLOO of tokens": Choice(RLOO, system="dr_grpo"),
     "RLOO, normalised": Choice(RLOO, "--normalize_advantages", "trl_rloo"),
     "GRPO": Choice(RLOO, system="grpo"),
-    # the study which_method: newer methods with the default's settings, then with their own
+    # of the study which_method: with the default's settings, then with their own
     "GRPO, unbiased KL": Choice(RLOO, "--unbiased_kl", "grpo"),
     "REINFORCE++": Choice(RLOO, system="reinforce_pp"),
     "DAPO": Choice(RLOO, system="dapo"),
@@ -182,21 +155,7 @@ CHOICES = {
     ),
     "VAPO, published": Choice(PPO, f"{CRITIC} --no-whiten_rewards --mask_truncated", "vapo"),
 }
-BASES = ("default", "RLOO, K 4")
-NEWER = tuple(CHOICES)[tuple(CHOICES).index("GRPO, unbiased KL") :]  # those of which_method
-LONG = (
-    "lambda 1 (default: 0.95)",
-    "critic from the reward model",
-    "truncated tokens masked",
-    "k3 as the KL penalty",
-    "temperature 1 (default: 0.7)",
-    "advantages not whitened",
-    "1 epoch (default: 4)",
-    "critic's rate 1e-2",
-    "no value function",
-    "RLOO of tokens",
-    "GRPO",
-)
+NAMES = {"default": "PPO", "RLOO, K 4": "RLOO"}  # what others are compared with
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -329,7 +288,7 @@ def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
         found = judge(judge.actor(average if average.exists() else out / "policy"))
         for kind in ("true_score", "reward", "kl", "distinct"):
             row[kind] = float(np.mean(found[kind]))
-        if name in BASES:  # the same for all of a seed
+        if name in NAMES:  # the same for all of a seed
             row["true_score_before"] = float(np.mean(judge(judge.ref)["true_score"]))
     record.write_text(json.dumps(row))
     return with_curves(row, out)
@@ -344,14 +303,18 @@ def with_curves(row: dict[str, Any], out: Path) -> dict[str, Any]:
     return row | {"curve": curve(metrics, BINS, EXPLAINED), "fine_curve": fine}
 
 
-# --- results --------------------------------------------------------------------------------------
-def base_of(name: str) -> str:
-    """The choice that a choice is compared with."""
-    if CHOICES[name].script != PPO and name != "RLOO, K 4":
-        return "RLOO, K 4"
-    return "default"
+def run_all(tasks: list[tuple[str, int, Path, list[str]]], jobs: int) -> Iterator[dict[str, Any]]:
+    """Rows of the tasks, so many at a time, after the reward models that they need."""
+    rewards = []
+    for name, seed, folder, _ in tasks:
+        rewards += [("", seed, folder), (CHOICES[name].reward, seed, folder)]
+    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
+        if any(pool.map(reward_model, list(dict.fromkeys(rewards)), 1)):
+            raise SystemExit(f"train_reward.py failed: see {tasks[0][2]}")
+        yield from pool.imap(measure, tasks)
 
 
+# --- at the same KL ---
 def true_score_at(points: dict[str, list[float]], level: float) -> float | None:
     """The true score where a curve first passes a KL; None if it never does."""
     kl = np.maximum.accumulate(points["kl"])
@@ -379,168 +342,3 @@ def at_equal_kl(
         is_reached = mine is not None and theirs is not None
         differences.append(mine - theirs if is_reached else None)
     return differences
-
-
-def explained_at_end(row: dict[str, Any]) -> float | None:
-    """The share of variance that values explain at the end of a run, if it has values."""
-    curve = row.get("curve", {}).get("var_explained")
-    has_values = curve is not None and "--vf_coef 0" not in row["flags"]
-    return curve[-1] if has_values else None
-
-
-def add_equal_kl(
-    table: list[dict[str, Any]],
-    pairs: list[tuple[dict[str, Any], dict[str, Any]]],
-    levels: tuple[float, ...],
-    kind: str,
-) -> None:
-    """Adds differences at equal KL between the runs of each pair, of which the first is a line's,
-    and their tests. `kind` begins the names of all these."""
-    for line in table:
-        of_seeds = []
-        for one, other in pairs:
-            if one["choice"] == line["choice"] and "fine_curve" in one and "fine_curve" in other:
-                of_seeds.append(at_equal_kl(one, other, levels))
-        found = [mean(values) for values in of_seeds]
-        found = [value for value in found if value is not None]
-        line[f"{kind}_levels"] = [mean(list(values)) for values in zip(*of_seeds, strict=True)]
-        line[kind] = mean(found)
-        line[f"{kind}_seeds"] = len(found)
-        line[f"{kind}_differences"] = found
-    add_tests(table, kind)
-
-
-def summarise(
-    rows: list[dict[str, Any]],
-    levels: tuple[float, ...] = LEVELS,
-    beside: list[dict[str, Any]] | None = None,
-) -> list[dict[str, Any]]:
-    """Means over seeds, and differences of true score and KL to the default, within seeds, with
-    95 % intervals. `beside` has rows of another record."""
-    of_run = {(row["choice"], row["seed"]): row for row in rows}
-    start = {row["seed"]: row["true_score_before"] for row in rows if "true_score_before" in row}
-    table = []
-    for name in dict.fromkeys(row["choice"] for row in rows):
-        mine = [row for row in rows if row["choice"] == name]
-        ended = [row for row in mine if "true_score" in row]
-        lost = [row for row in ended if row["true_score"] < start.get(row["seed"], -1)]
-        num_failed = len(mine) - len(ended) + len(lost)
-        line = {"choice": name, "seeds": len(mine), "num_failed": num_failed, "levels": levels}
-        line["explained"] = mean([explained_at_end(row) for row in ended])
-        for kind in ("true_score", "reward", "kl", "distinct"):
-            line[kind] = float(np.mean([row[kind] for row in ended] or [np.nan]))
-        for kind in AT_END:
-            differences = []
-            for row in ended:
-                base = of_run.get((base_of(name), row["seed"]), {})
-                if kind in base:
-                    differences.append(row[kind] - base[kind])
-            found = differences if name != base_of(name) else []
-            line[f"{kind}_ahead"] = sum(difference > 0 for difference in found)
-            line[f"{kind}_difference"] = mean(found)
-            line[f"{kind}_differences"] = found
-        table.append(line)
-    for kind in AT_END:
-        add_tests(table, kind)
-    pairs = []
-    for (name, seed), row in of_run.items():
-        base = of_run.get((base_of(name), seed))
-        if base is not None and name != base_of(name):
-            pairs.append((row, base))
-    add_equal_kl(table, pairs, levels, "equal_kl")
-    if beside is not None:
-        theirs = {(row["choice"], row["seed"]): row for row in beside}
-        pairs = [(row, theirs[key]) for key, row in of_run.items() if key in theirs]
-        add_equal_kl(table, pairs, levels, "beside")
-    return table
-
-
-def run_all(tasks: list[tuple[str, int, Path, list[str]]], jobs: int) -> Iterator[dict[str, Any]]:
-    """Rows of the tasks, so many at a time, after the reward models that they need."""
-    rewards = []
-    for name, seed, folder, _ in tasks:
-        rewards += [("", seed, folder), (CHOICES[name].reward, seed, folder)]
-    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
-        if any(pool.map(reward_model, list(dict.fromkeys(rewards)), 1)):
-            raise SystemExit(f"train_reward.py failed: see {tasks[0][2]}")
-        yield from pool.imap(measure, tasks)
-
-
-def recorded(
-    path: Path, choices: list[str], seeds: list[int], folder: Path, sizes: list[str]
-) -> list[dict[str, Any]]:
-    """Rows of the record that were made by these scripts, with these flags."""
-    if not path.exists():
-        return []
-    rows = []
-    for row in json.loads(path.read_text())["rows"]:
-        if row["choice"] not in choices or row["seed"] not in seeds or "digest" not in row:
-            continue
-        _, digest = run_folder(row["choice"], row["seed"], folder, sizes)
-        if (row["digest"], row["commit"]) == (digest, common.commit()):
-            rows.append(row)
-    return rows
-
-
-def tabulate(path: Path, beside: list[dict[str, Any]] | None) -> None:
-    """Makes the table of a record anew from its rows."""
-    record = json.loads(path.read_text())
-    levels = tuple(record["table"][0]["levels"])
-    record["table"] = summarise(record["rows"], levels, beside)
-    path.write_text(common.to_json(record))
-
-
-def main(program: str = __file__, **defaults: Any) -> None:
-    """Runs of a study: `program` is its file, beside which the record goes."""
-    parser = common.make_parser(__doc__, program)
-    add = parser.add_argument
-    add("--tag", default="short", help="name of the record")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4])
-    help_of_choices = "default: those of this length"
-    add("--choices", nargs="+", choices=CHOICES, metavar="CHOICE", help=help_of_choices)
-    add("--episodes", type=int, default=2_560, help="of each policy (the default's own: 12,800)")
-    add("--batch_size", type=int, default=64, help="of an update (the default's own: 128)")
-    add("--lr", help="learning rate of all runs (default: the scripts')")
-    add("--beside", type=Path, metavar="RECORD", help="another to compare with, choice by choice")
-    add("--tabulate", type=Path, metavar="RECORD", help="make its table anew, and run nothing")
-    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
-    add("--folder", default="runs/ablations", help="where the runs go")
-    parser.set_defaults(**defaults)
-    args = parser.parse_args()
-    beside = None if args.beside is None else json.loads(args.beside.read_text())["rows"]
-    args.beside = args.beside and args.beside.stem
-    if args.tabulate is not None:
-        tabulate(args.tabulate, beside)
-        return
-    del args.tabulate  # it is no argument of the runs
-    os.chdir(common.ROOT)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    is_long = args.episodes >= EPISODES
-    if args.choices is None:
-        others = LONG
-        if not is_long:
-            others = [name for name in CHOICES if name not in (*LONG, *NEWER)]
-        args.choices = list(dict.fromkeys((*BASES, *others)))
-    folder = Path(args.folder) / common.commit()
-    sizes = ["--total_episodes", str(args.episodes), "--batch_size", str(args.batch_size)]
-    if args.lr is not None:
-        sizes += ["--lr", args.lr]
-    rows = recorded(args.out / f"{args.tag}.json", args.choices, args.seeds, folder, sizes)
-    known = {(row["choice"], row["seed"]) for row in rows}
-    tasks = []
-    for seed in args.seeds:
-        for name in args.choices:
-            if (name, seed) not in known:
-                tasks.append((name, seed, folder, sizes))
-    for row in run_all(tasks, args.jobs):
-        rows.append(row)
-        sys.stdout.write(json.dumps(row) + "\n")
-        sys.stdout.flush()
-    table = summarise(rows, LEVELS if is_long else SHORT_LEVELS, beside)
-    common.write(args, rows, table=table)
-    common.show_rows(table)
-
-
-if __name__ == "__main__":
-    main()

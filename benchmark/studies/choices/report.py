@@ -1,0 +1,392 @@
+"""Rows and pictures of this study: `python benchmark/report.py choices`."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy import stats
+
+from benchmark import differences, report
+from benchmark.report import BEST_OF_N, CHOICES, CRITIC, NAMES, PPO, RLOO, Record, Row
+
+# The choices in chosen.png, and those in the findings.
+CHOSEN_FULL = ("RLOO, K 4", "critic from the reward model", "no value function", "GRPO")
+CHOSEN_FULL += ("1 epoch (default: 4)", "RLOO of tokens")
+CHOSEN_SHORT = ("critic from the reward model, warmed up", "no penalty for a missing end")
+CHOSEN_SHORT += ("fixed KL coefficient", "rewards not whitened", "PyTorch's Adam")
+CHOSEN_SHORT += ("no ratio clipping", "8 minibatches (default: 1)")
+WARMED_UP = "critic from the reward model, warmed up"
+MATTERS_SHORT = (WARMED_UP, "8 minibatches (default: 1)")
+MATTERS_SHORT += ("settings of InstructGPT", "dropout left on")
+MATTERS_FULL = ("1 epoch (default: 4)", "critic from the reward model", "no value function", "GRPO")
+MASKED = ("truncated tokens masked", "settings of Qwen", "settings of Llama 2")
+MASKED += ("settings of DeepSpeed-Chat", "settings of TRL 0.9", "settings of InstructGPT")
+DIFFERENCE = "difference in true score at the same KL (better \N{RIGHTWARDS ARROW})"
+PASSES = "bold name: significant after Holm's correction"
+FULL = "Full runs: 12,800 episodes, 3 seeds"
+SHORT = "Short runs: 2,560 episodes, 4 seeds"
+TITLE = "What helps at the same KL: a critic from the reward model, or smaller steps"
+HOLLOW = {"markerfacecolor": "white", "alpha": 0.6}
+
+LEVELS = (2, 4, 6)  # nats, of full runs
+VALUES = {
+    "critic from the reward model": ("critic from the reward model", CRITIC, "-"),
+    "critic's rate 1e-2": ("value head, rate 1e-2", PPO, ":"),
+    "default": ("value head, rate 2e-4 (default)", PPO, "-"),
+}
+
+
+# --- tables ---------------------------------------------------------------------------------------
+def by_effect(row: Row) -> tuple[bool, bool, float]:
+    """PPO's choices by their effect, then RLOO's; last what never gets as far as it is compared."""
+    choice = row["choice"]
+    effect = row["equal_kl"]
+    if effect is None:
+        effect = 0.0 if choice in ("default", "RLOO, K 4") else -9.0
+    return choice.startswith(("RLOO", "GRPO")), choice != "RLOO, K 4", -effect
+
+
+def base_of(choice: str) -> str:
+    """The choice that a choice is compared with."""
+    if choice.startswith(("RLOO", "GRPO")) and choice != "RLOO, K 4":
+        return "RLOO, K 4"
+    return "default"
+
+
+def tested(record: Record) -> list[Row]:
+    """The table of a record, in which intervals take into account that rows share runs. `bold`
+    marks what Holm's correction keeps."""
+    rows = [row | {"pair": (row["choice"], base_of(row["choice"]))} for row in record["table"]]
+    differences.add_tests(rows, "equal_kl", differences.freedom_of(rows, "equal_kl"))
+    for row in rows:
+        row["bold"] = "**" if row["equal_kl_pooled_holds"] else ""
+        row["width"] = row["equal_kl_pooled_interval"]
+    return rows
+
+
+def smaller(record: Record) -> Row:
+    """How far each choice is behind at equal KL."""
+    return {row["choice"]: -(row["equal_kl"] or 0) for row in record["table"]}
+
+
+def ranked(record: Record) -> list[Row]:
+    """The choices of a record by their effect."""
+    return sorted(tested(record), key=by_effect)
+
+
+def choices(record: Record) -> list[Row]:
+    """The same without whole recipes."""
+    return [row for row in ranked(record) if not row["choice"].startswith("settings of")]
+
+
+def recipes(record: Record) -> list[Row]:
+    """The recipes, and the default."""
+    return [row for row in ranked(record) if row["choice"].startswith(("settings of", "default"))]
+
+
+def pooled(record: Record) -> Row:
+    """The deviation of the differences at equal KL that all rows share, its degrees of freedom, and
+    how many it would have if no rows shared runs. What Holm's method keeps. The smallest deviation
+    of a row's own seeds, the largest, and whether all may be one (Bartlett's test)."""
+    rows = compared(record)
+    enough = [row["equal_kl_differences"] for row in rows if row["width"]]
+    deviations = [float(np.std(values, ddof=1)) for values in enough]
+    deviation, independent = differences.pooled_deviation(enough)
+    freedom = differences.freedom_of(rows, "equal_kl")
+    first = stats.t.isf(differences.LEVEL / len(rows) / 2, freedom)
+    return {
+        "deviation": deviation,
+        "freedom": freedom,
+        "independent": independent,
+        "comparisons": len(rows),
+        "kept": sum(row["equal_kl_pooled_holds"] for row in rows),
+        "kept_by_own": sum(row["equal_kl_holds"] for row in rows),
+        "least": min(deviations),
+        "most": max(deviations),
+        "bartlett": float(stats.bartlett(*enough).pvalue),
+        "factor": first / stats.t.isf(differences.LEVEL / 2, freedom),
+        "can_miss": first * deviation / max(map(len, enough)) ** 0.5,
+    }
+
+
+def at_once(*records: Record) -> Row:
+    """What Holm's method keeps of the differences at equal KL of all records as one family."""
+    names: list[str] = []
+    found: list[float] = []
+    for record in records:
+        rows = compared(record)
+        deviation = pooled(record)["deviation"]
+        freedom = pooled(record)["freedom"]
+        for row in rows:
+            names.append(row["choice"])
+            values = row["equal_kl_differences"]
+            has_interval = row["equal_kl_interval"] is not None  # three seeds or more
+            p = differences.p_value(values, deviation, freedom) if has_interval else 1.0
+            found.append(p)
+    is_kept = differences.holm(found)
+    kept = [name for name, holds in zip(names, is_kept, strict=True) if holds]
+    return {"comparisons": len(names), "kept": len(kept), "names": kept}
+
+
+def scores_at(run: Row, levels: list[float], width: int) -> np.ndarray:
+    """True scores where the KL first passes each level, or NaN; of moving averages over so many
+    points of a run's curves."""
+    weights = np.full(width, 1 / width)
+    curves = {}
+    for name in ("kl", "true_score"):
+        curves[name] = np.convolve(run["fine_curve"][name], weights, mode="valid")
+    passed = np.maximum.accumulate(curves["kl"])
+    return np.interp(levels, passed, curves["true_score"], left=np.nan, right=np.nan)
+
+
+def smoothed(record: Record) -> Row:
+    """What changes if true scores at a KL are those of curves whose points are means of three: the
+    largest move of a difference, and how many Holm's method keeps then."""
+    of_choice = {row["choice"]: report.runs_of(record, row["choice"]) for row in record["table"]}
+    levels = record["table"][0]["levels"]
+    rows = []
+    moves = []
+    for line in compared(record):
+        found = []
+        base = {run["seed"]: run for run in of_choice[base_of(line["choice"])]}
+        for run in of_choice[line["choice"]]:
+            other = base[run["seed"]]
+            difference = scores_at(run, levels, 3) - scores_at(other, levels, 3)
+            if not np.isnan(difference).all():
+                found.append(float(np.nanmean(difference)))
+        moves.append(abs(float(np.mean(found)) - line["equal_kl"]))
+        rows.append({"pair": line["pair"], "equal_kl_differences": found})
+    differences.add_tests(rows, "equal_kl", differences.freedom_of(rows, "equal_kl"))
+    kept = sum(row["equal_kl_pooled_holds"] for row in rows)
+    return {"moved": max(moves), "kept": kept}
+
+
+def matters(short: Record, full: Record) -> list[Row]:
+    """The choices that most readers ask for, each beside what it is compared with. Short runs come
+    before full ones."""
+    rows = []
+    for record, names in ((short, MATTERS_SHORT), (full, MATTERS_FULL)):
+        of_choice = {row["choice"]: row for row in ranked(record)}
+        for name in names:
+            base = of_choice[base_of(name)]
+            more = {"episodes": record["args"]["episodes"], "base": base}
+            more["base_name"] = report.NAMES[base["choice"]]
+            rows.append(of_choice[name] | more)
+    return rows
+
+
+# --- RLOO beside PPO ------------------------------------------------------------------------------
+def pairs(*records: Record) -> list[Row]:
+    """RLOO beside PPO in each record."""
+    rows = []
+    settings = []
+    for record in records:
+        row = {line["choice"]: line for line in record["table"]}
+        args = {"lr": "2e-4"} | {name: x for name, x in record["args"].items() if x is not None}
+        setting = (args["lr"], args["episodes"])
+        again = ", repeated" if setting in settings else ""
+        settings.append(setting)
+        pair = {
+            "args": args,
+            "again": again,
+            "ppo": row["default"],
+            "rloo": row["RLOO, K 4"],
+        }
+        rows.append(pair)
+    return rows
+
+
+def all_pairs(*records: Record) -> Row:
+    """PPO's and RLOO's runs of a seed: how many there are, in how many of them RLOO ends higher,
+    and in how many it ends farther from the starting model."""
+    found = {"pairs": 0, "higher": 0, "farther": 0}
+    for record in records:
+        of_seed = {run["seed"]: run for run in report.runs_of(record, "RLOO, K 4")}
+        for ppo in report.runs_of(record, "default"):
+            rloo = of_seed[ppo["seed"]]
+            found["pairs"] += 1
+            found["higher"] += rloo["true_score"] > ppo["true_score"]
+            found["farther"] += rloo["kl"] > ppo["kl"]
+    return found
+
+
+def jointly(*records: Record) -> Row:
+    """RLOO minus PPO at the same KL in all records: within each seed the mean of the records, and
+    of these the mean and its interval. The same of the seeds that are in all records."""
+    of_seed: dict[int, list[float]] = {}
+    for record in records:
+        levels = record["table"][0]["levels"]
+        ppo = {}
+        for run in report.runs_of(record, "default"):
+            ppo[run["seed"]] = scores_at(run, levels, 1)
+        for run in report.runs_of(record, "RLOO, K 4"):
+            lead = scores_at(run, levels, 1) - ppo[run["seed"]]
+            of_seed.setdefault(run["seed"], []).append(float(np.nanmean(lead)))
+    means = [float(np.mean(leads)) for leads in of_seed.values()]
+    complete = []
+    for leads in of_seed.values():
+        if len(leads) == len(records):
+            complete.append(float(np.mean(leads)))
+    return differences.with_interval(means) | {
+        "seeds": len(means),
+        "complete": differences.with_interval(complete),
+    }
+
+
+def scores_of(run: Row) -> np.ndarray:
+    """The true scores of a run where its KL first passes each of LEVELS, and at its end."""
+    curve = run["fine_curve"]
+    passed = np.maximum.accumulate(curve["kl"])
+    at = np.interp(LEVELS, passed, curve["true_score"], right=np.nan)
+    return np.append(at, run["true_score"])
+
+
+def beside_rloo(record: Record) -> list[Row]:
+    """True scores of PPO with the critic and of RLOO, and their differences, at each KL and at the
+    end: means over the seeds in which both get there."""
+    critic = [scores_of(run) for run in report.runs_of(record, WARMED_UP)]
+    rloo = [scores_of(run) for run in report.runs_of(record, "RLOO, K 4")]
+    rows = []
+    names = [f"at {level} nats" for level in LEVELS] + ["at the end"]
+    columns = (names, np.transpose(critic), np.transpose(rloo))
+    for name, ours, theirs in zip(*columns, strict=True):
+        is_reached = ~np.isnan(ours - theirs)
+        ours = ours[is_reached]
+        theirs = theirs[is_reached]
+        row = {
+            "where": name,
+            "seeds": len(ours),
+            "critic": ours.mean(),
+            "rloo": theirs.mean(),
+            "mean": (ours - theirs).mean(),
+            "width": differences.interval(ours - theirs),
+        }
+        rows.append(row)
+    return rows
+
+
+def across(critic: Record, full: Record) -> Row:
+    """PPO with the warmed-up critic minus the default's run of the same seed, which is in the other
+    record, at the same KL."""
+    base = {run["seed"]: scores_of(run) for run in report.runs_of(full, "default")}
+    found = []
+    for run in report.runs_of(critic, WARMED_UP):
+        lead = scores_of(run) - base[run["seed"]]
+        found.append(float(np.nanmean(lead[: len(LEVELS)])))
+    return differences.with_interval(found)
+
+
+# --- pictures -------------------------------------------------------------------------------------
+def compared(record: Record) -> list[Row]:
+    """What has differences at equal KL with two seeds or more, sorted by their mean."""
+    found = [row for row in tested(record) if len(row["equal_kl_differences"]) > 1]
+    return sorted(found, key=lambda row: row["equal_kl"])
+
+
+def name_of(row: Row) -> str:
+    """The choice, what it is compared with if that is RLOO, and how many of its runs ended or
+    failed."""
+    name = row["choice"]
+    if base_of(name) != "default":
+        name += " (compared with RLOO)"
+    if row["equal_kl_seeds"] < row["seeds"]:
+        name += f" ({row['equal_kl_seeds']} of {row['seeds']} runs ended)"
+    elif row["num_failed"] > 0:
+        name += f" ({row['num_failed']} of {row['seeds']} failed)"
+    return name
+
+
+def draw_forest(axes: Axes, rows: list[Row]) -> None:
+    """Differences at equal KL with intervals. What is significant has a bold name; what is not
+    comparable has a hollow mark."""
+    for y, row in enumerate(rows):
+        colour = PPO
+        if row["choice"].startswith(("RLOO", "GRPO")):
+            colour = RLOO
+        elif row["choice"].startswith("critic from the reward"):
+            colour = CRITIC
+        style = {"fmt": "o", "color": colour, "capsize": 2, "markersize": 5, "linewidth": 1.5}
+        if row["choice"] in MASKED:
+            style |= HOLLOW
+        axes.errorbar(row["equal_kl"], y, xerr=row["width"] or 0, **style)
+    axes.set_yticks(range(len(rows)), [name_of(row) for row in rows], fontsize=8.5)
+    for row, label in zip(rows, axes.get_yticklabels(), strict=True):
+        label.set_fontweight("bold" if row["bold"] else "normal")
+    axes.axvline(0, color="black", linewidth=1)
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+
+
+def forest(title: str, panels_of: dict[str, list[Row]], height: float, has_hollow: bool) -> Figure:
+    """A panel of differences below each heading, so many inches high for each of them."""
+    counts = [len(rows) for rows in panels_of.values()]
+    inches = 1.4 + height * sum(counts)
+    figure, panels = report.new(
+        title,
+        len(counts),
+        1,
+        inches,
+        sharex=True,
+        height_ratios=counts,
+    )
+    for axes, (heading, rows) in zip(panels[:, 0], panels_of.items(), strict=True):
+        draw_forest(axes, rows)
+        axes.set_title(heading)
+    panels[-1, 0].set_xlabel(DIFFERENCE)
+    legend = {"PPO": PPO, "PPO, critic from the reward model": CRITIC, "RLOO and GRPO": RLOO}
+    report.name_colours(panels[0, 0], legend)
+    if has_hollow:
+        report.name_colours(panels[0, 0], {"not comparable (masks tokens)": PPO}, **HOLLOW)
+    panels[0, 0].plot([], [], linestyle="", label=PASSES)
+    report.legend_below(figure, panels[0, 0], 2)
+    return figure
+
+
+def of_record(record: Record) -> Figure:
+    """A record of your own."""
+    return forest("Differences at the same KL", {"": compared(record)}, 0.17, has_hollow=True)
+
+
+def of_both(full: Record, short: Record) -> Figure:
+    """All choices of full and of short runs."""
+    panels_of = {f"{FULL}, at 2, 4 and 6 nats": compared(full)}
+    panels_of[f"{SHORT}, at 1, 2 and 3 nats"] = compared(short)
+    return forest(TITLE, panels_of, 0.17, has_hollow=True)
+
+
+def chosen(full: Record, short: Record) -> Figure:
+    """The choices that most readers ask for."""
+    panels_of = {SHORT: [row for row in compared(short) if row["choice"] in CHOSEN_SHORT]}
+    panels_of[FULL] = [row for row in compared(full) if row["choice"] in CHOSEN_FULL]
+    return forest(TITLE, panels_of, 0.21, has_hollow=False)
+
+
+def over_kl(record: Record, others: Record) -> Figure:
+    """True score over KL of three choices, and what three value functions explain."""
+    text = "A critic that predicts much better gains a little true score at the same KL"
+    figure, panels = report.new(text, 1, 2, 3.6)
+    score, values = panels[0]
+    for choice, colour in CHOICES.items():
+        curves = [row["fine_curve"] for row in report.runs_of(record, choice)]
+        name = NAMES.get(choice, f"PPO, {choice}")
+        score.plot(*report.first_passages(curves), color=colour, label=name)
+    name = "best of n, no training"
+    score.plot(*report.best_of_n(others), color=BEST_OF_N, linestyle="--", label=name)
+    limits = {"xlim": (0, 6.5), "ylim": (0, 1), "legend": "lower right"}
+    report.label(score, report.KL, f"{report.TRUE_SCORE}, mean of 3 seeds", **limits)
+    for choice, (name, colour, line) in VALUES.items():
+        x, y = report.over_episodes(record, choice, "var_explained", "curve")
+        values.plot(
+            x,
+            y.mean(0),
+            color=colour,
+            linestyle=line,
+            label=name,
+        )
+    report.line_at(values, 0)
+    limits = {"ylim": (-0.2, 1), "legend": "upper left"}
+    report.label(values, "episodes", "variance explained by the values", **limits)
+    return figure
+
+
+RECORDS = ("full.json", "short.json")
+PICTURES = {"all.png": (of_both, *RECORDS), "chosen.png": (chosen, *RECORDS)}
+PICTURES["full.png"] = (over_kl, "full.json", "../overoptimisation/tiny.json")
