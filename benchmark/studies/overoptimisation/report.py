@@ -3,7 +3,6 @@
 import functools
 import itertools
 import re
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,12 +21,8 @@ from benchmark.report import (
 )
 
 HELD_OUT = 512  # labels, on which accuracies are measured
-BOUNDS = {0.3: "below 0.3", 0.45: "0.3 to 0.45", 1.0: "above 0.45"}  # of accuracies
 COLLAPSED = -0.5
 KINDS = ("true_score", "reward", "kl")
-FIRST = "first two"  # series
-LATER = "later"
-SINGLE = ("one", "averaged weights")  # kinds of rewards that are one model
 WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 # Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
 SHOWN = (("128", "PPO", 0.0, 3), ("4000:0.5", "RLOO", 0.0, 2))
@@ -72,49 +67,6 @@ def constant(record: Record) -> Row:
     return {"share": share} | differences.wilson(share, HELD_OUT)
 
 
-def single(record: Record) -> list[Row]:
-    """The runs of a record with the accuracy of their reward model and their series. Of
-    ensembles.json those whose reward is one model, by the seed of its labels."""
-    if "rewards" not in record["rows"][0]:
-        return [row | {"series": FIRST, "rewards": "one"} for row in record["rows"]]
-    accuracies = {}
-    for row in record["reward_models"]:
-        accuracies[row["labels"], row["seed"]] = row["accuracy"]
-    rows = []
-    for row in record["rows"]:
-        kind = row["rewards"]
-        if kind not in SINGLE:
-            continue
-        more = {"kl_coef": 0.0, "series": LATER}
-        more["seed"] = row["labels_seed"]
-        more["accuracy"] = accuracies[row["labels"], row["labels_seed"]][kind]
-        rows.append(row | more)
-    return rows
-
-
-def ends(*records: Record) -> list[Row]:
-    """All runs by the accuracy of their reward models, those without a penalty first."""
-    rows = []
-    for row in sum([single(record) for record in records], []):
-        bound = next(words for most, words in BOUNDS.items() if row["accuracy"] < most)
-        rows.append(row | {"bound": bound})
-    bounds = list(BOUNDS.values())
-
-    def order(row: Row) -> tuple[Any, ...]:
-        return bounds.index(row["bound"]), row["kl_coef"], row["series"], row["accuracy"]
-
-    return sorted(rows, key=order)
-
-
-def price(*records: Record) -> dict[str, Row]:
-    """How runs with and without a penalty end, against reward models of the second kind."""
-    rows = [row for row in ends(*records) if row["bound"] == "0.3 to 0.45"]
-    return {
-        "none": counts([row for row in rows if not row["kl_coef"]]),
-        "default": counts([row for row in rows if row["kl_coef"]]),
-    }
-
-
 def penalty(record: Record) -> list[Row]:
     """Runs of a kind, in the order of their seeds."""
     groups = group(record["rows"], "labels", "algorithm", "kl_coef")
@@ -143,20 +95,6 @@ def counts(runs: list[Row], bound: float = -COLLAPSED) -> Row:
         "high": high,
         "between": len(runs) - low - high,
     }
-
-
-def how_runs_end(*records: Record) -> list[Row]:
-    """How runs end, by the accuracy of their reward models, with and without a penalty."""
-    rows = []
-    for key, runs in group(ends(*records), "kl_coef", "bound", "series").items():
-        coef, bound, series = key
-        row = {
-            "penalty": WORDS[coef],
-            "bound": bound,
-            "series": series,
-        }
-        rows.append(row | counts(runs))
-    return rows
 
 
 def is_repetitive(run: Row) -> bool:
@@ -357,8 +295,6 @@ def coefficients(fixed: Record, slow: Record, free: Record) -> Figure:
     return figure
 
 
-# Marks of runs, and where they stand beside the place of their set of labels.
-# Names of these places, below them.
 WEAK = "The reward ends higher in every run; the true score does not"
 curves = functools.partial(over_root_kl, sources=["128", "512", "4000"], title=WEAK)
 PICTURES = {

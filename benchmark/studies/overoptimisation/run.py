@@ -16,9 +16,7 @@ model scores. Best-of-n from the starting model is the curve to beat: of n respo
 the reward model likes best, with KL log n - (n - 1) / n; means over all choices of n among --pool
 responses to each of 128 queries. Penalties for responses without an end are not in the scores.
 
-Fits are those of Gao et al.: the true score gained at d, the square root of the KL, is
-d (alpha - beta log d) of a trained policy, d (alpha - beta d) of best-of-n; least squares over the
-curves of all seeds. Finished runs of the same scripts are used again. Writes <tag>.json.
+Finished runs of the same scripts are used again. Writes <tag>.json.
 """
 
 import json
@@ -230,22 +228,6 @@ def top_and_end(curves: dict[str, Any]) -> dict[str, float]:
     return found | {f"{kind}_end": float(curves[kind][-1]) for kind in KINDS}
 
 
-def fit(curves: list[dict[str, Any]], is_best_of_n: bool, start: float) -> dict[str, float]:
-    """Gao et al.'s form for the true score gained since the `start` of a curve at d = 0; with its
-    share of explained variance."""
-    d = np.sqrt(np.concatenate([curve["kl"] for curve in curves]).clip(min=0))
-    gained = np.concatenate([curve["true_score"] for curve in curves]) - start
-    bend = d**2 if is_best_of_n else d * np.log(np.maximum(d, 1e-9))
-    columns = np.stack([d, -bend], 1)
-    found, *_ = np.linalg.lstsq(columns, gained, rcond=None)
-    error = gained - columns @ found
-    return {
-        "alpha": float(found[0]),
-        "beta": float(found[1]),
-        "explained": float(1 - error.var() / gained.var()),
-    }
-
-
 def curves_of(runs: list[dict], best: list[dict]) -> dict[tuple[str, str, Any], list[dict]]:
     """The curves of each group of runs that differ by their seeds."""
     groups: dict[tuple[str, str, Any], list[dict]] = {}
@@ -282,9 +264,9 @@ def settled_gains(curves: list[dict], free: list[dict]) -> list[float]:
     return gains
 
 
-def summarise(groups: dict[tuple[str, str, Any], list[dict]], start: float) -> list[dict]:
+def summarise(groups: dict[tuple[str, str, Any], list[dict]]) -> list[dict]:
     """Per group: the true score near the starting model, where it is highest, where it ends, what a
-    KL penalty gains there, as means over seeds; the lowest and highest at the end; the fit."""
+    KL penalty gains there, as means over seeds; the lowest and highest at the end."""
     table = []
     for (labels, algorithm, kl_coef), curves in groups.items():
         line = {"labels": labels, "algorithm": algorithm, "kl_coef": kl_coef}
@@ -305,8 +287,7 @@ def summarise(groups: dict[tuple[str, str, Any], list[dict]], start: float) -> l
         true_scores = [end["true_score_end"] for end in ends]
         line["lowest_end"] = min(true_scores)
         line["highest_end"] = max(true_scores)
-        fitted = fit(curves, algorithm == "best of n", start)
-        table.append(line | fitted)
+        table.append(line)
     return table
 
 
@@ -358,7 +339,7 @@ def main() -> None:
         row["start"] = {kind: float(np.mean(row[kind][:LAST])) for kind in KINDS}
         row["end"] = {kind: float(np.mean(row[kind][-LAST:])) for kind in KINDS}
     start = float(np.mean([row["true_score"][0] for row in best or runs]))  # before training
-    table = summarise(curves_of(runs, best), start)
+    table = summarise(curves_of(runs, best))
     for line in table:
         of_labels = [model["accuracy"] for model in models if model["labels"] == line["labels"]]
         line["accuracy"] = float(np.mean(of_labels))
