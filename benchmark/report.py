@@ -332,7 +332,7 @@ def name_colours(axes: Axes, colours: dict[str, str], style: str = "o-", **more:
 def pictures(folder: Path) -> Iterator[tuple[Path, Callable[..., Figure], list[Path]]]:
     """The pictures of a folder: where each is, the function that draws it, and its records."""
     for name, (draw, *records) in getattr(module_of(folder), "PICTURES", {}).items():
-        yield folder / name, draw, [(folder / record).resolve() for record in records]
+        yield page_of(folder).parent / name, draw, [(folder / record).resolve() for record in records]
 
 
 def digest(paths: list[Path]) -> str:
@@ -354,13 +354,21 @@ def save(figure: Figure, path: Path, records: str = "") -> None:
 # --- the command ----------------------------------------------------------------------------------
 def folders() -> list[Path]:
     """Those that have a page of measurements; last the page that copies tables of others."""
-    pages = sorted(BENCHMARK.glob("studies/*/README.md"))
-    return [*[page.parent for page in pages], BENCHMARK / "speed", BENCHMARK]
+    rooms = [path.parent for path in sorted(BENCHMARK.glob("studies/*/report.py"))]
+    finished = [room for room in rooms if page_of(room).exists()]
+    return [*finished, BENCHMARK / "speed", BENCHMARK]
+
+
+def page_of(folder: Path) -> Path:
+    """The page of a folder: its README.md, or one in docs/."""
+    in_docs = BENCHMARK.parent / "docs" / f"{folder.name}.md"
+    page = folder / "README.md"
+    return page if page.exists() else in_docs
 
 
 def outdated(folder: Path) -> list[Path]:
     """The page and the pictures of a folder that are not those of their records."""
-    page = folder / "README.md"
+    page = page_of(folder)
     found = [page] if written(page) != page.read_text() else []
     for path, _, records in pictures(folder):
         if not path.exists() or Image.open(path).info.get("records") != digest(records):
@@ -370,7 +378,7 @@ def outdated(folder: Path) -> list[Path]:
 
 def renew(folder: Path) -> None:
     """Writes the page and the pictures of a folder."""
-    page = folder / "README.md"
+    page = page_of(folder)
     page.write_text(written(page))
     for path, draw, records in pictures(folder):
         save(draw(*map(load, records)), path, digest(records))

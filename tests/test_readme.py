@@ -25,7 +25,7 @@ def pages(pattern):
     return [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(pattern))]
 
 
-STUDIES = [*pages("benchmark/studies/*/README.md"), "benchmark/speed/README.md"]
+STUDIES = [*pages("benchmark/studies/*/README.md"), "benchmark/speed/README.md", "docs/symptoms.md"]
 DOCS = pages("docs/*.md")
 PAGES = ("README.md", "benchmark/README.md", *STUDIES, *DOCS, "tiny/rewards.py")
 SYSTEMS = "benchmark/systems/README.md"  # names flags of patches, and of former versions
@@ -91,15 +91,15 @@ def test_every_table_of_the_measurements_is_made_from_records():
         text = re.sub(r"<!-- \S+\.json: .*?<!-- / -->", "", text)
         text = text.partition("## All studies")[0]
         for line in re.findall(r"^\|.*$", text, re.M):
-            assert name == "benchmark/studies/symptoms/README.md"
+            assert name == "docs/symptoms.md"
             _, _, healthy, ill, *_ = line.strip("|").split(" | ")
             assert not re.search(r"\d", healthy + ill), line
     known = {ROOT / page for page in ("benchmark/README.md", *STUDIES)}
-    assert known == {folder / "README.md" for folder in report.folders()}
+    assert known == {report.page_of(folder) for folder in report.folders()}
     start = read("benchmark/README.md")
     for page in STUDIES:
         name = page.removeprefix("benchmark/").removesuffix("/README.md")
-        assert f"]({name})" in start, page
+        assert f"]({name.replace('docs/', '../docs/')})" in start, page
 
 
 def blocks_of(page):
@@ -148,7 +148,7 @@ def test_every_picture_is_drawn_from_records(tmp_path):
             figure.savefig(tmp_path / "picture.png", dpi=20)
             drawn.add(path)
     report.save(figure, tmp_path / "picture.png")
-    assert drawn == set(ROOT.glob("benchmark/**/*.png"))
+    assert drawn == {*ROOT.glob("benchmark/**/*.png"), *ROOT.glob("docs/*.png")}
     text = "".join(read(page) for page in ("benchmark/README.md", *STUDIES))
     for path in drawn:
         names = (f"]({path.name})", f"]({path.relative_to(ROOT / 'benchmark')})")

@@ -62,4 +62,6 @@ def symptoms(record: Record, others: Record) -> Figure:
     return figure
 
 
-PICTURES = {"symptoms.png": (symptoms, "symptoms.json", "../overoptimisation/tiny.json")}
+PICTURES = {
+    "../../../docs/symptoms.png": (symptoms, "symptoms.json", "../overoptimisation/tiny.json")
+}
