@@ -331,8 +331,9 @@ def name_colours(axes: Axes, colours: dict[str, str], style: str = "o-", **more:
 # --- pictures -------------------------------------------------------------------------------------
 def pictures(folder: Path) -> Iterator[tuple[Path, Callable[..., Figure], list[Path]]]:
     """The pictures of a folder: where each is, the function that draws it, and its records."""
+    beside = page_of(folder).parent
     for name, (draw, *records) in getattr(module_of(folder), "PICTURES", {}).items():
-        yield page_of(folder).parent / name, draw, [(folder / record).resolve() for record in records]
+        yield beside / name, draw, [(folder / record).resolve() for record in records]
 
 
 def digest(paths: list[Path]) -> str:

@@ -62,6 +62,4 @@ def symptoms(record: Record, others: Record) -> Figure:
     return figure
 
 
-PICTURES = {
-    "../../../docs/symptoms.png": (symptoms, "symptoms.json", "../overoptimisation/tiny.json")
-}
+PICTURES = {"symptoms.png": (symptoms, "symptoms.json", "../overoptimisation/tiny.json")}
