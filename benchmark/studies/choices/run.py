@@ -33,6 +33,7 @@ from benchmark.differences import add_tests
 SHORT_LEVELS = (1.0, 2.0, 3.0)  # nats, where runs have fewer episodes than the scripts' default
 EPISODES = 12_800  # the scripts' default
 AT_END = ("true_score", "kl")  # whose differences at the end of runs are tested
+STARTS = ("warmed up", "critic from the policy, warmed up")  # only of protocol.md
 NAMES = tuple(runs.CHOICES)
 NEWER = NAMES[NAMES.index("GRPO, unbiased KL") :]  # those of which_method
 LONG = (
@@ -146,7 +147,7 @@ def main(program: str = __file__, **defaults: Any) -> None:
     if args.choices is None:
         others = LONG
         if not is_long:
-            others = [name for name in runs.CHOICES if name not in (*LONG, *NEWER)]
+            others = [name for name in runs.CHOICES if name not in (*LONG, *NEWER, *STARTS)]
         args.choices = list(dict.fromkeys((*runs.NAMES, *others)))
     folder = Path(args.folder) / common.commit()
     sizes = ["--total_episodes", str(args.episodes), "--batch_size", str(args.batch_size)]
