@@ -57,6 +57,7 @@ def rates(record: Record) -> list[Row]:
             "name": f"{algorithm} {rate:g}",
             "algorithm": algorithm,
             "lr": rate,
+            "rate": f"{rate:.0e}".replace("e-0", "e-"),
             "seeds": len(mine),
             "failed": len(mine) - len(ended),
             "scores": [score_at_end(run) for run in mine.values()],
@@ -88,7 +89,7 @@ def rule(record: Record) -> list[Row]:
         higher = sum(row["higher"] for row in both)
         passes = min(gains) > 0 and higher >= 5 and min(equal) > -0.02
         row = {
-            "lr": rate,
+            "rate": both[0]["rate"],
             "gain": float(np.mean(gains)),
             "higher": higher,
             "passes": "yes" if passes else "no",
