@@ -35,7 +35,7 @@ functions. In forward passes a `mask` is an attention mask (B, T).
 
 import contextlib
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -294,8 +294,7 @@ def main(preset: str, args: Args) -> None:
         batch.rewards = at_last_token(batch.scores, batch.loss_mask) - kl_coef * kl
 
         # 4. update: learning rates, and the optimizer steps
-        rates = peak_rates(update, args)
-        set_learning_rates(optimizer, update, update / num_updates, args, **rates)
+        set_learning_rates(optimizer, update, update / num_updates, args, **max_rates(update, args))
         log = ppo_update(accelerator, wrapped, optimizer, batch, epochs, args)
 
         # 5. log: means of numbers for every response, (B,), and of what the update has added
@@ -490,17 +489,18 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
     """AdamTF or AdamW (--adam) over all weights that are trained. Each part of the model, like
     `lm`, has a parameter group of matrices, which alone have --weight_decay, and one of others."""
-    groups = {}
+    weights = defaultdict(list)
     for name, p in model.named_parameters():
         if p.requires_grad:
             part = name.partition(".")[0]
-            decay = args.weight_decay if p.dim() > 1 else 0.0
-            new = {"params": [], "part": part, "weight_decay": decay}
-            group = groups.setdefault((part, p.dim() > 1), new)
-            group["params"].append(p)
+            weights[part, p.dim() > 1].append(p)
+    groups = [
+        {"params": params, "part": part, "weight_decay": args.weight_decay if is_matrix else 0.0}
+        for (part, is_matrix), params in weights.items()
+    ]
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
     with blame("optimizer"):
-        return optimizer(groups.values(), args.lr, betas=args.adam_betas, eps=args.adam_eps)
+        return optimizer(groups, args.lr, betas=args.adam_betas, eps=args.adam_eps)
 
 
 def set_learning_rates(
@@ -516,7 +516,7 @@ def set_learning_rates(
         group["lr"] = factor * lrs.get(group["part"], args.lr)
 
 
-def peak_rates(update: int, args: Args) -> dict[str, float]:
+def max_rates(update: int, args: Args) -> dict[str, float]:
     """The highest learning rates of policy, value head and critic. While --critic_warmup lasts the
     policy does not move, but Adam's averages and the gradient norm include its gradients."""
     policy_lr = 0.0 if update < args.critic_warmup else args.lr
@@ -545,8 +545,8 @@ class Metrics:
     in the same order."""
 
     def __init__(self) -> None:
-        self.sums = Counter()
-        self.counts = Counter()
+        self.sums = defaultdict(float)
+        self.counts = defaultdict(float)
 
     def add(self, terms: dict[str, Tensor], mask: Tensor | None = None) -> None:
         """Adds the elements of each term, or those where mask, of the same shape, is 1. Sums over
@@ -575,7 +575,7 @@ TOLERANCES = {"fp32": (1e-3, 1e-3), "tf32": (0.01, 0.05), "bf16": (0.02, 0.3)}
 
 def sampling_error(batch: Batch) -> Tensor:
     """How much log-probabilities of sampling differ from those of passes over whole responses: the
-    largest mean over a response, of all processes. In bf16 one token may differ by chance."""
+    largest mean over a response, on all processes. In bf16 one token may differ by chance."""
     errors = batch.sum_tokens((batch.logprobs - batch.sampled_logprobs).abs())
     return gather((errors / batch.loss_mask.sum(1)).max()).max()
 
@@ -676,7 +676,7 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
     the log-probabilities of their tokens. Without `end` all have R tokens; truncate finds their
-    ends later. With it a response may stop behind this token at index `after` or later: what is not
+    ends later. With it a response may stop after this token at index `after` or later: what is not
     sampled is 0. The cache is an empty one."""
     ids, mask = pad_rows(contexts)
     responses = torch.zeros_like(u, dtype=torch.long)
@@ -736,7 +736,7 @@ def truncated(batch: Batch) -> TokenRows:
 
 
 def select(batch: Batch, rows: Tensor) -> Batch:
-    """A batch of these rows (numbers, on the CPU), in this order, cut behind the last token that
+    """A batch of these rows (numbers, on the CPU), in this order, cut after the last token that
     counts in any of them."""
     index = rows.to(batch.responses.device)
     longest = max(batch.num_tokens[i] for i in rows)
@@ -776,8 +776,8 @@ def evaluate(
     truncate_id: int | None,
     args: Args,
 ) -> dict[str, list]:
-    """What samples.jsonl says of the queries: response, score (with its penalty, as in training)
-    and KL. All calls and all processes use the same uniforms."""
+    """The columns of samples.jsonl for these queries: response, score (with its penalty, as in
+    training) and KL. All calls and all processes use the same uniforms."""
     u = uniforms(args.seed, 0, len(queries), args.response_length)
     batch = rollout(policy, queries, u, truncate_id, args)
     set_logprobs(batch, policy, ref, torch.arange(len(queries))[None], args)
@@ -858,7 +858,7 @@ def reward_head(classifier: PreTrainedModel) -> nn.Linear:
 def micro_batches(rows: Tensor, batch: Batch, size: int) -> tuple[Tensor, ...]:
     """The row numbers in groups of up to `size` rows of similar length: less padding. All responses
     to a query go where its longest does, and the sort is stable, so they stay together."""
-    longest = Counter()
+    longest = defaultdict(int)
     for i in rows.tolist():
         query = tuple(batch.contexts[i])
         longest[query] = max(longest[query], len(query) + batch.num_tokens[i])
@@ -879,13 +879,14 @@ def load_policy_and_reference(
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Two models from --base_model: the policy, and the reference, which is frozen. With LoRA they
     share all weights but the policy's adapters."""
+    device = PartialState().device
     ref = load("base_model", args.base_model, AutoModelForCausalLM)
-    if args.lora_rank:  # before weights are held in bf16: adapters get their dtype
+    if args.lora_rank:
+        # before `freeze` holds weights in bf16: adapters get the dtype of their weights
         lm = with_adapters(ref, args.lora_rank, args.lora_alpha)
-    ref = freeze(ref, args.dtype).to(PartialState().device)
-    if not args.lora_rank:  # read when the reference has left the host's memory
-        lm = load("base_model", args.base_model, AutoModelForCausalLM)
-    return lm, ref
+        return lm, freeze(ref, args.dtype).to(device)
+    ref = freeze(ref, args.dtype).to(device)  # first, so that the host never holds both
+    return load("base_model", args.base_model, AutoModelForCausalLM), ref
 
 
 def load_critic(load: Callable, args: Args) -> PreTrainedModel | None:

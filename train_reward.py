@@ -36,7 +36,7 @@ kind, R tokens in a response, T in a row, V in the vocabulary, d hidden units.
 import contextlib
 import json
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -215,9 +215,9 @@ def main(preset: str, args: Args) -> None:
     ref_lm = freeze(ref_lm, args.dtype).to(accelerator.device)
     model = load(AutoModelForSequenceClassification, tokenizer, longest, args)
     set_seed(args.seed)
-    if "SequenceClassification" not in str(model.config.architectures):
-        # --base_model is a language model. The new head is normal, as the original's.
-        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
+    if "SequenceClassification" not in str(model.config.architectures):  # a language model
+        std = 1 / math.sqrt(model.score.in_features + 1)  # of the original's new head
+        nn.init.normal_(model.score.weight, std=std)
     reward = RewardModel(model, args).to(accelerator.device)
 
     # 1. normalize on samples of the reference policy. A resumed run takes gain and bias from its
@@ -230,7 +230,8 @@ def main(preset: str, args: Args) -> None:
     # `wrapped` is what is trained: it averages gradients over processes. `reward` is inside.
     wrapped, reward, optimizer = prepare(accelerator, reward, make_optimizer(reward, args))
 
-    data = [labels, [query.for_policy for query in queries]]
+    data = [[query.for_policy for query in queries]]
+    data += [[label.query, label.responses, label.best] for label in labels]
     run = Run(accelerator, FILE, args, num_updates, data, state={})
     run.start()
     order = np.random.RandomState(args.seed).permutation(len(labels))
@@ -382,17 +383,18 @@ def evaluate_labels(
 def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
     """AdamTF or AdamW (--adam) over all weights that are trained. Each part of the model, like
     `lm`, has a parameter group of matrices, which alone have --weight_decay, and one of others."""
-    groups = {}
+    weights = defaultdict(list)
     for name, p in model.named_parameters():
         if p.requires_grad:
             part = name.partition(".")[0]
-            decay = args.weight_decay if p.dim() > 1 else 0.0
-            new = {"params": [], "part": part, "weight_decay": decay}
-            group = groups.setdefault((part, p.dim() > 1), new)
-            group["params"].append(p)
+            weights[part, p.dim() > 1].append(p)
+    groups = [
+        {"params": params, "part": part, "weight_decay": args.weight_decay if is_matrix else 0.0}
+        for (part, is_matrix), params in weights.items()
+    ]
     optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
     with blame("optimizer"):
-        return optimizer(groups.values(), args.lr, betas=args.adam_betas, eps=args.adam_eps)
+        return optimizer(groups, args.lr, betas=args.adam_betas, eps=args.adam_eps)
 
 
 def set_learning_rates(
@@ -429,8 +431,8 @@ class Metrics:
     in the same order."""
 
     def __init__(self) -> None:
-        self.sums = Counter()
-        self.counts = Counter()
+        self.sums = defaultdict(float)
+        self.counts = defaultdict(float)
 
     def add(self, terms: dict[str, Tensor], mask: Tensor | None = None) -> None:
         """Adds the elements of each term, or those where mask, of the same shape, is 1. Sums over
@@ -479,7 +481,7 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
     the log-probabilities of their tokens. Without `end` all have R tokens; truncate finds their
-    ends later. With it a response may stop behind this token at index `after` or later: what is not
+    ends later. With it a response may stop after this token at index `after` or later: what is not
     sampled is 0. The cache is an empty one."""
     ids, mask = pad_rows(contexts)
     responses = torch.zeros_like(u, dtype=torch.long)

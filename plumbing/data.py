@@ -1,6 +1,7 @@
 """Tables in the layouts that people have, and their texts, chats and queries as token ids. Nothing
 here knows an algorithm."""
 
+import functools
 import os
 import re
 from collections import Counter
@@ -90,7 +91,8 @@ def prompt_of(row: dict, column: str | None = None) -> str | list:
     """What is to be answered in this row: a text, token ids, or a chat, which is a list of messages
     without the answer. If `chosen` is a chat, this is the longer of two: the prompt in the column,
     or all messages of `chosen` but the last."""
-    if column is None:
+    is_named = column is not None
+    if not is_named:
         column = next((name for name in PROMPTS if name in row), None)
         unread = [name for name in UNREAD if row.get(name)]
         if unread:
@@ -98,7 +100,7 @@ def prompt_of(row: dict, column: str | None = None) -> str | list:
     chosen = row.get("chosen")
     if "chosen" in row and not chosen:  # an empty cell does not tell if it is a chat
         return ""
-    if column not in row and not is_chat(chosen):
+    if column not in row and (is_named or not is_chat(chosen)):
         raise UserError(f"--prompt_column must name the column of prompts, one of {list(row)}")
     prompt = row.get(column) or ""
     if not is_chat(prompt) and not is_chat(chosen):
@@ -181,6 +183,7 @@ def encode(value: str | list, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
 
 
+@functools.cache
 def bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens put before every text: one for Llama and Gemma, for others none."""
     first = tokenizer("a", add_special_tokens=False).input_ids[:1]
@@ -233,8 +236,10 @@ def load_queries(args: Any, tokenizer: PreTrainedTokenizerBase, num_queries: int
                     "--long_queries drop or keep_end"
                 )
             tokens = encode(prompt, tokenizer)
-        query = cut_query(tokens, args.query_length, start, end, long, dropped)
-        if query:
+        query, cause = cut_query(tokens, args.query_length, start, end, long)
+        if cause:
+            dropped[cause] += 1
+        else:
             context = begin + prefix + query + suffix
             queries.append(Query(begin + query, context, row, prompt))
             if len(queries) >= num_queries:
@@ -258,36 +263,33 @@ def read_row(table: datasets.Dataset, i: int) -> dict:
 
 
 def cut_query(
-    tokens: list[int], length: int, start: int | None, end: int | None, long: str, dropped: Counter
-) -> list[int]:
-    """The query in these tokens, or [] if there is none, whose cause is then counted: 1. what comes
-    after the first `start`, or all if `start` is the last token; 2. at most `length` of that, cut
-    or dropped as `long` says; 3. cut back to the last `end`, which stays. See
+    tokens: list[int], length: int, start: int | None, end: int | None, long: str
+) -> tuple[list[int], str]:
+    """The query in these tokens and "", or [] and why there is none: 1. what comes after the first
+    `start`, or all if `start` is the last token; 2. at most `length` of that, cut or dropped as
+    `long` says; 3. cut back to the last `end`, which stays. See
     lm_human_preferences/language/datasets.py."""
-    cause = None if tokens else "empty"
-    if start is not None and start not in tokens:
-        cause = "without --start_text"
-    elif start is not None:
+    if not tokens:
+        return [], "empty"
+    if start is not None:
+        if start not in tokens:
+            return [], "without --start_text"
         tokens = tokens[tokens.index(start) + 1 :] or tokens
     if len(tokens) > length and long == "drop":
-        cause = "longer than --query_length"
+        return [], "longer than --query_length"
     tokens = tokens[-length:] if long == "keep_end" else tokens[:length]
-    if cause is None and end is not None:
-        if end in tokens:
-            tokens = tokens[: len(tokens) - tokens[::-1].index(end)]
-        else:
-            cause = "without --end_text"
-    if cause is None:
-        return tokens
-    dropped[cause] += 1
-    return []
+    if end is not None:
+        if end not in tokens:
+            return [], "without --end_text"
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end)]
+    return tokens, ""
 
 
 def hold_out(queries: list[Query], count: int) -> tuple[list[Query], list[Query]]:
     """The first `count` queries, held out, and all that differ from them."""
     held_out = queries[:count]
-    contexts = [query.for_policy for query in held_out]
-    others = [query for query in queries if query.for_policy not in contexts]
+    contexts = {tuple(query.for_policy) for query in held_out}
+    others = [query for query in queries if tuple(query.for_policy) not in contexts]
     if not others:
         raise UserError(f"--eval_queries {count}: no query is left to train on")
     return held_out, others

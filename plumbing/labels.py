@@ -183,7 +183,8 @@ def cut_preference(
         raise UserError("a chat must keep its end: --long_queries drop or keep_end")
     query = encode(prompt, tokenizer)
     long = args.long_queries or "drop"
-    parts = [cut_query(query, args.query_length, None, None, long, Counter())]
+    query, _ = cut_query(query, args.query_length, None, None, long)
+    parts = [query]
     for answer in answers:
         tokens = encode(answer, tokenizer)
         ends = [i for i, x in enumerate(tokens) if x == end and i >= args.truncate_after]

@@ -29,9 +29,10 @@ class UserError(Exception):
 
 
 def say(*values: object) -> None:
-    """Prints on the first process. A closed output does not end a run."""
+    """Prints on the first process of all. A closed output does not end a run."""
     try:
-        PartialState().print(*values, flush=True)
+        if PartialState().is_main_process:
+            print(*values, flush=True)
     except (OSError, ValueError):
         sys.stdout = open(os.devnull, "w")
 

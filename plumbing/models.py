@@ -155,16 +155,19 @@ def forward(
         states = []
         head = model.get_output_embeddings()
         hook = head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
-    output = model(
-        ids,
-        attention_mask=mask,
-        position_ids=positions[:, -ids.shape[1] :],
-        past_key_values=cache,
-        use_cache=cache is not None,
-        **options,
-    )
+    try:
+        output = model(
+            ids,
+            attention_mask=mask,
+            position_ids=positions[:, -ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **options,
+        )
+    finally:
+        if last is not None:
+            hook.remove()
     if last is not None:
-        hook.remove()
         output.last_hidden_state = states[0]
         # A few models give all logits. The others' are not cut: a view takes memory in the backward
         # pass.

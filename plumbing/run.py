@@ -42,8 +42,7 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
     (name,) = broadcast_object_list([args.output_dir or default])
     folder = Path(name).expanduser().absolute()
     files = {path.name for path in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
-    has_checkpoints = any(folder.glob("checkpoints/*/state.json"))
-    would_start_anew = "samples.jsonl" in files and not has_checkpoints
+    would_start_anew = "samples.jsonl" in files and not complete_checkpoints(folder)
     if files and ("args.json" not in files or would_start_anew or not args.resume):
         raise UserError(
             f"--output_dir {folder} is not empty: choose another, or --resume if it has checkpoints"
@@ -52,7 +51,7 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
         before = vars(type(args)()) | json.loads((folder / "args.json").read_text())["args"]
         for name, value_before in before.items():
             value = getattr(args, name, None)  # a copy may have lost a setting
-            # --reward_model None: load_reward chooses the newest later, and Run.start compares it.
+            # --reward_model None: the newest is chosen later, and Run.start compares it.
             is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
             if not is_open and json.dumps(value) != json.dumps(value_before):
                 raise UserError(f"--{name} {value}: {folder} was started with {value_before}")
@@ -60,6 +59,12 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
 
 
 SEVEN_DIGITS = "[0-9]" * 7  # a checkpoint's folder, and not a user's copy with another name
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The folders of a run's complete checkpoints, checkpoints/<updates made>, the newest last."""
+    found = folder.glob(f"checkpoints/{SEVEN_DIGITS}/state.json")
+    return sorted(path.parent for path in found)
 
 
 @dataclass
@@ -100,7 +105,7 @@ class Run:
                 self.lock.acquire(blocking=False)  # makes the folder
         choose_folder(self.script, "", self.args)  # again, with the lock: a run may have used it
         # What the first process sees: another node may see an older state of the folder, or none.
-        (checkpoints,) = broadcast_object_list([self.checkpoints()])
+        (checkpoints,) = broadcast_object_list([complete_checkpoints(self.folder)])
         if self.args.resume and not checkpoints:
             say(f"--resume: {self.folder} has no checkpoint, so the run begins")
         if checkpoints:
@@ -123,9 +128,10 @@ class Run:
         if accelerator.is_main_process:
             with writing(self.folder):
                 self.write_records()
-        # from here on signals stop the run between updates
+        # from here on signals stop the run between updates, but none that is ignored, as by nohup
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, self.note_signal)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.note_signal)
         self.last_log = time.monotonic()
 
     def write_records(self) -> None:
@@ -177,11 +183,6 @@ class Run:
             words = [f"{name} {metrics[name]:.2f}" for name in (*shown, "seconds")]
             say(f"update {made} of {self.num_updates}: {', '.join(words)}")
 
-    def checkpoints(self) -> list[Path]:
-        """The folders of complete checkpoints, checkpoints/<updates made>, the newest last."""
-        found = self.folder.glob(f"checkpoints/{SEVEN_DIGITS}/state.json")
-        return sorted(path.parent for path in found)
-
     def updates(self) -> range:
         """The numbers of the updates that are left, from 0."""
         return range(self.state["update"], self.num_updates)
@@ -225,7 +226,7 @@ class Run:
             return
         made = self.state["update"]
         path = self.folder / f"checkpoints/{made:07d}"
-        if path not in broadcast_object_list([self.checkpoints()])[0]:
+        if path not in broadcast_object_list([complete_checkpoints(self.folder)])[0]:
             self.save_checkpoint(path, self.state_as_json())
         error = error or UserError("another process failed")
         error.add_note(f"The state after update {made} is saved; {self.how_to_go_on()}")
@@ -249,10 +250,10 @@ class Run:
         if self.accelerator.is_main_process:
             with writing(path):
                 write(path / "state.json", state)  # last: from now on it is a checkpoint
-            kept = self.checkpoints()[-2:]
-            for old in set(path.parent.glob(SEVEN_DIGITS)) - set(kept):
-                (old / "state.json").unlink(missing_ok=True)  # first: from now on it is none
-                shutil.rmtree(old)
+                newest = complete_checkpoints(self.folder)[-2:]
+                for old in set(path.parent.glob(SEVEN_DIGITS)) - set(newest):
+                    (old / "state.json").unlink(missing_ok=True)  # first: from now on it is none
+                    shutil.rmtree(old)
         self.accelerator.wait_for_everyone()  # no process goes on before it is written
 
 
@@ -296,8 +297,8 @@ def save_policy(
                 os.makedirs(f"{parent}/modules", exist_ok=True)
                 save_file(own, f"{parent}/modules/{part}.safetensors")
                 continue
-            # lm is saved as policy/
-            save_model(module, tokenizer, f"{parent}/{part.replace('lm', 'policy')}", own)
+            name = "policy" if part == "lm" else part
+            save_model(module, tokenizer, f"{parent}/{name}", own)
 
 
 def write_samples(before: dict[str, list], after: dict[str, list], folder: Path) -> None:

@@ -62,7 +62,8 @@ def fresh_state() -> Iterator[None]:
     GradientState._reset_state()
     PartialState(cpu=True)  # what the scripts' functions ask for
     torch.manual_seed(0)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     torch.set_float32_matmul_precision("highest")
     for number, handler in handlers.items():

@@ -361,10 +361,11 @@ def test_a_query_is_cut_at_the_first_start_and_the_last_end():
         (None, 4, "keep_end", [3, 4, 3, 5]),
         (3, 3, "drop", [4, 3, 5]),
     ):
-        dropped = Counter()
-        found = data_module.cut_query(tokens, length, start_token, None, long, dropped)
-        assert found == query
-        assert dropped == ({} if query else {"longer than --query_length": 1})
+        cause = "" if query else "longer than --query_length"
+        assert data_module.cut_query(tokens, length, start_token, None, long) == (query, cause)
+    # the first cause is named
+    assert data_module.cut_query([], 2, 9, None, "drop") == ([], "empty")
+    assert data_module.cut_query(tokens, 2, 9, None, "drop") == ([], "without --start_text")
 
 
 def test_longer_queries_are_kept_only_if_there_is_an_end_text():

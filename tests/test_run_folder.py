@@ -359,25 +359,37 @@ def test_a_finished_run_is_not_overwritten(script, tmp_path):
     shutil.rmtree(folder / "out/checkpoints")
     (folder / "out/checkpoints/0000004").mkdir(parents=True)
     refuse(folder, script, [*WORDS[script], "--resume"], NOT_EMPTY)
+    copied = folder / "out/checkpoints/0000004_best"  # a user's copy alone is none to go on from
+    copied.mkdir()
+    (copied / "state.json").write_text("{}")
+    refuse(folder, script, [*WORDS[script], "--resume"], NOT_EMPTY)
 
 
 def test_what_prints_with_its_address_is_no_other_data(tmp_path, monkeypatch):
     """An image in a table's column, for example."""
-    load = data_module.load_queries
+    load_queries = train_reward.load_queries
+    load_labels = train_reward.load_labels
 
-    def with_objects(*args):
-        queries = load(*args)
+    def queries_with_objects(*args):
+        queries = load_queries(*args)
         for query in queries:
             query.columns["image"] = object()
         return queries
 
-    monkeypatch.setattr(train_reward, "load_queries", with_objects)
+    def labels_with_objects(*args):
+        labels, held_out = load_labels(*args)
+        for label in labels + held_out:
+            label.row["image"] = object()
+        return labels, held_out
+
+    monkeypatch.setattr(train_reward, "load_queries", queries_with_objects)
+    monkeypatch.setattr(train_reward, "load_labels", labels_with_objects)
     call(REWARD, [*WORDS[REWARD], "--resume"], copy(plain(REWARD, 1), tmp_path))
 
 
 @pytest.mark.parametrize(
     ("script", "name", "count"),
-    [(PPO, "queries", 6), (RLOO, "queries", 6), (REWARD, "queries", 8), (REWARD, "labels", 16)],
+    [(PPO, "queries", 6), (RLOO, "queries", 4), (REWARD, "queries", 8), (REWARD, "labels", 16)],
 )
 def test_a_run_does_not_go_on_with_other_data(script, name, count, tmp_path):
     """PPO and RLOO compare the queries of the evaluation and of the first update."""
@@ -677,15 +689,17 @@ def test_checkpoints_are_left_after_these_updates(every, expected, small, tmp_pa
     one.args.checkpoint_every = every
 
     def checked(path):
-        assert len(one.checkpoints()) == 2
-        assert path not in one.checkpoints()
+        complete = run_module.complete_checkpoints(one.folder)
+        assert len(complete) == 2
+        assert path not in complete
         rmtree(path)
 
     monkeypatch.setattr(run_module.shutil, "rmtree", checked)
     found = []
     for _ in range(3):
         one.end_update()
-        found.append([int(path.name) for path in one.checkpoints()])
+        complete = run_module.complete_checkpoints(one.folder)
+        found.append([int(path.name) for path in complete])
     assert found == expected
 
 
@@ -700,7 +714,7 @@ def test_processes_wait_until_a_checkpoint_is_written_and_choose_a_folder_with_i
     written = []
 
     def wait():
-        written.append(len(one.checkpoints()))
+        written.append(len(run_module.complete_checkpoints(one.folder)))
 
     monkeypatch.setattr(one.accelerator, "wait_for_everyone", wait)
     one.end_update()

@@ -145,7 +145,7 @@ def test_learning_rates_follow_the_schedule(case):
     update, progress, lr, critic_lr = map(float, numbers.split())
     args = with_settings(**values(changes))
     optimizer = make_optimizer(make_parts("lm", "critic", "value_head", "new"), args)
-    highest = ppo_rlhf.peak_rates(int(update), args)
+    highest = ppo_rlhf.max_rates(int(update), args)
     ppo_rlhf.set_learning_rates(optimizer, int(update), progress, args, **highest)
     rates = {group["part"]: group["lr"] for group in optimizer.param_groups}
     expected = {"lm": lr, "critic": critic_lr, "value_head": critic_lr}

@@ -1,6 +1,6 @@
 """Computes how much GPU memory a run of ppo_rlhf.py needs, for models of 0.5B to 8B weights.
 
-    python benchmark/speed/memory_table.py            # the table of docs/gpu.md
+    python benchmark/speed/memory_table.py            # the table of docs/running.md
     python benchmark/speed/memory_table.py --model 0.5B --query 512
     python benchmark/speed/memory_table.py --check    # a small model, computed and measured
 

@@ -148,8 +148,10 @@ OPTIMIZER = [
     Detail(
         "The learning rate falls linearly, by the same amount after each update.",
         PPO,
-        "set_learning_rates(optimizer, update, update / num_updates, args, **rates)",
-        "set_learning_rates(optimizer, update, update / (num_updates + 1), args, **rates)",
+        "set_learning_rates(optimizer, update, update / num_updates, args, "
+        "**max_rates(update, args))",
+        "set_learning_rates(optimizer, update, update / (num_updates + 1), args, "
+        "**max_rates(update, args))",
         PPO_RUN,
     ),
 ]
@@ -200,7 +202,7 @@ SAMPLING = [
         "so in the original.",
         PPO,
         "np.random.default_rng([seed, STREAM_SAMPLES, draw, *attempt])",
-        "np.random.default_rng([seed, QUERIES, draw, *attempt])",
+        "np.random.default_rng([seed, STREAM_ROWS, draw, *attempt])",
         PPO_RUN,
     ),
     Detail(
@@ -220,7 +222,7 @@ SAMPLING = [
         FORWARD,
     ),
     Detail(
-        "Logits are computed in fp32, in bf16 runs too, because only the trunk is under autocast.",
+        "Logits are computed in fp32, also in bf16 runs, because only the trunk is under autocast.",
         MODELS,
         'dtype == "bf16"',
         "False",
@@ -310,7 +312,7 @@ UPDATES = [
         "algorithm::gae_discounts_future_errors_by_gamma_times_lambda",
     ),
     Detail(
-        "Advantages are whitened within each minibatch of each process, and anew in each epoch.",
+        "Advantages are whitened within each minibatch of each process, and again in each epoch.",
         PPO,
         "whiten(batch.advantages, mask, shift_mean=True)",
         "batch.advantages",
@@ -348,10 +350,10 @@ UPDATES = [
     ),
     Detail(
         "Process i shuffles with default_rng([seed, 4, i, update]), and draws a new permutation "
-        "for each epoch. The original goes on with one RandomState(seed + 100003 * i).",
+        "for each epoch. The original has one RandomState(seed + 100003 * i) for the whole run.",
         PPO,
         "np.random.default_rng([args.seed, STREAM_ROWS, rank, update])",
-        "np.random.default_rng([args.seed, ROWS, 0, update])",
+        "np.random.default_rng([args.seed, STREAM_ROWS, 0, update])",
         PPO_RUNS,
     ),
     Detail(
@@ -455,7 +457,7 @@ OPTIONS = [
         "`--adam_betas` sets Adam's decay rates. `--weight_decay` acts on matrices only, and apart "
         "from the gradient (Llama 2).",
         PPO,
-        "args.weight_decay if p.dim() > 1 else 0.0",
+        "args.weight_decay if is_matrix else 0.0",
         "args.weight_decay",
         CRITIC_RUN,
     ),
@@ -508,8 +510,8 @@ OPTIONS = [
         "models::lora_adapters_depend_on_the_seed_alone",
     ),
     Detail(
-        "`--truncate_after 1` gives the penalty to an answer that is only an EOS, unless another "
-        "EOS follows (DeepSpeed-Chat leaves such answers out).",
+        "`--truncate_after 1` gives the penalty to a response that is only an EOS, unless another "
+        "EOS follows (DeepSpeed-Chat leaves such responses out).",
         PPO,
         "is_end.cumsum(1) == is_end",
         "is_end.cumsum(1) == 0",

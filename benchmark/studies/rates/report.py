@@ -83,7 +83,7 @@ def rule(record: Record) -> list[Row]:
     gains."""
     rows = []
     others = [row for row in rates(record) if row.get("equal_kl")]
-    for (rate,), both in report.group(others, "lr").items():
+    for both in report.group(others, "lr").values():
         gains = [row["end"]["mean"] for row in both]
         equal = [row["equal_kl"]["mean"] for row in both]
         higher = sum(row["higher"] for row in both)
