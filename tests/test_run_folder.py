@@ -562,6 +562,14 @@ def test_a_finished_run_goes_on_with_more_episodes_as_if_it_had_had_them(script,
     assert_same_results(folder, longer)
 
 
+@pytest.mark.parametrize("script", [PPO, RLOO])
+def test_a_run_of_one_update_goes_on_with_more(script, folder):
+    """It has read fewer queries than RLOO's K updates would."""
+    call(script, [*WORDS[script], "--total_episodes", "4"], folder)
+    call(script, [*WORDS[script], "--total_episodes", "8", "--resume"], folder)
+    assert len(read_lines(folder / "out/metrics.jsonl")) == 2
+
+
 def test_what_may_change_takes_effect(tmp_path, monkeypatch, capsys):
     folder = copy(plain(PPO, 1), tmp_path)
     forward = mock.Mock(wraps=ppo_rlhf.forward_response)
@@ -617,6 +625,14 @@ def small(tmp_path):
 
     go_on(tmp_path / "out", updates=3)
     return go_on
+
+
+def test_a_signal_that_is_ignored_stays_ignored(small, tmp_path):
+    """As nohup leaves SIGHUP."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    opened = small(tmp_path / "out")
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == opened.note_signal
 
 
 @pytest.mark.parametrize("kind", ["cut", "empty", "evil", "missing", "other"])
