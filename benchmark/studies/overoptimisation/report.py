@@ -244,7 +244,7 @@ def with_penalty(record: Record) -> Figure:
     """True score over the episodes against weak reward models: without a KL penalty above, with one
     below."""
     sources = record["args"]["labels"]
-    text = "Weak reward models: some runs collapse without a penalty, and none with it"
+    text = "Weak reward models: without a KL penalty the true score moves more, up or down"
     size = (2, len(sources), 5.2)
     figure, panels = report.new(text, *size, sharex=True, sharey=True)
     for (coef, labels), rows in group(record["rows"], "kl_coef", "labels").items():

@@ -13,8 +13,9 @@ LEVELS = (1, 2, 3)
 BASE = "RLOO, K 4"
 NAMES = {
     "default": "PPO",
-    "critic from the reward model, warmed up": "PPO, critic from the reward model",
+    "critic from the reward model, warmed up": "PPO, critic from the reward model, warmed up",
     "RLOO, K 4": "RLOO",
+    "RLOO of tokens": "Dr. GRPO, our KL penalty",
 }
 PUBLISHED = ", published"
 # Of numbers from their dots, in points, where the usual place is taken.
