@@ -314,33 +314,3 @@ def run_all(tasks: list[tuple[str, int, Path, list[str]]], jobs: int) -> Iterato
         if any(pool.map(reward_model, list(dict.fromkeys(rewards)), 1)):
             raise SystemExit(f"train_reward.py failed: see {tasks[0][2]}")
         yield from pool.imap(measure, tasks)
-
-
-# --- at the same KL ---
-def true_score_at(points: dict[str, list[float]], level: float) -> float | None:
-    """The true score where a curve first passes a KL; None if it never does."""
-    kl = np.maximum.accumulate(points["kl"])
-    if not kl[0] <= level <= kl[-1]:
-        return None
-    return float(np.interp(level, kl, points["true_score"]))
-
-
-def mean(values: list[float | None]) -> float | None:
-    """Of those that are not None."""
-    found = [value for value in values if value is not None]
-    return float(np.mean(found)) if found else None
-
-
-def at_equal_kl(
-    one: dict[str, Any],
-    other: dict[str, Any],
-    levels: tuple[float, ...] = LEVELS,
-) -> list[float | None]:
-    """True score of a run less that of another, at each level that both reach."""
-    differences = []
-    for level in levels:
-        mine = true_score_at(one["fine_curve"], level)
-        theirs = true_score_at(other["fine_curve"], level)
-        is_reached = mine is not None and theirs is not None
-        differences.append(mine - theirs if is_reached else None)
-    return differences
