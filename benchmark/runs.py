@@ -8,6 +8,7 @@ curve of true score over KL, whose points are means of two updates (longer means
 that moves fast below its own curve). Runs of the same scripts and flags are used again.
 """
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 import ppo_rlhf
 import rloo_rlhf
@@ -158,6 +160,28 @@ CHOICES = {
     "VAPO, published": Choice(PPO, f"{CRITIC} --no-whiten_rewards --mask_truncated", "vapo"),
 }
 NAMES = {"default": "PPO", "RLOO, K 4": "RLOO"}  # what others are compared with
+
+
+# --- programs -------------------------------------------------------------------------------------
+def make_parser(text: str, program: str, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with what all programs ask for that make several runs at a time."""
+    parser = common.make_parser(text, program)
+    add = parser.add_argument
+    add("--tag", help="name of the record")
+    add("--episodes", type=int, help="of each policy (the scripts' default: 12,800)")
+    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
+    add("--folder", default="runs/ablations", help="where the runs go")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def begin(args: argparse.Namespace) -> Path:
+    """The folder of runs of these scripts. From here on this process has one thread, and is in the
+    project's folder."""
+    os.chdir(common.ROOT)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    return Path(args.folder) / common.commit()
 
 
 # --- runs -----------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ once, twice: with each row's own deviation, and with one that is pooled over the
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
-import torch
 
 from benchmark import common, runs
 from benchmark.differences import add_tests, at_equal_kl, mean
@@ -125,29 +123,22 @@ def summarise(rows: list[dict[str, Any]], levels: tuple[float, ...]) -> list[dic
 
 def main(program: str = __file__, **defaults: Any) -> None:
     """Runs of a study: `program` is its file, beside which the record goes."""
-    parser = common.make_parser(__doc__, program)
+    parser = runs.make_parser(__doc__, program, tag="short", episodes=2_560)
     add = parser.add_argument
-    add("--tag", default="short", help="name of the record")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4])
     help_of_choices = "default: those of this length"
     add("--choices", nargs="+", choices=runs.CHOICES, metavar="CHOICE", help=help_of_choices)
-    add("--episodes", type=int, default=2_560, help="of each policy (the default's own: 12,800)")
     add("--batch_size", type=int, default=64, help="of an update (the default's own: 128)")
     add("--lr", help="learning rate of all runs (default: the scripts')")
-    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
-    add("--folder", default="runs/ablations", help="where the runs go")
     parser.set_defaults(**defaults)
     args = parser.parse_args()
-    os.chdir(common.ROOT)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+    folder = runs.begin(args)
     is_long = args.episodes >= EPISODES
     if args.choices is None:
         others = LONG
         if not is_long:
             others = [name for name in runs.CHOICES if name not in (*LONG, *NEWER, *STARTS)]
         args.choices = list(dict.fromkeys((*runs.NAMES, *others)))
-    folder = Path(args.folder) / common.commit()
     sizes = ["--total_episodes", str(args.episodes), "--batch_size", str(args.batch_size)]
     if args.lr is not None:
         sizes += ["--lr", args.lr]

@@ -22,7 +22,6 @@ Finished runs of the same scripts are used again. Writes <tag>.json.
 import json
 import math
 import multiprocessing
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -32,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import datasets
 import numpy as np
-import torch
 from scipy.special import comb
 
 import ppo_rlhf
@@ -41,7 +39,7 @@ import train_reward
 from benchmark import common
 from benchmark.differences import at_levels, interval, smooth
 from benchmark.judge import Judge
-from benchmark.runs import Choice, output_to, run, slug
+from benchmark.runs import Choice, begin, make_parser, output_to, run, slug
 from plumbing.launch import parse_args
 
 SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
@@ -283,23 +281,17 @@ def summarise(groups: dict[tuple[str, str, Any], list[dict]]) -> list[dict]:
 
 
 def main() -> None:
-    parser = common.make_parser(__doc__, __file__)
+    defaults = {"tag": "tiny", "episodes": 5_120, "folder": "runs/overoptimisation"}
+    parser = make_parser(__doc__, __file__, **defaults)
     add = parser.add_argument
-    add("--tag", default="tiny", help="name of the record")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add("--labels", nargs="+", default=SOURCES, help="of a reward model; `4000:0.5`: half random")
     add("--kl_coefs", type=float, nargs="+", default=[0.0], help="fixed ones")
     add("--kl_target", type=float, help="adapt those above 0 to this KL, like the default")
-    add("--episodes", type=int, default=5_120, help="of each policy, 64 in an update")
     add("--pool", type=int, default=256, help="responses per query for best-of-n (0: none)")
     add("--lr", help="of the policies (their default: 2e-4)")
-    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
-    add("--folder", default="runs/overoptimisation", help="where the runs go")
     args = parser.parse_args()
-    os.chdir(common.ROOT)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    folder = Path(args.folder) / common.commit()
+    folder = begin(args)
     rate = [] if args.lr is None else ["--lr", args.lr]
     tasks = []
     named = []
