@@ -246,6 +246,15 @@ def runs_of(record: Record, choice: str) -> list[Row]:
     return [row for row in rows if row["choice"] == choice and "fine_curve" in row]
 
 
+def pairs_of(
+    choice: str, base: str, record: Record, other: Record | None = None
+) -> list[tuple[Row, Row]]:
+    """The runs of a choice that have ended, each beside the base's run of its seed, in the same
+    record or in another."""
+    of_seed = {run["seed"]: run for run in runs_of(other or record, base)}
+    return [(run, of_seed[run["seed"]]) for run in runs_of(record, choice)]
+
+
 def over_episodes(
     record: Record, choice: str, kind: str, curve: str = "fine_curve"
 ) -> tuple[np.ndarray, np.ndarray]:

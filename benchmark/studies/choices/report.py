@@ -131,17 +131,13 @@ def at_once(*records: Record) -> Row:
 def smoothed(record: Record) -> Row:
     """What changes if true scores at a KL are those of curves whose points are means of three: the
     largest move of a difference, and how many Holm's method keeps then."""
-    of_choice = {row["choice"]: report.runs_of(record, row["choice"]) for row in record["table"]}
     levels = record["table"][0]["levels"]
     rows = []
     moves = []
     for line in compared(record):
-        found = []
-        base = {run["seed"]: run for run in of_choice[base_of(line["choice"])]}
-        for run in of_choice[line["choice"]]:
-            lead = mean(at_equal_kl(run, base[run["seed"]], levels, width=3))
-            if lead is not None:
-                found.append(lead)
+        pairs_of_line = report.pairs_of(*line["pair"], record)
+        leads = [mean(at_equal_kl(*pair, levels, width=3)) for pair in pairs_of_line]
+        found = [lead for lead in leads if lead is not None]
         moves.append(abs(float(np.mean(found)) - line["equal_kl"]))
         rows.append({"pair": line["pair"], "equal_kl_differences": found})
     differences.add_tests(rows, "equal_kl", differences.freedom_of(rows, "equal_kl"))
@@ -189,9 +185,7 @@ def all_pairs(*records: Record) -> Row:
     and in how many it ends farther from the starting model."""
     found = {"pairs": 0, "higher": 0, "farther": 0}
     for record in records:
-        of_seed = {run["seed"]: run for run in report.runs_of(record, "RLOO, K 4")}
-        for ppo in report.runs_of(record, "default"):
-            rloo = of_seed[ppo["seed"]]
+        for rloo, ppo in report.pairs_of("RLOO, K 4", "default", record):
             found["pairs"] += 1
             found["higher"] += rloo["true_score"] > ppo["true_score"]
             found["farther"] += rloo["kl"] > ppo["kl"]
@@ -204,10 +198,9 @@ def jointly(*records: Record) -> Row:
     of_seed: dict[int, list[float]] = {}
     for record in records:
         levels = record["table"][0]["levels"]
-        ppo = {run["seed"]: run for run in report.runs_of(record, "default")}
-        for run in report.runs_of(record, "RLOO, K 4"):
-            lead = mean(at_equal_kl(run, ppo[run["seed"]], levels))
-            of_seed.setdefault(run["seed"], []).append(lead)
+        for rloo, ppo in report.pairs_of("RLOO, K 4", "default", record):
+            lead = mean(at_equal_kl(rloo, ppo, levels))
+            of_seed.setdefault(rloo["seed"], []).append(lead)
     means = [float(np.mean(leads)) for leads in of_seed.values()]
     complete = []
     for leads in of_seed.values():
@@ -246,11 +239,8 @@ def beside_rloo(record: Record) -> list[Row]:
 def across(critic: Record, full: Record) -> Row:
     """PPO with the warmed-up critic minus the default's run of the same seed, which is in the other
     record, at the same KL."""
-    base = {run["seed"]: run for run in report.runs_of(full, "default")}
-    found = []
-    for run in report.runs_of(critic, WARMED_UP):
-        found.append(mean(at_equal_kl(run, base[run["seed"]], LEVELS)))
-    return differences.with_interval(found)
+    found = report.pairs_of(WARMED_UP, "default", critic, full)
+    return differences.with_interval([mean(at_equal_kl(*pair, LEVELS)) for pair in found])
 
 
 # --- pictures -------------------------------------------------------------------------------------

@@ -91,10 +91,9 @@ def levels(*records: Record) -> list[Row]:
     rows = []
     for record in slower:
         for choice, name in NAMES.items():
-            base = {run["seed"]: run for run in report.runs_of(full, choice)}
             found = []
-            for run in report.runs_of(record, choice):
-                found.append(scores_of(run, LEVELS) - scores_of(base[run["seed"]], LEVELS))
+            for run, base in report.pairs_of(choice, choice, record, full):
+                found.append(scores_of(run, LEVELS) - scores_of(base, LEVELS))
             row = {"method": name, "episodes": record["args"]["episodes"]}
             for where, column in zip((*LEVELS, "end"), np.transpose(found), strict=True):
                 row[f"at {where}"] = of_seeds(column)

@@ -31,9 +31,9 @@ def name_of(choice: str) -> str:
 
 def line_of(choice: str, record: Record) -> Row:
     """A method: means over seeds, and its differences from RLOO's runs of the same seeds."""
-    base = {row["seed"]: row for row in report.runs_of(record, BASE)}
-    ended = report.runs_of(record, choice)
-    worse = [row for row in ended if row["true_score"] < base[row["seed"]]["true_score_before"]]
+    pairs = report.pairs_of(choice, BASE, record)
+    ended = [run for run, _ in pairs]
+    worse = [run for run, base in pairs if run["true_score"] < base["true_score_before"]]
     seeds = sum(row["choice"] == choice for row in record["rows"])
     line = {"method": name_of(choice), "choice": choice, "seeds": seeds}
     line["pair"] = (choice, BASE)
@@ -43,12 +43,8 @@ def line_of(choice: str, record: Record) -> Row:
     line["spread"] = float(np.std([row["true_score"] for row in ended], ddof=1))
     levels = np.array([at_levels(row["fine_curve"], LEVELS) for row in ended])  # (seeds, levels)
     line["levels"] = [mean(column) for column in levels.T]
-    at_same_kl = []
-    at_the_end = []
-    for row in ended:
-        other = base[row["seed"]]
-        at_same_kl.append(mean(at_equal_kl(row, other, LEVELS)))
-        at_the_end.append(row["true_score"] - other["true_score"])
+    at_same_kl = [mean(at_equal_kl(run, base, LEVELS)) for run, base in pairs]
+    at_the_end = [run["true_score"] - base["true_score"] for run, base in pairs]
     is_base = choice == BASE
     for kind, found in (("equal_kl", at_same_kl), ("end", at_the_end)):
         differences_of_seeds = [x for x in found if x is not None and not is_base]
@@ -81,12 +77,10 @@ def published(record: Record) -> list[Row]:
 def repeated(record: Record) -> list[Row]:
     """The critic that starts as the reward model against PPO's default, which the study
     of choices compares, too; and RLOO against that."""
-    base = {row["seed"]: row for row in report.runs_of(record, "default")}
     rows = []
     for choice in ("critic from the reward model, warmed up", BASE):
-        found = []
-        for run in report.runs_of(record, choice):
-            found.append(mean(at_equal_kl(run, base[run["seed"]], LEVELS)))
+        pairs = report.pairs_of(choice, "default", record)
+        found = [mean(at_equal_kl(*pair, LEVELS)) for pair in pairs]
         width = differences.interval(found)
         rows.append({"method": name_of(choice), "mean": mean(found), "width": width})
     return rows
