@@ -1,4 +1,4 @@
-"""Intervals of means and shares, and which differences between runs of a seed are not 0.
+"""Differences between runs of a seed: at the same KL, their intervals, and which are not 0.
 
 Every page has one rule. An interval of a mean over seeds is Student's t over the seeds' means, with
 at least three of them. Of one seed the interval is over its held-out items: Student's t again, or
@@ -19,6 +19,51 @@ from scipy import stats
 
 LEVEL = 0.05
 LEAST = 3  # seeds, for an interval
+
+
+# --- curves of runs -------------------------------------------------------------------------------
+def smooth(values: Sequence[float], width: int) -> np.ndarray:
+    """Means of `width` neighbouring updates, or of all in a shorter run."""
+    width = min(width, len(values))
+    whole = len(values) // width * width
+    return np.array(values[:whole]).reshape(-1, width).mean(1)
+
+
+def at_levels(
+    curve: dict[str, Any],
+    levels: Sequence[float] | float,
+    name: str = "true_score",
+    width: int = 1,
+) -> np.ndarray:
+    """The values of a run's curve where its KL first passes each level, or NaN; of moving averages
+    over so many of its points."""
+    weights = np.full(width, 1 / width)
+    kl = np.convolve(curve["kl"], weights, mode="valid")
+    values = np.convolve(curve[name], weights, mode="valid")
+    passed = np.maximum.accumulate(kl)
+    return np.interp(levels, passed, values, left=np.nan, right=np.nan)
+
+
+def at_equal_kl(
+    one: dict[str, Any], other: dict[str, Any], levels: Sequence[float], width: int = 1
+) -> np.ndarray:
+    """True score of a run less that of another, at each level of KL; NaN where one has none."""
+    mine = at_levels(one["fine_curve"], levels, width=width)
+    return mine - at_levels(other["fine_curve"], levels, width=width)
+
+
+def scores_of(run: dict[str, Any], levels: Sequence[float]) -> np.ndarray:
+    """True scores of a run where it first passes each level of KL, or NaN, and at its end."""
+    return np.append(at_levels(run["fine_curve"], levels), run["true_score"])
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Of those that are not NaN; None if nothing is left."""
+    found = [value for value in values if not np.isnan(value)]
+    return float(np.mean(found)) if found else None
+
+
+# --- intervals and tests --------------------------------------------------------------------------
 
 
 def half_width(deviation: float, num_seeds: int, freedom: float) -> float:
@@ -48,14 +93,20 @@ def interval(differences: Sequence[float]) -> float | None:
 
 def with_interval(values: Sequence[float]) -> dict[str, float]:
     """The mean of values, of seeds or of the items of one seed, and its interval."""
-    mean = float(np.mean(values))
+    middle = float(np.mean(values))
     width = interval(values)
     return {
-        "mean": mean,
-        "low": mean - width,
-        "high": mean + width,
+        "mean": middle,
+        "low": middle - width,
+        "high": middle + width,
         "width": width,
     }
+
+
+def of_seeds(values: Sequence[float]) -> dict[str, float] | None:
+    """The same of those that are not NaN; None if they are of fewer than three seeds."""
+    found = [value for value in values if not np.isnan(value)]
+    return with_interval(found) if len(found) >= LEAST else None
 
 
 def wilson(share: float, num_items: int) -> dict[str, float]:

@@ -53,6 +53,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
+from benchmark import differences
+
 BENCHMARK = Path(__file__).resolve().parent
 TABLE = re.compile(
     r"(<!-- table ([^:\n]*) (\w+):([^\n]*) -->\n(?:\|[^\n]*\n){2}).*?(<!-- /table -->)", re.S
@@ -244,6 +246,15 @@ def runs_of(record: Record, choice: str) -> list[Row]:
     return [row for row in rows if row["choice"] == choice and "fine_curve" in row]
 
 
+def pairs_of(
+    choice: str, base: str, record: Record, other: Record | None = None
+) -> list[tuple[Row, Row]]:
+    """The runs of a choice that have ended, each beside the base's run of its seed, in the same
+    record or in another."""
+    of_seed = {run["seed"]: run for run in runs_of(other or record, base)}
+    return [(run, of_seed[run["seed"]]) for run in runs_of(record, choice)]
+
+
 def over_episodes(
     record: Record, choice: str, kind: str, curve: str = "fine_curve"
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -255,16 +266,10 @@ def over_episodes(
 
 def first_passages(curves: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
     """Levels of KL that all curves pass, and the mean true score where they first do."""
-    passed = [np.maximum.accumulate(curve["kl"]) for curve in curves]
-    levels = np.linspace(max(kl[0] for kl in passed), min(kl[-1] for kl in passed), 40)
-    pairs = zip(passed, curves, strict=True)
-    return levels, np.mean([np.interp(levels, kl, curve["true_score"]) for kl, curve in pairs], 0)
-
-
-def smooth(values: Any, width: int) -> np.ndarray:
-    """Means of `width` neighbouring updates."""
-    whole = len(values) // width * width
-    return np.array(values[:whole]).reshape(-1, width).mean(1)
+    first = max(curve["kl"][0] for curve in curves)
+    last = min(max(curve["kl"]) for curve in curves)
+    levels = np.linspace(first, last, 40)
+    return levels, np.mean([differences.at_levels(curve, levels) for curve in curves], 0)
 
 
 def best_of_n(record: Record, labels: str = "4000") -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ curve of true score over KL, whose points are means of two updates (longer means
 that moves fast below its own curve). Runs of the same scripts and flags are used again.
 """
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 import ppo_rlhf
 import rloo_rlhf
@@ -158,6 +160,28 @@ CHOICES = {
     "VAPO, published": Choice(PPO, f"{CRITIC} --no-whiten_rewards --mask_truncated", "vapo"),
 }
 NAMES = {"default": "PPO", "RLOO, K 4": "RLOO"}  # what others are compared with
+
+
+# --- programs -------------------------------------------------------------------------------------
+def make_parser(text: str, program: str, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with what all programs ask for that make several runs at a time."""
+    parser = common.make_parser(text, program)
+    add = parser.add_argument
+    add("--tag", help="name of the record")
+    add("--episodes", type=int, help="of each policy (the scripts' default: 12,800)")
+    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
+    add("--folder", default="runs/ablations", help="where the runs go")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def begin(args: argparse.Namespace) -> Path:
+    """The folder of runs of these scripts. From here on this process has one thread, and is in the
+    project's folder."""
+    os.chdir(common.ROOT)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    return Path(args.folder) / common.commit()
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -314,33 +338,3 @@ def run_all(tasks: list[tuple[str, int, Path, list[str]]], jobs: int) -> Iterato
         if any(pool.map(reward_model, list(dict.fromkeys(rewards)), 1)):
             raise SystemExit(f"train_reward.py failed: see {tasks[0][2]}")
         yield from pool.imap(measure, tasks)
-
-
-# --- at the same KL ---
-def true_score_at(points: dict[str, list[float]], level: float) -> float | None:
-    """The true score where a curve first passes a KL; None if it never does."""
-    kl = np.maximum.accumulate(points["kl"])
-    if not kl[0] <= level <= kl[-1]:
-        return None
-    return float(np.interp(level, kl, points["true_score"]))
-
-
-def mean(values: list[float | None]) -> float | None:
-    """Of those that are not None."""
-    found = [value for value in values if value is not None]
-    return float(np.mean(found)) if found else None
-
-
-def at_equal_kl(
-    one: dict[str, Any],
-    other: dict[str, Any],
-    levels: tuple[float, ...] = LEVELS,
-) -> list[float | None]:
-    """True score of a run less that of another, at each level that both reach."""
-    differences = []
-    for level in levels:
-        mine = true_score_at(one["fine_curve"], level)
-        theirs = true_score_at(other["fine_curve"], level)
-        is_reached = mine is not None and theirs is not None
-        differences.append(mine - theirs if is_reached else None)
-    return differences

@@ -31,8 +31,8 @@ def test_finer_averages_tell_a_faster_run_from_a_worse_one(tmp_path):
         (tmp_path / "metrics.jsonl").write_text(to_lines(*metrics))
         fine_pair.append(runs.with_curves({"failed": False}, tmp_path))
         coarse_pair.append({"fine_curve": runs.curve(metrics, runs.BINS)})
-    fine = runs.at_equal_kl(*fine_pair)
-    coarse = runs.at_equal_kl(*coarse_pair)
+    fine = differences.at_equal_kl(*fine_pair, runs.LEVELS)
+    coarse = differences.at_equal_kl(*coarse_pair, runs.LEVELS)
     assert np.mean(coarse) < 10 * np.mean(fine) < 0
     assert fine == pytest.approx([0.0, 0.0, 0.0], abs=0.01)
 
@@ -86,7 +86,7 @@ def test_what_no_record_shows():
         "kl": [0.5, 4.5],
         "true_score": [0.0, 0.4],
     }
-    assert runs.true_score_at(points, 0.2) is None
+    assert np.isnan(differences.at_levels(points, 0.2))
 
 
 def test_two_seeds_are_a_comparison_without_an_interval():

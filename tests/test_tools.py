@@ -83,11 +83,6 @@ def test_a_line_that_is_being_written_waits():
     assert plot.read_metrics(folder) == [{"objective/scores": 1.0}]
 
 
-def test_metrics_of_old_runs_have_the_names_of_today():
-    old = ["ppo/val/error", "rloo/loss/policy", "rloo/entropy"]
-    assert [*map(plot.new_name, old)] == ["val/error", "loss/policy", "policy/entropy"]
-
-
 def test_curves_over_seconds_have_a_point_at_the_end_of_each_update():
     """The legend has all runs, also one that is in no other panel; one update alone is a dot."""
     runs = {"reward": ("train/loss", [2.0, 3.0]), "policy": ("objective/scores", [4.0])}

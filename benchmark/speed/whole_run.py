@@ -81,10 +81,9 @@ BARS = {
 }
 
 
-def letters(queries: Any = (), responses: Any = (), completions: Any = (), **_: Any) -> list[float]:
-    """A reward that tells the responses of a random model apart. Before version 0.7.0 the scripts
-    called it with queries and responses."""
-    return [len(text) / 10 for text in completions or responses]
+def letters(completions: list[str], **_: Any) -> list[float]:
+    """A reward that tells the responses of a random model apart."""
+    return [len(text) / 10 for text in completions]
 
 
 def let_all_tokens_end(folder: str) -> None:

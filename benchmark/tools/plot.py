@@ -30,16 +30,9 @@ PANELS = {
     "train/loss": "loss of the reward model",
     "train/accuracy": "accuracy of the reward model",
 }
-STEPS = {"episode": "episodes"}
-OLD = {"rloo/entropy": "policy/entropy"}  # names before 0.9.0; others began with ppo/ or rloo/
 # Okabe and Ito's colours, which colour-blind people can tell; then the same again, dashed.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
-
-
-def new_name(name: str) -> str:
-    """A metric as it is called now."""
-    return OLD.get(name, name.removeprefix("ppo/").removeprefix("rloo/"))
 
 
 def read_metrics(folder: Path) -> Metrics:
@@ -54,8 +47,7 @@ def read_metrics(folder: Path) -> Metrics:
         if not line.endswith("\n"):
             break
         try:
-            row = dict(json.loads(line))
-            metrics.append({new_name(name): x for name, x in row.items()})
+            metrics.append(dict(json.loads(line)))
         except ValueError:
             raise SystemExit(f"plot.py: {file}: line {number} is not one of a run") from None
     return metrics
@@ -90,9 +82,9 @@ def steps_of(rows: Metrics, over: str) -> tuple[str, list[float]]:
     """What the rows are drawn over: its name, and its value at each row."""
     if over == "seconds":
         return "seconds of the updates", [row["elapsed"] for row in rows]
-    step = next((step for step in STEPS if step in rows[0]), None)
-    values = [row.get(step, number) for number, row in enumerate(rows, 1)]
-    return STEPS.get(step, "updates"), values
+    if "episode" in rows[0]:
+        return "episodes", [row["episode"] for row in rows]
+    return "updates", [*range(1, len(rows) + 1)]
 
 
 def draw(panel: Axes, metric: str, runs: dict[str, Metrics], window: int, over: str) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -31,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_rlhf
 import rloo_rlhf
+from benchmark import ours
 from plumbing import data as data_module
 from ppo_rlhf import make_optimizer, set_learning_rates
 from tiny.rewards import happy
@@ -61,44 +61,46 @@ class Example:
     after: dict[str, Tensor]  # of the policy after one step: log-probabilities, losses, ratios
 
 
-def make_policy(script: Any, args: Any) -> Any:
-    """The model of tiny/ as the script's policy."""
-    lm = AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation="eager").eval()
-    if script is ppo_rlhf:
-        return ppo_rlhf.ActorCritic(lm)
-    return rloo_rlhf.Actor(lm, args)
-
-
 def read_queries(tokenizer: Any) -> list[Any]:
     """The second sentence of each text of tiny/queries."""
     queries = []
     for line in (ROOT / "tiny/queries/train.jsonl").read_text().splitlines():
         sentence = json.loads(line)["text"].split(".")[1]
-        ids = tokenizer(f" {sentence.strip()}.").input_ids
-        queries.append(data_module.Query(ids, ids, {}))
+        queries.append(ours.query(tokenizer(f" {sentence.strip()}.").input_ids))
     return queries
 
 
+def make_policy(script: Any, args: Any) -> Any:
+    """The model of tiny/ as the script's policy."""
+    lm = AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation="eager").eval()
+    return ours.make_actor(script, lm, args)
+
+
+def prepare(accelerator: Accelerator, policy: Any, args: Any) -> tuple[Any, Any]:
+    """The policy and a new optimizer, whose learning rate stays."""
+    optimizer = make_optimizer(policy, args)
+    set_learning_rates(optimizer, 0, 0.0, args)
+    return accelerator.prepare(policy, optimizer)
+
+
+def in_order(num_rows: int) -> Tensor:
+    """One epoch of one minibatch of all rows."""
+    return torch.arange(num_rows).view(1, 1, -1)
+
+
 def roll_out(
-    script: Any, policy: Any, ref: Any, queries: list[Any], u: Tensor, tokenizer: Any, args: Any
+    policy: Any, ref: Any, queries: list[Any], u: Tensor, tokenizer: Any, args: Any
 ) -> Example:
-    """Responses with their scores and KL: steps 1 and 2 of main, and the first line of step 3."""
+    """Responses with their scores, KL and rewards or advantages: steps 1 to 3 of main."""
     end = data_module.token_id("truncate_token", args.truncate_token, tokenizer)
-    batch = script.rollout(policy, queries, u, end, args)
-    script.set_logprobs(batch, policy, ref, torch.arange(len(queries)).view(1, -1), args)
-    texts = tokenizer.batch_decode(script.truncated(batch))
+    batch = ours.rollout(policy, ref, queries, u, in_order(len(queries)), end, args)
+    texts = tokenizer.batch_decode(ppo_rlhf.truncated(batch))
     raw_scores = torch.tensor(happy(texts), dtype=torch.float32)
-    batch.scores = script.penalize_missing_end(raw_scores, batch.found_end, args)
+    batch.scores = ppo_rlhf.penalize_missing_end(raw_scores, batch.found_end, args)
+    ours.set_rewards(batch, batch.scores, args)
     kl = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask
     tokens = [[tokenizer.decode(token) for token in row] for row in batch.responses.tolist()]
     return Example(tokens, batch, raw_scores, kl, {})
-
-
-def set_rewards(example: Example, args: Any) -> None:
-    """PPO's step 3 of main."""
-    batch = example.batch
-    paid = ppo_rlhf.at_last_token(batch.scores, batch.loss_mask)
-    batch.rewards = paid - args.kl_coef * example.kl
 
 
 def choose(example: Example, rows: list[int]) -> Example:
@@ -116,19 +118,16 @@ def work_out() -> tuple[Example, Example]:
     args = ppo_rlhf.Args(**SETTINGS)
     policy = make_policy(ppo_rlhf, args)
     ref = make_policy(ppo_rlhf, args)
-    optimizer = make_optimizer(policy, args)
-    wrapped, optimizer = accelerator.prepare(policy, optimizer)
+    wrapped, optimizer = prepare(accelerator, policy, args)
 
     # a few updates on other queries
-    warm_up = replace(args, num_epochs=4)
+    warm_up = replace(args, num_epochs=4, batch_size=WARM_UP_BATCH)
     for update in range(WARM_UP_UPDATES):
         mine = queries[update * WARM_UP_BATCH :][:WARM_UP_BATCH]
         u = ppo_rlhf.uniforms(args.seed, update + 1, WARM_UP_BATCH, LENGTH)
-        example = roll_out(ppo_rlhf, policy, ref, mine, u, tokenizer, args)
-        set_rewards(example, args)
-        epochs = ppo_rlhf.shuffle(np.arange(WARM_UP_BATCH), 0, update, warm_up)
-        set_learning_rates(optimizer, 0, 0.0, args)
-        ppo_rlhf.ppo_update(accelerator, wrapped, optimizer, example.batch, epochs, warm_up)
+        batch = roll_out(policy, ref, mine, u, tokenizer, args).batch
+        epochs = ours.shuffle(warm_up, update)
+        ours.update_policy(accelerator, wrapped, optimizer, batch, epochs, warm_up)
 
     u = torch.cat([ppo_rlhf.uniforms(args.seed, draw, 1, LENGTH) for draw in DRAWS])
     rloo_args = rloo_rlhf.Args(**SETTINGS | {"lr": RLOO_LR})
@@ -136,57 +135,36 @@ def work_out() -> tuple[Example, Example]:
     actor.lm.load_state_dict(policy.lm.state_dict())  # before PPO's step
     rloo_ref = make_policy(rloo_rlhf, rloo_args)
     same = [queries[QUERY]] * len(DRAWS)
-    ppo = choose(roll_out(ppo_rlhf, policy, ref, same, u, tokenizer, args), OF_PPO)
-    set_rewards(ppo, args)
-    update_by_ppo(accelerator, wrapped, optimizer, ppo, args)
+    ppo = choose(roll_out(policy, ref, same, u, tokenizer, args), OF_PPO)
+    make_step(accelerator, wrapped, optimizer, ppo, args)
 
-    rloo = roll_out(rloo_rlhf, actor, rloo_ref, same, u, tokenizer, rloo_args)
-    rewards = rloo.batch.scores - rloo_args.kl_coef * rloo.kl.sum(1)
-    rloo.batch.rewards = rewards
-    rloo.batch.advantages = rloo_rlhf.rloo_advantages(rewards.view(-1, len(DRAWS))).flatten()
-    update_by_rloo(accelerator, actor, rloo, rloo_args)
+    rloo = roll_out(actor, rloo_ref, same, u, tokenizer, rloo_args)
+    wrapped, optimizer = prepare(accelerator, actor, rloo_args)
+    make_step(accelerator, wrapped, optimizer, rloo, rloo_args)
     return ppo, rloo
 
 
-def all_rows(example: Example) -> Tensor:
-    """One epoch of one minibatch, in order."""
-    return torch.arange(len(example.tokens)).view(1, 1, -1)
-
-
-def update_by_ppo(
+def make_step(
     accelerator: Accelerator, policy: Any, optimizer: Any, example: Example, args: Any
 ) -> None:
-    """One optimizer step, and the losses after it. ppo_update sets advantages in its own copy of
-    the rows, so here they are set in another one first."""
-    ppo_rlhf.ppo_update(accelerator, policy, optimizer, example.batch, all_rows(example), args)
-    ppo_rlhf.set_advantages(example.batch, args)
+    """One optimizer step, and the losses after it. ppo_update sets advantages in a copy of the
+    rows, so here they are set once more."""
+    batch = example.batch
+    rows = in_order(len(example.tokens))
+    ours.update_policy(accelerator, policy, optimizer, batch, rows, args)
     with torch.no_grad():
-        _, new = ppo_rlhf.forward_response(policy, example.batch, args.temperature)
-        logprobs = new["logprobs"]
-        values = new["values"]
-        policy_loss, value_loss, terms = ppo_rlhf.ppo_loss(logprobs, values, example.batch, args)
+        _, new = ppo_rlhf.forward_response(policy, batch, args.temperature)
+        if isinstance(batch, ppo_rlhf.Batch):
+            ppo_rlhf.set_advantages(batch, args)
+            predicted = (new["logprobs"], new["values"])
+            policy_loss, value_loss, terms = ppo_rlhf.ppo_loss(*predicted, batch, args)
+            example.after["value"] = value_loss
+            example.after["error"] = terms["val/error"]
+        else:
+            policy_loss, terms = rloo_rlhf.rloo_loss(new["logprobs"], batch, args)
     ratio = terms["policy/ratio"]
-    unclipped = -example.batch.advantages * ratio
-    example.after = {"logprobs": logprobs, "ratio": ratio, "unclipped": unclipped}
-    example.after["policy"] = policy_loss
-    example.after["values"] = values
-    example.after["error"] = terms["val/error"]
-    example.after["value"] = value_loss
-
-
-def update_by_rloo(accelerator: Accelerator, actor: Any, example: Example, args: Any) -> None:
-    """The same for RLOO, with a new optimizer."""
-    optimizer = make_optimizer(actor, args)
-    wrapped, optimizer = accelerator.prepare(actor, optimizer)
-    set_learning_rates(optimizer, 0, 0.0, args)
-    rows = all_rows(example)
-    rloo_rlhf.rloo_update(accelerator, wrapped, optimizer, example.batch, rows, args)
-    with torch.no_grad():
-        _, new = rloo_rlhf.forward_response(actor, example.batch, args.temperature)
-        loss, terms = rloo_rlhf.rloo_loss(new["logprobs"], example.batch, args)
-    ratio = terms["policy/ratio"]
-    unclipped = -example.batch.advantages * ratio
-    example.after = {"ratio": ratio, "unclipped": unclipped, "policy": loss}
+    unclipped = -batch.advantages * ratio
+    example.after |= new | {"ratio": ratio, "unclipped": unclipped, "policy": policy_loss}
 
 
 # --- what stands on the pages ---------------------------------------------------------------------
@@ -224,6 +202,12 @@ def by_token(
         cells = [column[response, t] for column in columns]
         rows.append([str(t), f"`{token}`", *cells])
     return table(["t", "token", *heads], rows)
+
+
+def by_response(heads: list[str], columns: tuple[Tensor, ...]) -> str:
+    """A table with a row for each response."""
+    rows = zip(NAMES, *columns, strict=True)
+    return table(heads, [list(row) for row in rows])
 
 
 def responses(example: Example) -> str:
@@ -310,7 +294,8 @@ def ppo_parts(example: Example) -> dict[str, str]:
     parts["advantages B"] = by_token(example, 1, heads, [batch.rewards, *columns], steps=ends)
     parts["whiten advantages"] = moments_of(raw, "the 20 advantages", mask)
     heads = ["new log π", "ratio", "-A * ratio", "policy loss", "new V", "error²", "value loss"]
-    columns = list(after.values())
+    names = ("logprobs", "ratio", "unclipped", "policy", "values", "error", "value")
+    columns = [after[name] for name in names]
     parts["losses A"] = by_token(example, 0, heads, columns, steps=(0, 1, 4, LENGTH - 1))
 
     policy_loss = after["policy"].mean()
@@ -334,19 +319,15 @@ def rloo_parts(example: Example) -> dict[str, str]:
     batch = example.batch
     after = example.after
     kl = example.kl.sum(1)
-    rewards = []
-    losses = []
-    for i in range(len(example.tokens)):
-        others = batch.rewards[i] - batch.advantages[i]
-        advantage = batch.advantages[i]
-        own = [batch.scores[i], kl[i], batch.rewards[i]]
-        rewards.append([NAMES[i], *own, others, advantage])
-        own = [x[i] for x in after.values()]
-        losses.append([NAMES[i], advantage, *own])
+    rewards = batch.scores - rloo_rlhf.Args().kl_coef * kl
+    others = rewards - batch.advantages
+    of_rewards = (batch.scores, kl, rewards, others, batch.advantages)
+    of_losses = (batch.advantages, after["ratio"], after["unclipped"], after["policy"])
     heads = ["", "score", "KL", "reward", "mean of the other three", "advantage"]
-    parts = {"responses": responses(example), "advantages": table(heads, rewards)}
+    parts = {"responses": responses(example)}
+    parts["advantages"] = by_response(heads, of_rewards)
     heads = ["", "advantage", "ratio", "-advantage * ratio", "loss"]
-    parts["losses"] = table(heads, losses)
+    parts["losses"] = by_response(heads, of_losses)
     parts["loss"] = f"mean loss = {number(after['policy'].mean())}"
     return parts
 

@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from benchmark import differences, report
+from benchmark.differences import at_equal_kl, mean, scores_of
 from benchmark.report import BEST_OF_N, CHOICES, CRITIC, NAMES, PPO, RLOO, Record, Row
 
 # The choices in chosen.png, and those in the findings.
@@ -127,32 +128,16 @@ def at_once(*records: Record) -> Row:
     return {"comparisons": len(names), "kept": len(kept), "names": kept}
 
 
-def scores_at(run: Row, levels: list[float], width: int) -> np.ndarray:
-    """True scores where the KL first passes each level, or NaN; of moving averages over so many
-    points of a run's curves."""
-    weights = np.full(width, 1 / width)
-    curves = {}
-    for name in ("kl", "true_score"):
-        curves[name] = np.convolve(run["fine_curve"][name], weights, mode="valid")
-    passed = np.maximum.accumulate(curves["kl"])
-    return np.interp(levels, passed, curves["true_score"], left=np.nan, right=np.nan)
-
-
 def smoothed(record: Record) -> Row:
     """What changes if true scores at a KL are those of curves whose points are means of three: the
     largest move of a difference, and how many Holm's method keeps then."""
-    of_choice = {row["choice"]: report.runs_of(record, row["choice"]) for row in record["table"]}
     levels = record["table"][0]["levels"]
     rows = []
     moves = []
     for line in compared(record):
-        found = []
-        base = {run["seed"]: run for run in of_choice[base_of(line["choice"])]}
-        for run in of_choice[line["choice"]]:
-            other = base[run["seed"]]
-            difference = scores_at(run, levels, 3) - scores_at(other, levels, 3)
-            if not np.isnan(difference).all():
-                found.append(float(np.nanmean(difference)))
+        pairs_of_line = report.pairs_of(*line["pair"], record)
+        leads = [mean(at_equal_kl(*pair, levels, width=3)) for pair in pairs_of_line]
+        found = [lead for lead in leads if lead is not None]
         moves.append(abs(float(np.mean(found)) - line["equal_kl"]))
         rows.append({"pair": line["pair"], "equal_kl_differences": found})
     differences.add_tests(rows, "equal_kl", differences.freedom_of(rows, "equal_kl"))
@@ -200,9 +185,7 @@ def all_pairs(*records: Record) -> Row:
     and in how many it ends farther from the starting model."""
     found = {"pairs": 0, "higher": 0, "farther": 0}
     for record in records:
-        of_seed = {run["seed"]: run for run in report.runs_of(record, "RLOO, K 4")}
-        for ppo in report.runs_of(record, "default"):
-            rloo = of_seed[ppo["seed"]]
+        for rloo, ppo in report.pairs_of("RLOO, K 4", "default", record):
             found["pairs"] += 1
             found["higher"] += rloo["true_score"] > ppo["true_score"]
             found["farther"] += rloo["kl"] > ppo["kl"]
@@ -215,12 +198,9 @@ def jointly(*records: Record) -> Row:
     of_seed: dict[int, list[float]] = {}
     for record in records:
         levels = record["table"][0]["levels"]
-        ppo = {}
-        for run in report.runs_of(record, "default"):
-            ppo[run["seed"]] = scores_at(run, levels, 1)
-        for run in report.runs_of(record, "RLOO, K 4"):
-            lead = scores_at(run, levels, 1) - ppo[run["seed"]]
-            of_seed.setdefault(run["seed"], []).append(float(np.nanmean(lead)))
+        for rloo, ppo in report.pairs_of("RLOO, K 4", "default", record):
+            lead = mean(at_equal_kl(rloo, ppo, levels))
+            of_seed.setdefault(rloo["seed"], []).append(lead)
     means = [float(np.mean(leads)) for leads in of_seed.values()]
     complete = []
     for leads in of_seed.values():
@@ -232,19 +212,11 @@ def jointly(*records: Record) -> Row:
     }
 
 
-def scores_of(run: Row) -> np.ndarray:
-    """The true scores of a run where its KL first passes each of LEVELS, and at its end."""
-    curve = run["fine_curve"]
-    passed = np.maximum.accumulate(curve["kl"])
-    at = np.interp(LEVELS, passed, curve["true_score"], right=np.nan)
-    return np.append(at, run["true_score"])
-
-
 def beside_rloo(record: Record) -> list[Row]:
     """True scores of PPO with the critic and of RLOO, and their differences, at each KL and at the
     end: means over the seeds in which both get there."""
-    critic = [scores_of(run) for run in report.runs_of(record, WARMED_UP)]
-    rloo = [scores_of(run) for run in report.runs_of(record, "RLOO, K 4")]
+    critic = [scores_of(run, LEVELS) for run in report.runs_of(record, WARMED_UP)]
+    rloo = [scores_of(run, LEVELS) for run in report.runs_of(record, "RLOO, K 4")]
     rows = []
     names = [f"at {level} nats" for level in LEVELS] + ["at the end"]
     columns = (names, np.transpose(critic), np.transpose(rloo))
@@ -267,12 +239,8 @@ def beside_rloo(record: Record) -> list[Row]:
 def across(critic: Record, full: Record) -> Row:
     """PPO with the warmed-up critic minus the default's run of the same seed, which is in the other
     record, at the same KL."""
-    base = {run["seed"]: scores_of(run) for run in report.runs_of(full, "default")}
-    found = []
-    for run in report.runs_of(critic, WARMED_UP):
-        lead = scores_of(run) - base[run["seed"]]
-        found.append(float(np.nanmean(lead[: len(LEVELS)])))
-    return differences.with_interval(found)
+    found = report.pairs_of(WARMED_UP, "default", critic, full)
+    return differences.with_interval([mean(at_equal_kl(*pair, LEVELS)) for pair in found])
 
 
 # --- pictures -------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ once, twice: with each row's own deviation, and with one that is pooled over the
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
-import torch
 
 from benchmark import common, runs
-from benchmark.differences import add_tests
+from benchmark.differences import add_tests, at_equal_kl, mean
 
 SHORT_LEVELS = (1.0, 2.0, 3.0)  # nats, where runs have fewer episodes than the scripts' default
 EPISODES = 12_800  # the scripts' default
@@ -58,11 +56,11 @@ def base_of(name: str) -> str:
     return "default"
 
 
-def explained_at_end(row: dict[str, Any]) -> float | None:
-    """The share of variance that values explain at the end of a run, if it has values."""
+def explained_at_end(row: dict[str, Any]) -> float:
+    """The share of variance that values explain at the end of a run; NaN if it has no values."""
     curve = row.get("curve", {}).get("var_explained")
     has_values = curve is not None and "--vf_coef 0" not in row["flags"]
-    return curve[-1] if has_values else None
+    return curve[-1] if has_values else np.nan
 
 
 def add_equal_kl(
@@ -76,13 +74,11 @@ def add_equal_kl(
         of_seeds = []
         for one, other in pairs:
             if one["choice"] == line["choice"] and "fine_curve" in one and "fine_curve" in other:
-                of_seeds.append(runs.at_equal_kl(one, other, levels))
-        found = [runs.mean(values) for values in of_seeds]
-        found = [value for value in found if value is not None]
-        line["equal_kl_levels"] = [
-            runs.mean(list(values)) for values in zip(*of_seeds, strict=True)
-        ]
-        line["equal_kl"] = runs.mean(found)
+                of_seeds.append(at_equal_kl(one, other, levels))
+        means = [mean(values) for values in of_seeds]
+        found = [value for value in means if value is not None]
+        line["equal_kl_levels"] = [mean(values) for values in zip(*of_seeds, strict=True)]
+        line["equal_kl"] = mean(found)
         line["equal_kl_seeds"] = len(found)
         line["equal_kl_differences"] = found
     add_tests(table, "equal_kl")
@@ -100,7 +96,7 @@ def summarise(rows: list[dict[str, Any]], levels: tuple[float, ...]) -> list[dic
         lost = [row for row in ended if row["true_score"] < start.get(row["seed"], -1)]
         num_failed = len(mine) - len(ended) + len(lost)
         line = {"choice": name, "seeds": len(mine), "num_failed": num_failed, "levels": levels}
-        line["explained"] = runs.mean([explained_at_end(row) for row in ended])
+        line["explained"] = mean([explained_at_end(row) for row in ended])
         for kind in ("true_score", "reward", "kl", "distinct"):
             line[kind] = float(np.mean([row[kind] for row in ended] or [np.nan]))
         for kind in AT_END:
@@ -111,7 +107,7 @@ def summarise(rows: list[dict[str, Any]], levels: tuple[float, ...]) -> list[dic
                     differences.append(row[kind] - base[kind])
             found = differences if name != base_of(name) else []
             line[f"{kind}_ahead"] = sum(difference > 0 for difference in found)
-            line[f"{kind}_difference"] = runs.mean(found)
+            line[f"{kind}_difference"] = mean(found)
             line[f"{kind}_differences"] = found
         table.append(line)
     for kind in AT_END:
@@ -127,29 +123,22 @@ def summarise(rows: list[dict[str, Any]], levels: tuple[float, ...]) -> list[dic
 
 def main(program: str = __file__, **defaults: Any) -> None:
     """Runs of a study: `program` is its file, beside which the record goes."""
-    parser = common.make_parser(__doc__, program)
+    parser = runs.make_parser(__doc__, program, tag="short", episodes=2_560)
     add = parser.add_argument
-    add("--tag", default="short", help="name of the record")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4])
     help_of_choices = "default: those of this length"
     add("--choices", nargs="+", choices=runs.CHOICES, metavar="CHOICE", help=help_of_choices)
-    add("--episodes", type=int, default=2_560, help="of each policy (the default's own: 12,800)")
     add("--batch_size", type=int, default=64, help="of an update (the default's own: 128)")
     add("--lr", help="learning rate of all runs (default: the scripts')")
-    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
-    add("--folder", default="runs/ablations", help="where the runs go")
     parser.set_defaults(**defaults)
     args = parser.parse_args()
-    os.chdir(common.ROOT)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+    folder = runs.begin(args)
     is_long = args.episodes >= EPISODES
     if args.choices is None:
         others = LONG
         if not is_long:
             others = [name for name in runs.CHOICES if name not in (*LONG, *NEWER, *STARTS)]
         args.choices = list(dict.fromkeys((*runs.NAMES, *others)))
-    folder = Path(args.folder) / common.commit()
     sizes = ["--total_episodes", str(args.episodes), "--batch_size", str(args.batch_size)]
     if args.lr is not None:
         sizes += ["--lr", args.lr]

@@ -8,7 +8,6 @@ are shared with it: that record has their curves. Writes <tag>.json.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
-import torch
 
 from benchmark import common, runs
 
@@ -45,18 +43,10 @@ def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = common.make_parser(__doc__, __file__)
-    add = parser.add_argument
-    add("--tag", default="runs", help="name of the record")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--episodes", type=int, default=12_800, help="of each policy (that is the default)")
-    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
-    add("--folder", default="runs/ablations", help="where the runs go")
+    parser = runs.make_parser(__doc__, __file__, tag="runs", episodes=12_800)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     args = parser.parse_args()
-    os.chdir(common.ROOT)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    folder = Path(args.folder) / common.commit()
+    folder = runs.begin(args)
     sizes = ["--total_episodes", str(args.episodes), "--batch_size", "128"]
     tasks = [(choice, seed, folder, sizes) for seed in args.seeds for choice in runs.NAMES]
     for row in runs.run_all(tasks, args.jobs):

@@ -17,14 +17,6 @@ TITLE = "Film reviews: does the judge who made no labels find them more positive
 
 
 # --- tables ---------------------------------------------------------------------------------------
-def runs_of(record: Record) -> dict[tuple[str, float], list[Row]]:
-    """The policies by algorithm and rate."""
-    found: dict[tuple[str, float], list[Row]] = {}
-    for row in record["rows"][1:]:
-        found.setdefault((row["run"], row["lr"]), []).append(row)
-    return found
-
-
 def against_start(row: Row, start: Row) -> Row:
     """How judge B compares a policy's text of each opening with the starting model's."""
     gains = np.subtract(row["judge"], start["judge"])
@@ -56,7 +48,7 @@ def claims(record: Record) -> list[Row]:
     """The gain in judge B's probability: the mean over the seeds, and its interval."""
     start = record["rows"][0]
     rows = []
-    for (algorithm, rate), runs in runs_of(record).items():
+    for (algorithm, rate), runs in report.group(record["rows"][1:], "run", "lr").items():
         found = [against_start(run, start) for run in runs]
         row = {"name": f"{algorithm}, {rate:g}", "seeds": len(runs)}
         for key in ("gain", "won", "tied", "lost"):
@@ -67,38 +59,35 @@ def claims(record: Record) -> list[Row]:
 
 def interval(values: list[float]) -> Any:
     """Mean and interval over seeds; of fewer than three the mean alone."""
-    if len(values) >= differences.LEAST:
-        return differences.with_interval(values)
-    return {"mean": float(np.mean(values))}
+    return differences.of_seeds(values) or {"mean": float(np.mean(values))}
 
 
-def judged_at(run: Row, level: float | None) -> float | None:
-    """Judge B's mean over an update's texts where the KL first passes a level; without a level,
-    over the held-out texts after the run."""
-    if level is None:
-        return float(np.mean(run["judge"]))
-    curve = run["updates"]
-    kl = np.maximum.accumulate(curve["objective/kl"])
-    if not kl[0] <= level <= kl[-1]:
-        return None
-    return float(np.interp(level, kl, curve["judge"]))
+def judged_at(run: Row) -> np.ndarray:
+    """Judge B's mean over an update's texts where the KL first passes each level, or NaN; and over
+    the held-out texts after the run."""
+    updates = run["updates"]
+    curve = {
+        "kl": updates["objective/kl"],
+        "judge": updates["judge"],
+    }
+    at_levels = differences.at_levels(curve, LEVELS, "judge")
+    return np.append(at_levels, np.mean(run["judge"]))
 
 
 def between(record: Record) -> list[Row]:
     """RLOO minus PPO within seeds, by judge B: at levels of KL that both reach, and at the end."""
-    runs = runs_of(record)
+    runs = report.group(record["rows"][1:], "run", "lr")
     rows = []
     for rate in dict.fromkeys(rate for _, rate in runs):
         ppo = runs.get(("PPO", rate), [])
         rloo = runs.get(("RLOO", rate), [])
-        for level in (*LEVELS, None):
-            leads = []
-            for one, other in zip(ppo, rloo, strict=False):
-                scores = (judged_at(one, level), judged_at(other, level))
-                if None not in scores:
-                    leads.append(scores[1] - scores[0])
+        found = []
+        for one, other in zip(ppo, rloo, strict=False):
+            found.append(judged_at(other) - judged_at(one))
+        places = [f"{level:g} nats" for level in LEVELS] + ["the end"]
+        for where, column in zip(places, np.transpose(found), strict=False):
+            leads = column[~np.isnan(column)].tolist()
             if leads:
-                where = "the end" if level is None else f"{level:g} nats"
                 row = {"rate": rate, "where": where, "seeds": leads}
                 rows.append(row | {"difference": interval(leads)})
     return rows

@@ -154,12 +154,11 @@ def reward_at(run: str, seed: int, level: float, width: int) -> float:
     """The reward on a run's training responses, with its penalty, where its KL first passes a
     level; of curves that are moving averages over so many updates."""
     lines = common.read_lines(Path(__file__).with_name(f"{run}-{seed}.jsonl"))
-    weights = np.full(width, 1 / width)
-    curves = {}
-    for name in ("objective/kl", "objective/scores"):
-        curves[name] = np.convolve([line[name] for line in lines], weights, mode="valid")
-    passed = np.maximum.accumulate(curves["objective/kl"])
-    return float(np.interp(level, passed, curves["objective/scores"]))
+    curve = {
+        "kl": [line["objective/kl"] for line in lines],
+        "reward": [line["objective/scores"] for line in lines],
+    }
+    return float(differences.at_levels(curve, level, "reward", width))
 
 
 def one_seed(record: Record) -> list[Row]:

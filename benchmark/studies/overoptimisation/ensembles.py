@@ -12,7 +12,6 @@ are used again. Writes ensembles.json.
 import itertools
 import math
 import multiprocessing
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from transformers import AutoModelForSequenceClassification as AutoClassifier
 import train_reward
 from benchmark import common, ours
 from benchmark.judge import Judge
-from benchmark.runs import BINS, Choice, curve, run, slug
+from benchmark.runs import BINS, Choice, begin, curve, make_parser, run, slug
 from benchmark.studies.overoptimisation.run import KINDS, LAST, SCRIPTS, labels_folder
 
 SETS = (("128", 1), ("128", 3), ("4000:0.5", 2))  # labels and seeds, of models near chance
@@ -171,18 +170,12 @@ def train(task: tuple[int, str, tuple[str, int], str, int, Path]) -> dict[str, A
 
 
 def main() -> None:
-    parser = common.make_parser(__doc__, __file__)
-    add = parser.add_argument
-    add("--tag", default="ensembles", help="name of the record")
-    add("--repeats", type=int, default=2, help="of each run, with other seeds of the policy")
-    add("--episodes", type=int, default=5_120, help="of each policy, 64 in an update")
-    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
-    add("--folder", default="runs/ensembles", help="where the runs go")
+    defaults = {"tag": "ensembles", "episodes": 5_120, "folder": "runs/ensembles"}
+    parser = make_parser(__doc__, __file__, **defaults)
+    words = "of each run, with other seeds of the policy"
+    parser.add_argument("--repeats", type=int, default=2, help=words)
     args = parser.parse_args()
-    os.chdir(common.ROOT)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    folder = Path(args.folder).absolute() / common.commit()
+    folder = begin(args).absolute()
     named = [(source, seed, folder) for source, seed in SETS]
     tasks = []
     repeats = range(args.repeats)

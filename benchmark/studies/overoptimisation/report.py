@@ -10,15 +10,8 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from benchmark import differences, report
-from benchmark.report import (
-    ALGORITHMS,
-    BEST_OF_N,
-    TRUE_SCORE,
-    Record,
-    Row,
-    group,
-    smooth,
-)
+from benchmark.differences import smooth
+from benchmark.report import ALGORITHMS, BEST_OF_N, TRUE_SCORE, Record, Row, group
 
 HELD_OUT = 512  # labels, on which accuracies are measured
 COLLAPSED = -0.5

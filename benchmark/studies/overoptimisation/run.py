@@ -20,8 +20,8 @@ Finished runs of the same scripts are used again. Writes <tag>.json.
 """
 
 import json
+import math
 import multiprocessing
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -31,16 +31,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import datasets
 import numpy as np
-import torch
 from scipy.special import comb
 
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
 from benchmark import common
-from benchmark.differences import interval
+from benchmark.differences import at_levels, interval, smooth
 from benchmark.judge import Judge
-from benchmark.runs import Choice, output_to, run, slug, true_score_at
+from benchmark.runs import Choice, begin, make_parser, output_to, run, slug
 from plumbing.launch import parse_args
 
 SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
@@ -213,13 +212,6 @@ def best_of_n(task: tuple[int, list[str], int, Path]) -> list[dict[str, Any]]:
     return rows
 
 
-def smooth(values: list[float], window: int) -> np.ndarray:
-    """Means of so many updates, or of all in a shorter run."""
-    window = min(window, len(values))
-    whole = len(values) // window * window
-    return np.array(values[:whole]).reshape(-1, window).mean(1)
-
-
 # --- results --------------------------------------------------------------------------------------
 def top_and_end(curves: dict[str, Any]) -> dict[str, float]:
     """True score, KL and reward where the true score is highest, and where the curves end."""
@@ -245,8 +237,8 @@ def curves_of(runs: list[dict], best: list[dict]) -> dict[tuple[str, str, Any], 
 
 def mean_true_score_at(curves: list[dict], level: float) -> float | None:
     """The mean true score where curves first pass a KL; None if one of them never does."""
-    found = [true_score_at(curve, level) for curve in curves]
-    return None if None in found else float(np.mean(found))
+    found = float(np.mean([at_levels(curve, level) for curve in curves]))
+    return None if math.isnan(found) else found
 
 
 def settled_gains(curves: list[dict], free: list[dict]) -> list[float]:
@@ -257,11 +249,8 @@ def settled_gains(curves: list[dict], free: list[dict]) -> list[float]:
     for curve in curves:
         kl = float(curve["fine"]["kl"][-SETTLED:].mean())
         settled = float(curve["fine"]["true_score"][-SETTLED:].mean())
-        free_run = of_seed[curve["seed"]]
-        without = true_score_at(free_run, kl)
-        if without is not None:
-            gains.append(settled - without)
-    return gains
+        gains.append(settled - float(at_levels(of_seed[curve["seed"]], kl)))
+    return [gain for gain in gains if not math.isnan(gain)]
 
 
 def summarise(groups: dict[tuple[str, str, Any], list[dict]]) -> list[dict]:
@@ -292,23 +281,17 @@ def summarise(groups: dict[tuple[str, str, Any], list[dict]]) -> list[dict]:
 
 
 def main() -> None:
-    parser = common.make_parser(__doc__, __file__)
+    defaults = {"tag": "tiny", "episodes": 5_120, "folder": "runs/overoptimisation"}
+    parser = make_parser(__doc__, __file__, **defaults)
     add = parser.add_argument
-    add("--tag", default="tiny", help="name of the record")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add("--labels", nargs="+", default=SOURCES, help="of a reward model; `4000:0.5`: half random")
     add("--kl_coefs", type=float, nargs="+", default=[0.0], help="fixed ones")
     add("--kl_target", type=float, help="adapt those above 0 to this KL, like the default")
-    add("--episodes", type=int, default=5_120, help="of each policy, 64 in an update")
     add("--pool", type=int, default=256, help="responses per query for best-of-n (0: none)")
     add("--lr", help="of the policies (their default: 2e-4)")
-    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
-    add("--folder", default="runs/overoptimisation", help="where the runs go")
     args = parser.parse_args()
-    os.chdir(common.ROOT)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    folder = Path(args.folder) / common.commit()
+    folder = begin(args)
     rate = [] if args.lr is None else ["--lr", args.lr]
     tasks = []
     named = []

@@ -1,14 +1,12 @@
 """Rows and pictures of this study: `python benchmark/report.py rates`."""
 
-from typing import Any
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmark import differences, report
+from benchmark import report
+from benchmark.differences import at_equal_kl, mean, of_seeds, scores_of
 from benchmark.report import ALGORITHMS, NAMES, Record, Row
-from benchmark.runs import at_equal_kl, mean
 
 DEFAULT = 2e-4
 LEVELS = (2, 4, 6)
@@ -18,41 +16,27 @@ RIGHT = "at the same KL, minus that of 2e-4"
 
 
 # --- tables ---------------------------------------------------------------------------------------
-def runs_of(record: Record) -> dict[tuple[str, float], dict[int, Row]]:
-    """The runs by algorithm and rate, the lowest first, and in each by their seed."""
-    found: dict[tuple[str, float], dict[int, Row]] = {}
-    for row in sorted(record["rows"], key=lambda row: (row["algorithm"], row["lr"])):
-        found.setdefault((row["algorithm"], row["lr"]), {})[row["seed"]] = row
-    return found
-
-
 def score_at_end(run: Row) -> float:
     """The true score; of a run that has stopped on an error that of the starting model."""
     return run["true_score_before"] if run["failed"] else run["true_score"]
 
 
-def gain(run: Row, base: Row) -> float | None:
+def gain(run: Row, base: Row) -> float:
     """The true score minus that of the run at the default's rate: the mean over the levels of KL
-    that both reach."""
-    if run["failed"]:
-        return None
-    return mean(at_equal_kl(run, base, LEVELS))
-
-
-def of_seeds(values: list[float | None]) -> Any:
-    """Their mean and interval, if there are at least three."""
-    found = [value for value in values if value is not None]
-    return differences.with_interval(found) if len(found) >= differences.LEAST else None
+    that both reach; NaN if there is none."""
+    found = None if run["failed"] else mean(at_equal_kl(run, base, LEVELS))
+    return np.nan if found is None else found
 
 
 def rates(record: Record) -> list[Row]:
     """A row for each algorithm and rate: means over seeds, and differences from the default's rate
     within seeds."""
-    runs = runs_of(record)
+    in_order = sorted(record["rows"], key=lambda run: (run["algorithm"], run["lr"]))
+    runs = report.group(in_order, "algorithm", "lr")
     rows = []
     for (algorithm, rate), mine in runs.items():
-        base = runs[algorithm, DEFAULT]
-        ended = [run for run in mine.values() if not run["failed"]]
+        base = {run["seed"]: run for run in runs[algorithm, DEFAULT]}
+        ended = [run for run in mine if not run["failed"]]
         row = {
             "name": f"{algorithm} {rate:g}",
             "algorithm": algorithm,
@@ -60,7 +44,7 @@ def rates(record: Record) -> list[Row]:
             "rate": f"{rate:.0e}".replace("e-0", "e-"),
             "seeds": len(mine),
             "failed": len(mine) - len(ended),
-            "scores": [score_at_end(run) for run in mine.values()],
+            "scores": [score_at_end(run) for run in mine],
         }
         row["true_score"] = float(np.mean(row["scores"]))
         for name in ("kl", "clipfrac", "clipfrac_at_end", "entropy_at_end"):
@@ -68,9 +52,10 @@ def rates(record: Record) -> list[Row]:
         if rate != DEFAULT:
             ends = []
             equal_kl = []
-            for seed, run in mine.items():
-                ends.append(score_at_end(run) - score_at_end(base[seed]))
-                equal_kl.append(gain(run, base[seed]))
+            for run in mine:
+                of_default = base[run["seed"]]
+                ends.append(score_at_end(run) - score_at_end(of_default))
+                equal_kl.append(gain(run, of_default))
             row["higher"] = sum(end > 0 for end in ends)
             row["end"] = of_seeds(ends)
             row["equal_kl"] = of_seeds(equal_kl)
@@ -99,20 +84,6 @@ def rule(record: Record) -> list[Row]:
 
 
 # --- a quarter of the rate, with twice the episodes -----------------------------------------------
-def scores(run: Row) -> list[float]:
-    """The true score where a run first passes each level of KL, or NaN; and that at its end."""
-    curve = run["fine_curve"]
-    kl = np.maximum.accumulate(curve["kl"])
-    found = np.interp(
-        LEVELS,
-        kl,
-        curve["true_score"],
-        left=np.nan,
-        right=np.nan,
-    )
-    return [*found, run["true_score"]]
-
-
 def levels(*records: Record) -> list[Row]:
     """The true score at the lower rate minus that at the default's, which the last record has,
     within seeds: at each level of KL that at least three seeds reach, and at the end."""
@@ -120,15 +91,12 @@ def levels(*records: Record) -> list[Row]:
     rows = []
     for record in slower:
         for choice, name in NAMES.items():
-            base = {run["seed"]: scores(run) for run in report.runs_of(full, choice)}
             found = []
-            for run in report.runs_of(record, choice):
-                found.append(np.subtract(scores(run), base[run["seed"]]))
+            for run, base in report.pairs_of(choice, choice, record, full):
+                found.append(scores_of(run, LEVELS) - scores_of(base, LEVELS))
             row = {"method": name, "episodes": record["args"]["episodes"]}
             for where, column in zip((*LEVELS, "end"), np.transpose(found), strict=True):
-                reached = column[~np.isnan(column)]
-                if len(reached) >= differences.LEAST:
-                    row[f"at {where}"] = differences.with_interval(reached)
+                row[f"at {where}"] = of_seeds(column)
             rows.append(row)
     return rows
 

@@ -8,7 +8,6 @@ names the commit of its scripts.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
-import torch
 
 from benchmark import common, runs
 
@@ -42,20 +40,13 @@ def of_updates(out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = common.make_parser(__doc__, __file__)
+    parser = runs.make_parser(__doc__, __file__, tag="rates", episodes=12_800)
     add = parser.add_argument
-    add("--tag", default="rates", help="name of the record")
     add("--seeds", type=int, nargs="+", default=[21, 22, 23])
     add("--rates", nargs="+", default=RATES)
-    add("--episodes", type=int, default=12_800, help="of each policy (that is the default)")
     add("--batch_size", type=int, default=128, help="of each update")
-    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time, each with one thread")
-    add("--folder", default="runs/ablations", help="where the runs go")
     args = parser.parse_args()
-    os.chdir(common.ROOT)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    folder = Path(args.folder) / common.commit()
+    folder = runs.begin(args)
     record = args.out / f"{args.tag}.json"
     rows = json.loads(record.read_text())["rows"] if record.exists() else []
     known = {(row["choice"], row["seed"], row["lr"]) for row in rows}

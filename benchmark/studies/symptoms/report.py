@@ -7,7 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmark import report
-from benchmark.report import START, Record, smooth
+from benchmark.differences import smooth
+from benchmark.report import START, Record
 
 ILL = "#CC3311"
 SYMPTOMS = {  # as the record names them: title

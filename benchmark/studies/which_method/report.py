@@ -1,12 +1,11 @@
 """Rows and the picture of this study: `python benchmark/report.py which_method`."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmark import differences, report
+from benchmark.differences import at_equal_kl, at_levels, mean
 from benchmark.report import CRITIC, OTHER, PPO, RLOO, Record, Row
 
 LEVELS = (1, 2, 3)
@@ -31,24 +30,11 @@ def name_of(choice: str) -> str:
     return NAMES.get(choice, choice.removesuffix(PUBLISHED))
 
 
-def scores_at(run: Row) -> np.ndarray:
-    """The true score where a run first passes each level of KL, or NaN."""
-    curve = run["fine_curve"]
-    kl = np.maximum.accumulate(curve["kl"])
-    return np.interp(LEVELS, kl, curve["true_score"], left=np.nan, right=np.nan)
-
-
-def mean(values: Sequence[float]) -> float | None:
-    """Of what is not NaN; None if nothing is left."""
-    found = [x for x in values if not np.isnan(x)]
-    return float(np.mean(found)) if found else None
-
-
 def line_of(choice: str, record: Record) -> Row:
     """A method: means over seeds, and its differences from RLOO's runs of the same seeds."""
-    base = {row["seed"]: row for row in report.runs_of(record, BASE)}
-    ended = report.runs_of(record, choice)
-    worse = [row for row in ended if row["true_score"] < base[row["seed"]]["true_score_before"]]
+    pairs = report.pairs_of(choice, BASE, record)
+    ended = [run for run, _ in pairs]
+    worse = [run for run, base in pairs if run["true_score"] < base["true_score_before"]]
     seeds = sum(row["choice"] == choice for row in record["rows"])
     line = {"method": name_of(choice), "choice": choice, "seeds": seeds}
     line["pair"] = (choice, BASE)
@@ -56,16 +42,12 @@ def line_of(choice: str, record: Record) -> Row:
     for kind in ("true_score", "reward", "kl", "distinct"):
         line[kind] = mean([row[kind] for row in ended])
     line["spread"] = float(np.std([row["true_score"] for row in ended], ddof=1))
-    levels = np.array([scores_at(row) for row in ended])  # (seeds, levels)
+    levels = np.array([at_levels(row["fine_curve"], LEVELS) for row in ended])  # (seeds, levels)
     line["levels"] = [mean(column) for column in levels.T]
-    at_equal_kl = []
-    at_the_end = []
-    for row in ended:
-        other = base[row["seed"]]
-        at_equal_kl.append(mean(scores_at(row) - scores_at(other)))
-        at_the_end.append(row["true_score"] - other["true_score"])
+    at_same_kl = [mean(at_equal_kl(run, base, LEVELS)) for run, base in pairs]
+    at_the_end = [run["true_score"] - base["true_score"] for run, base in pairs]
     is_base = choice == BASE
-    for kind, found in (("equal_kl", at_equal_kl), ("end", at_the_end)):
+    for kind, found in (("equal_kl", at_same_kl), ("end", at_the_end)):
         differences_of_seeds = [x for x in found if x is not None and not is_base]
         line[f"{kind}_differences"] = differences_of_seeds
         line[kind] = mean(differences_of_seeds)
@@ -96,12 +78,10 @@ def published(record: Record) -> list[Row]:
 def repeated(record: Record) -> list[Row]:
     """The critic that starts as the reward model against PPO's default, which the study
     of choices compares, too; and RLOO against that."""
-    base = {row["seed"]: row for row in report.runs_of(record, "default")}
     rows = []
     for choice in ("critic from the reward model, warmed up", BASE):
-        found = []
-        for run in report.runs_of(record, choice):
-            found.append(mean(scores_at(run) - scores_at(base[run["seed"]])))
+        pairs = report.pairs_of(choice, "default", record)
+        found = [mean(at_equal_kl(*pair, LEVELS)) for pair in pairs]
         width = differences.interval(found)
         rows.append({"method": name_of(choice), "mean": mean(found), "width": width})
     return rows
