@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 import ppo_rlhf
 from plumbing import data as data_module
+from plumbing import labels as labels_module
 from plumbing import launch as launch_module
 
 # Modules that a --reward_fn may name, most of which go wrong when they are imported; and tables.
@@ -191,15 +192,13 @@ def test_names_of_files_are_no_patterns(name, tmp_path, monkeypatch):
     assert table["train"]["text"][:] == ["w5"]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_path_is_here_or_beside_the_script(script, tmp_path, monkeypatch):
+def test_a_path_is_here_or_beside_the_script(tmp_path, monkeypatch):
     """A link stays one: the files that a hub's cache links to have no endings."""
-    module = importlib.import_module(script[:-3])
     (tmp_path / "home/model").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "home")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    beside = str(module.FILE.parent / "tiny/model")
+    beside = str(ppo_rlhf.FILE.parent / "tiny/model")
     for name, path in (
         ("~/model", f"{tmp_path}/home/model"),
         ("~/none", "~/none"),
@@ -213,14 +212,12 @@ def test_a_path_is_here_or_beside_the_script(script, tmp_path, monkeypatch):
     assert launch_module.local_path("tiny/model") == f"{tmp_path}/tiny/model"
 
 
-@pytest.mark.parametrize("script", [PPO, RLOO])
-def test_this_folder_comes_before_a_library(script, tmp_path, monkeypatch):
-    module = importlib.import_module(script[:-3])
+def test_this_folder_comes_before_a_library(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     (tmp_path / "colorsys.py").write_text("def mine(**_): pass\n")
-    assert module.load_reward_fn("colorsys:mine", None).args[0].__name__ == "mine"
+    assert labels_module.load_reward_fn("colorsys:mine", None).args[0].__name__ == "mine"
     del sys.modules["colorsys"]
 
 
