@@ -2,21 +2,18 @@
 
 import itertools
 import math
-import shutil
 
 import fork_tools
 import pytest
 import tiny_models as tiny
 import torch
 from accelerate import Accelerator
-from conftest import ROOT
 from fork_tools import PPO, RLOO, WORDS
 from run_tools import read_lines
 from tiny_models import BOTH, make_policy, make_queries, random_rows
 
 import ppo_rlhf
 import rloo_rlhf
-from benchmark import common
 from plumbing import launch as launch_module
 
 EIGHT = random_rows((1, 9, 4, 6, 2, 7, 5, 3), seed=1)
@@ -175,14 +172,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_stops_that_samples_from_others(script, fault, folder, tmp_path):
     """Nothing else of it looks wrong."""
-    right, wrong = FAULTS[fault]
-    common.copy_shared(tmp_path)
-    shutil.copy(ROOT / script, tmp_path)
-    file = tmp_path / ("plumbing/models.py" if "positions" in right else script)
-    code = file.read_text()
-    assert code.count(right) == 1
-    file.write_text(code.replace(right, wrong))
-    status, _, errors = fork_tools.run(str(tmp_path / script), WORDS[script], folder)
+    copy = fork_tools.changed_copy(script, tmp_path)
+    name = "plumbing/models.py" if "positions" in fault else script
+    fork_tools.change_file(tmp_path / name, FAULTS[fault])
+    status, _, errors = fork_tools.run(copy, WORDS[script], folder)
     assert status == 1, errors
     assert f"{script}: sampling_error is " in errors
     (metrics,) = read_lines(folder / "out/metrics.jsonl")

@@ -266,9 +266,8 @@ def copy_of(base, patch, folder):
     """The script with the method's patch. That of `tis` samples at another temperature."""
     script = patched.copy_of(base, patch, folder)
     if patch == "tis":
-        text = script.read_text()
-        assert text.count(SAMPLED) == 1
-        script.write_text(text.replace(SAMPLED, SAMPLED.replace("args", f"{FLATTER} * args")))
+        flatter = SAMPLED.replace("args", f"{FLATTER} * args")
+        fork_tools.change_file(script, (SAMPLED, flatter))
     return script
 
 
