@@ -161,12 +161,16 @@ ALONE = ["entropy", "token_rewards", "second_model", "ema", "draw_again", "repla
 
 @pytest.mark.parametrize("name", ALONE)
 def test_a_change_of_the_page_runs_and_acts(name, folder):
-    rows = run_copy(changes_of(name), folder, *FLAGS.get(name, []))
+    changes = changes_of(name)
+    if name == "entropy":  # a large one, so that it shows
+        changes = [(old, new.replace("0.01", "50")) for old, new in changes]
+    rows = run_copy(changes, folder, *FLAGS.get(name, []))
     plain_rows = read_lines(fork_tools.plain(PPO, 1) / "out/metrics.jsonl")
     first = {key: rows[0][key] - plain_rows[0][key] for key in ("loss/total", "objective/scores")}
     total = rows[0]["objective/score_total"] - plain_rows[0]["objective/score_total"]
     if name == "entropy":
-        assert first["loss/total"] == pytest.approx(-0.01 * rows[0]["policy/entropy"], rel=0.1)
+        assert first["loss/total"] == pytest.approx(-50 * rows[0]["policy/entropy"], rel=0.1)
+        assert rows[-1]["policy/entropy"] > plain_rows[-1]["policy/entropy"] + 0.05
     if name == "token_rewards":
         assert first["objective/scores"] == 0
         assert total < -0.05
