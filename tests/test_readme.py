@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT
 from fork_tools import PPO, REWARD, SCRIPTS, parse, plain
 from run_tools import read_lines
+from tiny_models import CONFIGS, MORE_CONFIGS
 from transformers import AutoTokenizer, DistilBertConfig, DistilBertForSequenceClassification
 
 import train_reward
@@ -34,6 +35,32 @@ DOCUMENTS = (*PAGES[:-1], SYSTEMS, "CHANGELOG.md")
 PROGRAMS = {"help", "golden", "faults", "script", "num_processes", "multi_gpu", "cpu"}
 PROGRAMS |= {"config_file", "check", "num_machines", "machine_rank", "main_process_ip"}
 PROGRAMS |= {"script_flags", "signal", "main_process_port"}
+# What the page calls the models that work, without what stands in brackets, and the tests.
+MODELS = {
+    "GPT-2": "gpt2",
+    "GPT-NeoX": "gpt_neox",
+    "OPT": "opt",
+    "Bloom": "bloom",
+    "Falcon": "falcon",
+    "Llama": "llama",
+    "SmolLM3": "smollm3",
+    "Mistral": "mistral",
+    "Mixtral": "mixtral",
+    "Qwen 2": "qwen2",
+    "Qwen 3": "qwen3",
+    "Gemma 1 to 3": "gemma gemma2 gemma3",
+    "Phi-3": "phi3",
+    "OLMo 1 to 3": "olmo olmo2 olmo3",
+    "GLM-4": "glm4",
+    "Cohere": "cohere",
+    "Granite": "granite",
+    "StarCoder 2": "starcoder2",
+    "StableLM": "stablelm",
+    "DeepSeek-V3": "deepseek_v3",
+    "gpt-oss": "gpt_oss",
+    "GPT-Neo": "gpt_neo",
+    "GPT-J": "gptj",
+}
 OF_COPIES = ("docs/trl.md", "docs/trl_fidelity.md")  # flags of patched copies, too
 
 
@@ -290,6 +317,13 @@ def test_the_readme_counts_details_and_wins_as_they_are():
         words = f"{name} wins {row['won']['mean']:.0%} and loses {row['lost']['mean']:.0%}"
         assert words in readme
         assert words in read("benchmark/README.md")
+
+
+def test_what_the_page_calls_supported_is_tested():
+    rows = re.findall(r"^\| (.*) \| work \|", read("docs/deviations.md"), re.M)
+    named = re.sub(r" \(.*?\)", "", ", ".join(rows)).split(", ")
+    assert named == [*MODELS]
+    assert set(" ".join(MODELS.values()).split()) <= {*CONFIGS, *MORE_CONFIGS}
 
 
 def test_all_pages_name_one_version():
