@@ -13,7 +13,7 @@ import ppo_rlhf
 import rloo_rlhf
 import train_reward
 from plumbing import labels as labels_module
-from plumbing import launch as launch_module
+from plumbing.launch import UserError
 
 assert_close = functools.partial(torch.testing.assert_close, atol=1e-6, rtol=0)
 
@@ -223,7 +223,7 @@ def test_a_model_that_gives_equal_rewards_is_right_by_chance_alone():
 def test_rewards_without_a_deviation_are_refused_and_leave_gain_and_bias():
     reward = make_reward(gain=2.0, bias=0.5)
     for rewards in ([0.5, 0.5], [0.5, NAN], [0.5]):
-        with pytest.raises(launch_module.UserError, match="^--normalization_samples: the rewards"):
+        with pytest.raises(UserError, match="^--normalization_samples: the rewards"):
             train_reward.normalize(reward, torch.tensor(rewards))
     assert reward.gain == 2
     assert reward.bias == 0.5

@@ -15,6 +15,7 @@ from tiny_models import BOTH, make_policy, make_queries, random_rows
 import ppo_rlhf
 import rloo_rlhf
 from plumbing import launch as launch_module
+from plumbing.launch import UserError
 
 EIGHT = random_rows((1, 9, 4, 6, 2, 7, 5, 3), seed=1)
 LENGTH = 12
@@ -40,12 +41,12 @@ def test_first_passes_that_differ_stop_a_run(module, dtype, update, limits):
             if limit == math.inf:  # from the second update on --max_kl is the limit: see Run
                 continue
             says = f"^{name} is .*, its limit .*: .*; see docs/"
-            with pytest.raises(launch_module.UserError, match=says):
+            with pytest.raises(UserError, match=says):
                 module.check_update(update, fine | {name: 1.01 * sign * limit}, args)
     for name, bad in itertools.product(fine, ("nan", "inf")):
         if bad == "inf" and name == "objective/kl" and update > 0:
             continue
-        with pytest.raises(launch_module.UserError, match=f"^{name} is {bad}"):
+        with pytest.raises(UserError, match=f"^{name} is {bad}"):
             module.check_update(update, fine | {name: float(bad)}, args)
 
 

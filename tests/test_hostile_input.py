@@ -25,6 +25,7 @@ import ppo_rlhf
 from plumbing import data as data_module
 from plumbing import labels as labels_module
 from plumbing import launch as launch_module
+from plumbing.launch import UserError
 
 # Modules that a --reward_fn may name, most of which go wrong when they are imported; and tables.
 FILES = {
@@ -84,7 +85,7 @@ def test_values_out_of_range_name_the_flag(script):
         for value in values:
             shown = ".*" if " " in value else f"({value}|{float(value)})"
             words = f"--{name}={value}".split()
-            with pytest.raises(launch_module.UserError, match=f"^--{name} {shown}: .") as caught:
+            with pytest.raises(UserError, match=f"^--{name} {shown}: .") as caught:
                 parse(module, words)
             assert "\n" not in str(caught.value)
     for field in dataclasses.fields(args):
@@ -97,7 +98,7 @@ def test_values_out_of_range_name_the_flag(script):
 def test_words_that_are_no_settings(script, capsys):
     module = importlib.import_module(script[:-3])
     says = "^there is no preset 'sentimant': choose one of tiny, sentiment, "
-    with pytest.raises(launch_module.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         parse(module, ["sentimant"])
     of_another_script = "--rloo_k 4" if script != RLOO else "--vf_coef 1"
     words_in_a_box = f"""--learning 0.1; --lr; --lr fast; --batch_size 1.5; --seed 1.5;
@@ -158,7 +159,7 @@ def test_bad_input_is_refused(script, words, says, faults):
     before = sorted(faults.rglob("*"))
     words = words.split() if isinstance(words, str) else words
     says = says.replace("@", rf"{words[-2]} (\S*/)?{words[-1]}:? ", 1)
-    with pytest.raises(launch_module.UserError, match=f"^(?s:{says})"):
+    with pytest.raises(UserError, match=f"^(?s:{says})"):
         call(script, [*WORDS[script], *words], faults)
     made = [path for path in sorted(faults.rglob("*")) if path not in before]
     assert [path for path in made if "__pycache__" not in str(path)] == []
