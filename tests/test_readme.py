@@ -291,16 +291,6 @@ def test_every_metric_that_a_run_logs_is_listed_and_no_other():
     assert logged == listed_metrics()
 
 
-def test_pages_are_short():
-    lines = read("README.md").splitlines()
-    assert len(lines) <= 140
-    prose = [line for line in lines if line[:1] != "|" and "](" not in line]
-    assert max(map(len, prose)) <= 120
-    assert len(read("benchmark/README.md").encode()) <= 18_000
-    _, *versions = read("CHANGELOG.md").split("\n## ")
-    assert max(version.count("\n- ") for version in versions) <= 15
-
-
 def test_the_readme_counts_details_and_wins_as_they_are():
     readme = " ".join(read("README.md").split())
     tables = re.findall(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", read("docs/details.md"), re.S)
@@ -340,12 +330,7 @@ def test_samples_of_the_readme_are_those_of_the_record():
         assert f"\n{row}\n" in read("benchmark/studies/four_seeds/README.md")
 
 
-def test_the_readme_has_the_commands_of_the_set_up_and_of_one_s_own_model():
-    """Settings that two commands share reach both."""
-    assert re.findall(r"^pip install.*$", read("README.md"), re.M) == [
-        "pip install -e . && python train_reward.py && python ppo_rlhf.py",
-        'pip install -e ".[test]" && pytest',
-    ]
+def test_the_readme_s_commands_for_one_s_own_model_say_both_where_a_response_ends():
     shared = [words for words in commands("README.md") if "./my_sft" in words]
     assert [words[0] for words in shared] == [REWARD, PPO]
     for words in shared:
