@@ -107,7 +107,7 @@ CONFIGS = {
 }
 NEO = COMMON | values("attention_types=[[['global','local'],1]] window_size=4")
 EXPERTS = LLAMA | values("num_local_experts=2 num_experts_per_tok=2 sliding_window=4 head_dim=8")
-MORE_CONFIGS = {  # whose passes alone are tested
+WORKING = CONFIGS | {  # of these more the passes alone are tested
     "gemma": (transformers.GemmaConfig, GEMMA),
     "glm4": (transformers.Glm4Config, LLAMA | {"head_dim": 8}),
     "gpt_neo": (transformers.GPTNeoConfig, NEO),
@@ -131,7 +131,7 @@ RECURRENT = {  # whose states a cache of keys and values does not hold
 
 
 def make_config(name: str, **changes):
-    config_class, values = (CONFIGS | MORE_CONFIGS | RECURRENT)[name]
+    config_class, values = (WORKING | RECURRENT)[name]
     return config_class(**values | changes)
 
 
@@ -265,14 +265,14 @@ def with_attention(names: Iterable[str]) -> list[tuple[str, str]]:
     pairs = []
     for name in names:
         pairs.append((name, "eager"))
-        model = AutoModelForCausalLM._model_mapping[(CONFIGS | MORE_CONFIGS)[name][0]]
+        model = AutoModelForCausalLM._model_mapping[WORKING[name][0]]
         if model._supports_sdpa and name != "gemma2":
             pairs.append((name, "sdpa"))
     return pairs
 
 
 def has_classifier(name: str) -> bool:
-    return (CONFIGS | MORE_CONFIGS)[name][0] in AutoModelForSequenceClassification._model_mapping
+    return WORKING[name][0] in AutoModelForSequenceClassification._model_mapping
 
 
 def make_queries(contexts: list[list[int]]) -> list[data_module.Query]:
