@@ -2,22 +2,20 @@
 
 import itertools
 import math
-import shutil
 
 import fork_tools
 import pytest
 import tiny_models as tiny
 import torch
 from accelerate import Accelerator
-from conftest import ROOT
 from fork_tools import PPO, RLOO, WORDS
 from run_tools import read_lines
 from tiny_models import BOTH, make_policy, make_queries, random_rows
 
 import ppo_rlhf
 import rloo_rlhf
-from benchmark import common
 from plumbing import launch as launch_module
+from plumbing.launch import UserError
 
 EIGHT = random_rows((1, 9, 4, 6, 2, 7, 5, 3), seed=1)
 LENGTH = 12
@@ -43,12 +41,12 @@ def test_first_passes_that_differ_stop_a_run(module, dtype, update, limits):
             if limit == math.inf:  # from the second update on --max_kl is the limit: see Run
                 continue
             says = f"^{name} is .*, its limit .*: .*; see docs/"
-            with pytest.raises(launch_module.UserError, match=says):
+            with pytest.raises(UserError, match=says):
                 module.check_update(update, fine | {name: 1.01 * sign * limit}, args)
     for name, bad in itertools.product(fine, ("nan", "inf")):
         if bad == "inf" and name == "objective/kl" and update > 0:
             continue
-        with pytest.raises(launch_module.UserError, match=f"^{name} is {bad}"):
+        with pytest.raises(UserError, match=f"^{name} is {bad}"):
             module.check_update(update, fine | {name: float(bad)}, args)
 
 
@@ -175,14 +173,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_stops_that_samples_from_others(script, fault, folder, tmp_path):
     """Nothing else of it looks wrong."""
-    right, wrong = FAULTS[fault]
-    common.copy_shared(tmp_path)
-    shutil.copy(ROOT / script, tmp_path)
-    file = tmp_path / ("plumbing/models.py" if "positions" in right else script)
-    code = file.read_text()
-    assert code.count(right) == 1
-    file.write_text(code.replace(right, wrong))
-    status, _, errors = fork_tools.run(str(tmp_path / script), WORDS[script], folder)
+    copy = fork_tools.changed_copy(script, tmp_path)
+    name = "plumbing/models.py" if "positions" in fault else script
+    fork_tools.change_file(tmp_path / name, FAULTS[fault])
+    status, _, errors = fork_tools.run(copy, WORDS[script], folder)
     assert status == 1, errors
     assert f"{script}: sampling_error is " in errors
     (metrics,) = read_lines(folder / "out/metrics.jsonl")

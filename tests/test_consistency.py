@@ -113,7 +113,7 @@ def test_size_and_density_of_the_scripts(script):
     assert density.long_statements <= 0.05
 
 
-@pytest.mark.parametrize("path", ROOT.glob("plumbing/*.py"), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(ROOT.glob("plumbing/*.py")), ids=lambda path: path.name)
 def test_size_of_the_plumbing(path):
     assert len(path.read_text().splitlines()) <= MAX_PLUMBING
 

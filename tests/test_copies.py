@@ -17,7 +17,6 @@ from fork_tools import PPO, REWARD, RLOO, SCRIPTS, WORDS, parse
 from run_tools import assert_same_metrics, read_lines
 from safetensors.torch import load_file
 
-from benchmark import common
 from benchmark.studies.symptoms import run as symptoms
 
 
@@ -65,15 +64,11 @@ def pytest_with(script, *words):
 def test_pytest_runs_tests_against_a_copy_and_names_its_fault(tmp_path):
     """In the place of the script that it was made from, with tf_adam.py from beside it. -k may have
     an `or`. What is new is no fault."""
-    text = (ROOT / REWARD).read_text()
-    for old, new in CHANGES:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    script = tmp_path / "it's mine" / "my.py"
-    script.parent.mkdir()
-    script.write_text(text)
-    adam = (ROOT / "tf_adam.py").read_text()
-    (script.parent / "tf_adam.py").write_text(f"{adam}\n\nof_my_own = 0.1\n")
+    folder = tmp_path / "it's mine"
+    folder.mkdir()
+    script = fork_tools.changed_copy(REWARD, folder, *CHANGES, name="my.py")
+    with (folder / "tf_adam.py").open("a") as file:
+        file.write("\n\nof_my_own = 0.1\n")
     kinds = "kills or leaves_these_files or on_resume or out_of_range"
     # The last of these names is in another file than those that are run.
     names = f"not reward.py-2 and ({kinds}) or every_argument_is_read or bf16_file_is_trained"
@@ -93,18 +88,14 @@ def test_pytest_runs_tests_against_a_copy_and_names_its_fault(tmp_path):
 @pytest.mark.long
 def test_a_test_that_cannot_call_a_changed_function_has_not_failed(tmp_path):
     """But a mask that is forgotten has."""
-    text = (ROOT / PPO).read_text()
     given = "def inverse_cdf(probs: Tensor, u: Tensor)"
     changes = [
         (given, given.replace("u: Tensor", "u: Tensor, least: float")),
         ("u[rows, t].unsqueeze(1))", "u[rows, t].unsqueeze(1), 0.0)"),
         ("-batch.sum_tokens(batch.logprobs)", "-batch.logprobs.sum(1)"),
     ]
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    copy = tmp_path / "my.py"
-    copy.write_text(text)
+    copy = shutil.copy(ROOT / PPO, tmp_path / "my.py")
+    fork_tools.change_file(copy, *changes)
     files = [f"tests/test_{name}.py" for name in ("rollout", "own_changes")]
     status, printed = pytest_with(copy, *files, "-k", "after_the_end or of_a_large_vocabulary")
     assert status == 1, printed
@@ -139,23 +130,21 @@ DIFFS = dict(re.findall(r"<!-- change: (\w+).*? -->\n((?:```diff\n.*?```\n)+)", 
 FLAGS = {"second_model": ["--safety_model", "judge"]}
 
 
-def changed(text, name):
-    """The script with a change of the page."""
-    for block in re.findall(r"```diff\n(.*?)```", DIFFS[name], re.S):
+def changes_of(*names):
+    """Texts of the script and what these changes of the page put in their place."""
+    found = []
+    for block in re.findall(r"```diff\n(.*?)```", "".join(DIFFS[name] for name in names), re.S):
         lines = block.splitlines(keepends=True)
         old = "".join(line[1:] for line in lines if line[0] in " -")
         new = "".join(line[1:] for line in lines if line[0] in " +")
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return text
+        found.append((old, new))
+    return found
 
 
-def run_copy(text, folder, *flags, world=1):
+def run_copy(changes, folder, *flags, world=1):
     """The metrics of a run of a copy of ppo_rlhf.py."""
-    common.copy_shared(folder)
-    path = folder / "my_copy.py"
-    path.write_text(text)
-    fork_tools.succeed(str(path), [*WORDS[PPO], *flags], folder, world=world)
+    copy = fork_tools.changed_copy(PPO, folder, *changes, name="my_copy.py")
+    fork_tools.succeed(copy, [*WORDS[PPO], *flags], folder, world=world)
     return read_lines(folder / "out/metrics.jsonl")
 
 
@@ -172,13 +161,16 @@ ALONE = ["entropy", "token_rewards", "second_model", "ema", "draw_again", "repla
 
 @pytest.mark.parametrize("name", ALONE)
 def test_a_change_of_the_page_runs_and_acts(name, folder):
-    text = changed((ROOT / PPO).read_text(), name)
-    rows = run_copy(text, folder, *FLAGS.get(name, []))
+    changes = changes_of(name)
+    if name == "entropy":  # a large one, so that it shows
+        changes = [(old, new.replace("0.01", "50")) for old, new in changes]
+    rows = run_copy(changes, folder, *FLAGS.get(name, []))
     plain_rows = read_lines(fork_tools.plain(PPO, 1) / "out/metrics.jsonl")
     first = {key: rows[0][key] - plain_rows[0][key] for key in ("loss/total", "objective/scores")}
     total = rows[0]["objective/score_total"] - plain_rows[0]["objective/score_total"]
     if name == "entropy":
-        assert first["loss/total"] == pytest.approx(-0.01 * rows[0]["policy/entropy"], rel=0.1)
+        assert first["loss/total"] == pytest.approx(-50 * rows[0]["policy/entropy"], rel=0.1)
+        assert rows[-1]["policy/entropy"] > plain_rows[-1]["policy/entropy"] + 0.05
     if name == "token_rewards":
         assert first["objective/scores"] == 0
         assert total < -0.05
@@ -207,21 +199,18 @@ def test_a_change_of_the_page_runs_and_acts(name, folder):
 
 
 def test_all_changes_of_the_page_go_together(folder):
-    text = (ROOT / PPO).read_text()
-    for name in DIFFS.keys() - {"drop_groups"}:
-        text = changed(text, name)
-    rows = run_copy(text, folder, *FLAGS["second_model"])
+    changes = changes_of(*[name for name in DIFFS if name != "drop_groups"])
+    rows = run_copy(changes, folder, *FLAGS["second_model"])
     assert len(rows) == len(read_lines(fork_tools.plain(PPO, 1) / "out/metrics.jsonl"))
 
 
 def test_normalisation_over_all_processes_is_that_of_one(folder, tmp_path):
     """With the change two processes give what one gives; without it each whitens its own share."""
-    plain_text = (ROOT / PPO).read_text()
     metrics = {}
-    for name, text in (("plain", plain_text), ("changed", changed(plain_text, "moments"))):
+    for name, changes in (("plain", []), ("changed", changes_of("moments"))):
         for world in (1, 2):
             here = fork_tools.copy(folder, tmp_path / f"{name}-{world}")
-            metrics[name, world] = run_copy(text, here, "--batch_size", "8", world=world)
+            metrics[name, world] = run_copy(changes, here, "--batch_size", "8", world=world)
     losses = {key: [row["loss/value"] for row in rows] for key, rows in metrics.items()}
     assert losses["changed", 2] == pytest.approx(losses["changed", 1], rel=1e-4)
     assert losses["plain", 2] != pytest.approx(losses["plain", 1], rel=1e-2)
@@ -232,21 +221,18 @@ def test_normalisation_over_all_processes_is_that_of_one(folder, tmp_path):
 )
 def test_tensors_of_the_page_are_in_checkpoints_of_each_process(name, tensor, folder, tmp_path):
     """A run that stops after its first update ends as one left alone."""
-    text = changed((ROOT / PPO).read_text(), name)
     whole, stopped = (fork_tools.copy(folder, tmp_path / name) for name in ("whole", "stopped"))
-    run_copy(text, whole, world=2)
-    common.copy_shared(stopped)
-    copy = stopped / "my_copy.py"
-    copy.write_text(text)
+    run_copy(changes_of(name), whole, world=2)
+    copy = fork_tools.changed_copy(PPO, stopped, *changes_of(name), name="my_copy.py")
     words = [*WORDS[PPO], "--resume"]
     stop = (fork_tools.strike, "open out/metrics.jsonl", 2, signal.SIGTERM)
-    code, _, errors = fork_tools.run(str(copy), words, stopped, stop, world=2)
+    code, _, errors = fork_tools.run(copy, words, stopped, stop, world=2)
     assert code == 130, errors
     files = [stopped / f"out/checkpoints/0000001/tensors-{rank}.safetensors" for rank in (0, 1)]
     tensors = [load_file(file)[tensor] for file in files]
     assert all(x.any() for x in tensors)
     assert not torch.equal(*tensors)
-    fork_tools.succeed(str(copy), words, stopped, world=2)
+    fork_tools.succeed(copy, words, stopped, world=2)
     assert_same_metrics(stopped / "out", whole / "out", "the tensors are lost")
 
 
@@ -259,22 +245,19 @@ def f(prompts, completions, **_):
 
 def test_processes_may_keep_unequal_numbers_of_groups(folder, tmp_path):
     """What two processes give is what one gives."""
-    text = changed((ROOT / RLOO).read_text(), "drop_groups")
     line = "        log = rloo_update("
-    assert text.count(line) == 1
-    text = text.replace(line, f"        print('kept', epochs.shape[2], flush=True)\n{line}")
+    shown = (line, f"        print('kept', epochs.shape[2], flush=True)\n{line}")
     words = "--reward_model none --reward_fn mine:f --truncate_token none --kl_coef 0"
     words += " --batch_size 24 --micro_batch_size 2 --total_episodes 72"
     words = [*WORDS[RLOO], *words.split()]
     kept = {}
     for world in (1, 2):
         here = fork_tools.copy(folder, tmp_path / str(world))
-        common.copy_shared(here)
         (here / "mine.py").write_text(FUNCTION)
-        copy = here / "my_copy.py"
-        copy.write_text(text)
+        changes = [*changes_of("drop_groups"), shown]
+        copy = fork_tools.changed_copy(RLOO, here, *changes, name="my_copy.py")
         run = fork_tools.run_two if world == 2 else lambda *values: [fork_tools.run(*values)]
-        for rank, (code, printed, errors) in enumerate(run(str(copy), words, here)):
+        for rank, (code, printed, errors) in enumerate(run(copy, words, here)):
             assert code == 0, errors
             kept[world, rank] = [int(x) for x in re.findall("^kept (.*)$", printed, re.M)]
     together = [x + y for x, y in zip(kept[2, 0], kept[2, 1], strict=True)]

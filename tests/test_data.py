@@ -13,20 +13,18 @@ import numpy as np
 import pytest
 import torch
 from run_tools import to_lines, turn
-from tiny_models import BOTH, make_queries, rows_of, save_tokenizer
+from tiny_models import make_queries, rows_of, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import ppo_rlhf
-import rloo_rlhf
 import train_reward
 from plumbing import data as data_module
 from plumbing import labels as labels_module
 from plumbing import launch as launch_module
 from plumbing import models as models_module
 
-SCRIPTS = (ppo_rlhf, rloo_rlhf, train_reward)
 EOS = 0
 BOS = 1
 PAD = 50_259
@@ -107,14 +105,10 @@ def start(script, chat=None, **changes):
 
 
 def read_queries(rows, chat=None, part="for_reward", **changes):
-    """What all three scripts make of these rows, in the order of its tokens."""
-    found = []
-    for script in SCRIPTS:
-        tokenizer, args = start(script, chat, query_dataset=rows, **changes)
-        queries = data_module.load_queries(args, tokenizer, 1_000)
-        found.append([vars(query) for query in queries])
-    assert found[0] == found[1] == found[2]
-    return sorted(query[part] for query in found[0])
+    """What is made of these rows, in the order of its tokens."""
+    tokenizer, args = start(ppo_rlhf, chat, query_dataset=rows, **changes)
+    queries = data_module.load_queries(args, tokenizer, 1_000)
+    return sorted(getattr(query, part) for query in queries)
 
 
 def read_query(row, *chat, **changes):
@@ -160,10 +154,7 @@ def refuse(read, rows, *says, chat=None, **changes):
 # --- tokens ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("around", ["$A", "<s> $A", "$A </s>", "<s> $A </s>", "<s> . $A"])
 @pytest.mark.parametrize("bos_token", ["<s>", "?", None])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(
-    script, bos_token, around
-):
+def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(bos_token, around):
     """Whatever the tokenizer calls BOS: an unknown word may have that name, as GPT-2's end."""
     numbers = {word: i for i, word in enumerate("? <s> </s> a b . eos".split())}
     backend = Tokenizer(models.WordLevel(numbers, unk_token="?"))
@@ -193,8 +184,7 @@ def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(
         token_of("eos")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(script):
+def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with():
     """Llama 2's tokenizer puts a space before a text: `.` alone is not the one in a sentence."""
     texts = "</s> ▁ a . ▁a ▁. <0x0A> eos".split()
     vocabulary = {text: i for i, text in enumerate(texts)}
@@ -208,7 +198,7 @@ def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(
     assert tokenizer(".").input_ids == [5]
     for text, token in {".": 3, "\n": 6, "eos": 0, "</s>": 0, "a": 2}.items():
         assert data_module.token_id("truncate_token", text, tokenizer) == token
-    tokenizer, args = start(script, base_model="bytes", truncate_token="Ġ")
+    tokenizer, args = start(ppo_rlhf, base_model="bytes", truncate_token="Ġ")
     with pytest.raises(launch_module.UserError, match="^--truncate_token 'Ġ' must be one token"):
         # its vocabulary's word for a space
         data_module.token_id("truncate_token", args.truncate_token, tokenizer)
@@ -220,14 +210,14 @@ def test_the_padding_of_gpt2s_ids_is_a_token_of_larger_models(size):
     backend = Tokenizer(models.WordLevel(names, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     expected = [5, PAD] if size > PAD else [5]
-    assert [data_module.encode([5, PAD], tokenizer) for script in SCRIPTS] == [expected] * 3
+    assert data_module.encode([5, PAD], tokenizer) == expected
 
 
 def test_ids_of_tokens_that_were_added_are_known():
     tokenizer, _ = start(train_reward)
     tokenizer.add_tokens("new")
     ids = [5, tokenizer.get_vocab()["new"]]
-    assert [data_module.encode(ids, tokenizer) for script in SCRIPTS] == [ids] * 3
+    assert data_module.encode(ids, tokenizer) == ids
 
 
 def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay():
@@ -388,8 +378,7 @@ def test_the_seed_orders_queries_and_more_than_are_needed_are_not_read():
     assert orders[1] != orders[2] != sorted(orders[2])
 
 
-@BOTH
-def test_no_query_is_held_out_and_trained_on(module):
+def test_no_query_is_held_out_and_trained_on():
     queries = make_queries(rows_of("5 / 6 / 7 / 5 / 8 / 6"))
     for i, query in enumerate(queries):
         query.columns = {"row": i}
@@ -416,7 +405,7 @@ def test_dropped_rows_are_counted_by_cause(capsys):
     assert "--query_dataset: 4 rows, 4 read, 1 used, dropped {" in printed
     causes = ("without --start_text", "without --end_text", "longer than --query_length")
     assert all(f"'{cause}': 1" in printed for cause in causes)
-    assert printed.count("WARNING: more than half of the rows that were read are dropped") == 3
+    assert printed.count("WARNING: more than half of the rows that were read are dropped") == 1
     read_queries(rows[:1])
     printed = capsys.readouterr().out
     assert "1 rows, 1 read, 1 used, dropped {}, first" in printed
@@ -874,30 +863,28 @@ FLOATS = [
 ]
 
 
-def score(script, function, **columns):
+def score(function, **columns):
     """Scores by a function of two responses, of one token and of two."""
-    tokenizer, args = start(script, reward_fn="colorsys:mine")
+    tokenizer, args = start(ppo_rlhf, reward_fn="colorsys:mine")
     row = {"query": "w5"} | columns
     queries = [data_module.Query([token], [token], row) for token in (5, 6)]
     with mock.patch.object(colorsys, "mine", function, create=True):
-        reward = script.load_reward_fn(args.reward_fn, tokenizer)
+        reward = labels_module.load_reward_fn(args.reward_fn, tokenizer)
     return reward(queries, [[7], [8, 9]])
 
 
-@BOTH
-def test_a_function_returns_a_finite_float_for_each_response(module):
+def test_a_function_returns_a_finite_float_for_each_response():
     for returned in FLOATS:
-        scores = score(module, lambda x=returned, **_: x)
+        scores = score(lambda x=returned, **_: x)
         assert scores.tolist() == [1.0, 2.0]
         assert scores.dtype == torch.float32
         assert not scores.requires_grad
     for returned in NO_FLOATS:
         with pytest.raises(launch_module.UserError, match="^--reward_fn must return "):
-            score(module, lambda x=returned, **_: x)
+            score(lambda x=returned, **_: x)
 
 
-@BOTH
-def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explained(module):
+def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explained():
     seen = {}
 
     def everything(**named):
@@ -914,7 +901,7 @@ def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explai
         "tags": ["a"],
     }
     for _ in range(2):
-        score(module, everything, **columns)
+        score(everything, **columns)
         assert {*seen, "prompt"} == {*columns, "prompts", "completions"}
         assert "prompt" not in seen
         assert seen["completions"] == ["w7", "w8 w9"]
@@ -922,13 +909,12 @@ def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explai
         assert not seen["tags"][0]
         assert columns["tags"] == ["a"]
     with pytest.raises(TypeError, match="unexpected keyword argument"):
-        score(module, lambda prompts, completions: [0.0, 0.0], **columns)
+        score(lambda prompts, completions: [0.0, 0.0], **columns)
     with pytest.raises(ZeroDivisionError):
-        score(module, lambda **_: 1 / 0)
+        score(lambda **_: 1 / 0)
 
 
-@BOTH
-def test_a_function_gets_chats_where_the_table_has_chats(module):
+def test_a_function_gets_chats_where_the_table_has_chats():
     seen = []
 
     def keep(prompts, completions, messages):
@@ -936,21 +922,20 @@ def test_a_function_gets_chats_where_the_table_has_chats(module):
         return [1.0]
 
     rows = [{"messages": FAR + TALL}]
-    tokenizer, args = start(module, CHATML, query_dataset=rows)
+    tokenizer, args = start(ppo_rlhf, CHATML, query_dataset=rows)
     queries = data_module.load_queries(args, tokenizer, 1)
     text = tokenizer(YARDS[0]["content"], add_special_tokens=False).input_ids
     labels_module.call_reward_fn(keep, tokenizer, queries, [[*text, EOS]])
     assert seen == [[FAR], [YARDS], [FAR + TALL]]
 
 
-@BOTH
-def test_a_function_gets_prompts_without_bos_and_whole_numbers_as_they_are(module):
+def test_a_function_gets_prompts_without_bos_and_whole_numbers_as_they_are():
     def keep(prompts, number, **_):
         assert prompts == ["w5 <|endoftext|> w6", "w7"]
         assert repr(number) == "[1, None]"
         return [1.0, 2.0]
 
-    tokenizer, _ = start(module, base_model="llama")
+    tokenizer, _ = start(ppo_rlhf, base_model="llama")
     queries = [
         data_module.Query([BOS, 5, EOS, 6], [5], {"query": "", "number": 1}),
         data_module.Query([BOS, 7], [7], {"query": "", "number": None}),

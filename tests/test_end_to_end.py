@@ -20,7 +20,6 @@ from tiny_models import loader, save_classifier
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo_rlhf
-import rloo_rlhf
 import train_reward
 from plumbing import launch as launch_module
 from plumbing import run as run_module
@@ -80,8 +79,7 @@ def test_rloo_reads_a_query_for_k_episodes():
     assert "--query_dataset: 16 rows, 10 read, 10 used, " in printed
 
 
-@pytest.mark.parametrize("script", [ppo_rlhf, rloo_rlhf])
-def test_three_samples_are_printed_as_they_are(script, tmp_path, capsys):
+def test_three_samples_are_printed_as_they_are(tmp_path, capsys):
     """Between quotes, so that no text can send commands to a terminal; each query once."""
     rows = []
     for i in range(4):

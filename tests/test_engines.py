@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 import ppo_rlhf
-from benchmark import common
 
 
 def environment(engine):
@@ -96,15 +95,10 @@ FORCED = """        if end is not None and PartialState().process_index == 1:
 def test_a_process_whose_responses_have_ended_waits_with_one_row(script, engine, folder):
     """With sharded weights each needs the other's in every pass, so both make as many. The second
     one keeps a single response after its eighth token."""
-    text = (ROOT / script).read_text()
-    assert text.count(DRAWN) == 1
-    common.copy_shared(folder)
-    (folder / script).write_text(text.replace(DRAWN, DRAWN + FORCED))
+    changed = fork_tools.changed_copy(script, folder, (DRAWN, DRAWN + FORCED))
     flags = "--mask_truncated --truncate_token w1 --truncate_after 0 --response_length 20"
     words = [*WORDS[script], *flags.split(), "--total_episodes", "8", "--batch_size", "8"]
-    for code, _, errors in fork_tools.run_two(
-        str(folder / script), words, folder, **environment(engine)
-    ):
+    for code, _, errors in fork_tools.run_two(changed, words, folder, **environment(engine)):
         assert code == 0, errors
     passes = [(folder / f"passes-{rank}").read_text().splitlines() for rank in (0, 1)]
     steps = [[int(line.split()[0]) for line in lines] for lines in passes]

@@ -63,7 +63,7 @@ def assert_as_alone(policy, plain, contexts, responses):
     assert_close(predicted["values"], policy.value_head(states).squeeze(-1).detach())
 
 
-@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(CONFIGS))
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.WORKING))
 def test_padding_and_shared_contexts_change_nothing(name, attention):
     """PPO's rows, and RLOO's, where three responses share what the model has read of a query."""
     folder = folder_of(name)

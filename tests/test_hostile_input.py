@@ -23,7 +23,9 @@ from transformers import AutoTokenizer
 
 import ppo_rlhf
 from plumbing import data as data_module
+from plumbing import labels as labels_module
 from plumbing import launch as launch_module
+from plumbing.launch import UserError
 
 # Modules that a --reward_fn may name, most of which go wrong when they are imported; and tables.
 FILES = {
@@ -83,7 +85,7 @@ def test_values_out_of_range_name_the_flag(script):
         for value in values:
             shown = ".*" if " " in value else f"({value}|{float(value)})"
             words = f"--{name}={value}".split()
-            with pytest.raises(launch_module.UserError, match=f"^--{name} {shown}: .") as caught:
+            with pytest.raises(UserError, match=f"^--{name} {shown}: .") as caught:
                 parse(module, words)
             assert "\n" not in str(caught.value)
     for field in dataclasses.fields(args):
@@ -96,7 +98,7 @@ def test_values_out_of_range_name_the_flag(script):
 def test_words_that_are_no_settings(script, capsys):
     module = importlib.import_module(script[:-3])
     says = "^there is no preset 'sentimant': choose one of tiny, sentiment, "
-    with pytest.raises(launch_module.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         parse(module, ["sentimant"])
     of_another_script = "--rloo_k 4" if script != RLOO else "--vf_coef 1"
     words_in_a_box = f"""--learning 0.1; --lr; --lr fast; --batch_size 1.5; --seed 1.5;
@@ -157,7 +159,7 @@ def test_bad_input_is_refused(script, words, says, faults):
     before = sorted(faults.rglob("*"))
     words = words.split() if isinstance(words, str) else words
     says = says.replace("@", rf"{words[-2]} (\S*/)?{words[-1]}:? ", 1)
-    with pytest.raises(launch_module.UserError, match=f"^(?s:{says})"):
+    with pytest.raises(UserError, match=f"^(?s:{says})"):
         call(script, [*WORDS[script], *words], faults)
     made = [path for path in sorted(faults.rglob("*")) if path not in before]
     assert [path for path in made if "__pycache__" not in str(path)] == []
@@ -191,15 +193,13 @@ def test_names_of_files_are_no_patterns(name, tmp_path, monkeypatch):
     assert table["train"]["text"][:] == ["w5"]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_path_is_here_or_beside_the_script(script, tmp_path, monkeypatch):
+def test_a_path_is_here_or_beside_the_script(tmp_path, monkeypatch):
     """A link stays one: the files that a hub's cache links to have no endings."""
-    module = importlib.import_module(script[:-3])
     (tmp_path / "home/model").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "home")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    beside = str(module.FILE.parent / "tiny/model")
+    beside = str(ppo_rlhf.FILE.parent / "tiny/model")
     for name, path in (
         ("~/model", f"{tmp_path}/home/model"),
         ("~/none", "~/none"),
@@ -213,14 +213,12 @@ def test_a_path_is_here_or_beside_the_script(script, tmp_path, monkeypatch):
     assert launch_module.local_path("tiny/model") == f"{tmp_path}/tiny/model"
 
 
-@pytest.mark.parametrize("script", [PPO, RLOO])
-def test_this_folder_comes_before_a_library(script, tmp_path, monkeypatch):
-    module = importlib.import_module(script[:-3])
+def test_this_folder_comes_before_a_library(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     (tmp_path / "colorsys.py").write_text("def mine(**_): pass\n")
-    assert module.load_reward_fn("colorsys:mine", None).args[0].__name__ == "mine"
+    assert labels_module.load_reward_fn("colorsys:mine", None).args[0].__name__ == "mine"
     del sys.modules["colorsys"]
 
 

@@ -37,7 +37,7 @@ from test_reference import RL, Run, differences, launch
 from tiny_models import save_classifier
 
 from plumbing import labels as labels_module
-from plumbing import launch as launch_module
+from plumbing.launch import UserError
 
 FLAGS = f"""{RL} --base_model model --reward_model judge1 --query_dataset queries.jsonl
     --start_text none --end_text none --response_length 5 --truncate_token w37 --truncate_after 1
@@ -266,9 +266,8 @@ def copy_of(base, patch, folder):
     """The script with the method's patch. That of `tis` samples at another temperature."""
     script = patched.copy_of(base, patch, folder)
     if patch == "tis":
-        text = script.read_text()
-        assert text.count(SAMPLED) == 1
-        script.write_text(text.replace(SAMPLED, SAMPLED.replace("args", f"{FLATTER} * args")))
+        flatter = SAMPLED.replace("args", f"{FLATTER} * args")
+        fork_tools.change_file(script, (SAMPLED, flatter))
     return script
 
 
@@ -381,5 +380,5 @@ def test_a_margin_is_a_number(kit):
     script = patched.module("margin")
     row = read_lines(kit / "pairs.jsonl")[0] | {"margin": "large"}
     label = labels_module.Comparison([1], [[2], [3]], 0, row=row)
-    with pytest.raises(launch_module.UserError, match="^margin must be a number: 'large'"):
+    with pytest.raises(UserError, match="^margin must be a number: 'large'"):
         script.margin_of(label)

@@ -32,7 +32,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
-from plumbing import launch as launch_module
 from plumbing import models as models_module
 from plumbing.launch import UserError
 from ppo_rlhf import make_optimizer
@@ -390,7 +389,7 @@ def test_a_reward_model_has_the_same_words_under_the_same_numbers(module):
     ours = {"a": 0, "b": 1}
     assert load_beside(ours, ours)
     for theirs in ({"a": 1, "b": 0}, {"a": 0, "c": 1}, {"a": 0}):
-        with pytest.raises(launch_module.UserError, match="has another tokenizer"):
+        with pytest.raises(UserError, match="has another tokenizer"):
             load_beside(ours, theirs)
 
 

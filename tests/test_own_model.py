@@ -7,13 +7,13 @@ from pathlib import Path
 
 import fork_tools
 import pytest
+import tiny_models
 import torch
 from conftest import ROOT
 from fork_tools import PPO, REWARD, RLOO
 from run_tools import read_lines, to_lines, turn
 from test_readme import commands
-from tiny_models import LLAMA
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoTokenizer
 
 from benchmark.speed import memory_table
 
@@ -40,11 +40,10 @@ def save_model(folder):
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS, "eos_token": MARKS[1]})
     tokenizer.bos_token = None
     tokenizer.chat_template = SYSTEM + TURNS + ASK
-    tokenizer.save_pretrained(folder)
     size = len(tokenizer) + 7  # more embeddings than tokens, as Qwen2.5 has
-    sizes = LLAMA | {"vocab_size": size, "max_position_embeddings": 128}
-    config = Qwen2Config(**sizes, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    changes = {"vocab_size": size, "max_position_embeddings": 128, "tie_word_embeddings": True}
+    tiny_models.save_model(folder, "qwen2", **changes)
+    tokenizer.save_pretrained(folder)
 
 
 def save_data(folder):

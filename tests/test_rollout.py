@@ -6,7 +6,7 @@ import functools
 import pytest
 import tiny_models as tiny
 import torch
-from tiny_models import BOTH, CONFIGS, full_logits, make_policy, make_queries, random_rows, rows_of
+from tiny_models import BOTH, full_logits, make_policy, make_queries, random_rows, rows_of
 from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +40,7 @@ def inverted(probs, u):
     return is_before.sum(-1)
 
 
-@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(CONFIGS))
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.WORKING))
 def test_cached_sampling_draws_what_full_forward_passes_give(name, attention):
     """In the policies of all scripts, three responses to each context."""
     lm = tiny.make_lm(name, attention)

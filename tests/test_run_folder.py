@@ -775,13 +775,10 @@ def test_state_that_json_would_change_is_an_error_at_once(value, small, tmp_path
 
 
 def test_state_that_differs_between_processes_stops_after_the_update(folder):
-    text = (ROOT / REWARD).read_text()
     place = "        start = update * args.batch_size\n"
-    assert text.count(place) == 1
-    changed = text.replace(place, f'        run.state["mine"] = rank\n{place}')
-    (folder / "mine.py").write_text(changed)
-    shutil.copy(ROOT / "tf_adam.py", folder)
-    for code, _, errors in fork_tools.run_two(str(folder / "mine.py"), WORDS[REWARD], folder):
+    change = (place, f'        run.state["mine"] = rank\n{place}')
+    script = fork_tools.changed_copy(REWARD, folder, change, name="mine.py")
+    for code, _, errors in fork_tools.run_two(script, WORDS[REWARD], folder):
         says = "mine.py: run.state differs between processes, gather it first: {"
         assert (code, errors.splitlines()[-1].startswith(says)) == (1, True), errors
     assert checkpoints(folder) == []

@@ -22,8 +22,8 @@ import rloo_rlhf
 import train_reward
 from plumbing import data as data_module
 from plumbing import labels as labels_module
-from plumbing import launch as launch_module
 from plumbing import models as models_module
+from plumbing.launch import UserError
 
 SCRIPTS = [ppo_rlhf, rloo_rlhf, train_reward]
 ALL = """seed=1 output_dir=None resume=False checkpoint_every=25 track=False
@@ -118,7 +118,7 @@ def test_sizes_that_go_together(module, settings, good, bad):
         with (
             mock.patch.object(module, "make_accelerator", lambda dtype: two),
             mock.patch.object(module, "choose_folder", side_effect=Stop),
-            pytest.raises(Stop if value in good.split() else launch_module.UserError),
+            pytest.raises(Stop if value in good.split() else UserError),
         ):
             module.main("tiny", module.Args(**values(f"{settings}={value}")))
 
@@ -193,7 +193,7 @@ def test_labels_and_queries_are_both_chats_or_both_texts(
         mock.patch.object(train_reward, "load_queries", lambda *_: queries),
         mock.patch.object(train_reward, "load_labels", lambda *_: (labels, [])),
         mock.patch.object(train_reward, "load_model", side_effect=Stop),
-        pytest.raises(Stop) if fits else pytest.raises(launch_module.UserError, match=says),
+        pytest.raises(Stop) if fits else pytest.raises(UserError, match=says),
     ):
         train_reward.main("tiny", train_reward.Args(batch_size=1, **given))
 

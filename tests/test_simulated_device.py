@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import re
-import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -14,11 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from fork_tools import PPO, REWARD, RLOO, WORDS, copy, kit, run_on_device, succeed
+from fork_tools import PPO, REWARD, RLOO, WORDS, changed_copy, copy, kit, run_on_device, succeed
 from run_tools import assert_same_metrics, read_lines
 from safetensors.torch import load_file
-
-from benchmark import common
 
 REFUSED = "MixedDevices"
 
@@ -125,10 +122,8 @@ def test_a_device_that_is_left_out_is_found(number, tmp_path):
     text = (ROOT / name).read_text()
     function = re.findall(r"\n *def (\w+)", text[: at.start()])[-1]
     more = f"{FUNCTION} --critic shared" if function == "call_reward_fn" else MASKED
-    common.copy_shared(tmp_path)
-    shutil.copy(ROOT / PPO, tmp_path)
+    script = changed_copy(PPO, tmp_path)
     (tmp_path / name).write_text(text[: at.start()] + text[at.end() :])
-    script = str(tmp_path / PPO)
     code, _, errors = run_on_device(script, words_of(PPO, more), new_folder(tmp_path))
     assert (code, REFUSED in errors) == (1, True), (function, errors)
 

@@ -25,8 +25,8 @@ from trl_tools import OWN, PPO09, PPO112
 
 from benchmark import ours
 from plumbing import data as data_module
-from plumbing import launch as launch_module
 from plumbing import models as models_module
+from plumbing.launch import UserError
 
 BASES = {name: make.base_of(path.read_text()) for name, path in patched.PATCHES.items()}
 pytestmark = pytest.mark.long
@@ -377,7 +377,7 @@ REFUSED = [
 def test_flags_that_do_not_fit_are_refused(name, flags, says, tmp_path, monkeypatch):
     patched.module(name)
     words = [*WORDS[PPO], *flags.split()]
-    with pytest.raises(launch_module.UserError, match=f"^{says}$"):
+    with pytest.raises(UserError, match=f"^{says}$"):
         call(f"{name}.py", words, copy(kit(), tmp_path), monkeypatch)
 
 
@@ -568,7 +568,7 @@ def test_rewards_of_more_tokens_than_there_are_fail():
     for lengths in ([1, 2], [2, 3]):
         batch.lengths = torch.tensor(lengths)
         says = "^--reward_fn must return a list, array or tensor"
-        with pytest.raises(launch_module.UserError, match=says):
+        with pytest.raises(UserError, match=says):
             script.score_by_function(*given)
     rewards[0].append(2.0)
     assert script.score_by_function(*given).tolist() == [3, 6]

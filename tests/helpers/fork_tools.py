@@ -216,6 +216,26 @@ def copy(folder: Path, to: Path) -> Path:
     return Path(shutil.copytree(folder, to / "folder"))
 
 
+def change_file(file: Path, *changes: tuple[str, str]) -> None:
+    """In the place of each first text, which must stand in the file once, puts the second."""
+    text = file.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    file.write_text(text)
+
+
+def changed_copy(script: str, folder: Path, *changes: tuple[str, str], name: str = "") -> str:
+    """The path of a copy of the script in the folder, of that name or its own, with these changes,
+    and with what it needs beside it."""
+    from benchmark.common import copy_shared
+
+    copy_shared(folder)
+    copy = Path(shutil.copy(ROOT / script, folder / name))
+    change_file(copy, *changes)
+    return str(copy)
+
+
 @functools.cache
 def kit() -> Path:
     folder = Path(tempfile.mkdtemp())

@@ -13,6 +13,8 @@ from typing import Any
 
 from conftest import ROOT
 
+from benchmark.common import copy_shared
+
 SYSTEMS = ROOT / "benchmark" / "systems"
 PATCHES = {path.stem: path for path in sorted(SYSTEMS.glob("*.patch"))}
 ARGS = {path.stem: path for path in sorted(SYSTEMS.glob("*.args"))}
@@ -34,8 +36,7 @@ def folder() -> Path:
     """Of all copies, with tf_adam.py and plumbing/ beside them."""
     made = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, made, ignore_errors=True)
-    shutil.copy(ROOT / "tf_adam.py", made)
-    shutil.copytree(ROOT / "plumbing", made / "plumbing")
+    copy_shared(made)
     return made
 
 
@@ -47,8 +48,7 @@ def script(name: str) -> Path:
 
 def copy_of(base: str, name: str, to: Path) -> Path:
     """A copy of any script with this patch in a new folder, for patches of more than one script."""
-    shutil.copy(ROOT / "tf_adam.py", to)
-    shutil.copytree(ROOT / "plumbing", to / "plumbing", dirs_exist_ok=True)
+    copy_shared(to)
     return make.patched(name, to / f"{name}_copy.py", script=base)
 
 

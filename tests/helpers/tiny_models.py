@@ -105,6 +105,22 @@ CONFIGS = {
     "mistral_short": (transformers.MistralConfig, LLAMA | SHORT),
     "gemma3_short": (transformers.Gemma3TextConfig, GEMMA | SHORT),
 }
+NEO = COMMON | values("attention_types=[[['global','local'],1]] window_size=4")
+EXPERTS = LLAMA | values("num_local_experts=2 num_experts_per_tok=2 sliding_window=4 head_dim=8")
+WORKING = CONFIGS | {  # of these more the passes alone are tested
+    "gemma": (transformers.GemmaConfig, GEMMA),
+    "glm4": (transformers.Glm4Config, LLAMA | {"head_dim": 8}),
+    "gpt_neo": (transformers.GPTNeoConfig, NEO),
+    "gpt_oss": (transformers.GptOssConfig, EXPERTS),
+    "gptj": (transformers.GPTJConfig, COMMON | {"rotary_dim": 8}),
+    "mixtral": (transformers.MixtralConfig, EXPERTS),
+    "olmo": (transformers.OlmoConfig, LLAMA),
+    "olmo3": (transformers.Olmo3Config, LLAMA | SHORT),
+    "qwen2": (transformers.Qwen2Config, LLAMA),
+    "smollm3": (transformers.SmolLM3Config, LLAMA),
+    "stablelm": (transformers.StableLmConfig, LLAMA),
+    "starcoder2": (transformers.Starcoder2Config, LLAMA | SHORT),
+}
 RECURRENT = {  # whose states a cache of keys and values does not hold
     "mamba": (transformers.MambaConfig, MAMBA),
     "jamba": (transformers.JambaConfig, JAMBA),
@@ -115,7 +131,7 @@ RECURRENT = {  # whose states a cache of keys and values does not hold
 
 
 def make_config(name: str, **changes):
-    config_class, values = (CONFIGS | RECURRENT)[name]
+    config_class, values = (WORKING | RECURRENT)[name]
     return config_class(**values | changes)
 
 
@@ -249,14 +265,14 @@ def with_attention(names: Iterable[str]) -> list[tuple[str, str]]:
     pairs = []
     for name in names:
         pairs.append((name, "eager"))
-        model = AutoModelForCausalLM._model_mapping[CONFIGS[name][0]]
+        model = AutoModelForCausalLM._model_mapping[WORKING[name][0]]
         if model._supports_sdpa and name != "gemma2":
             pairs.append((name, "sdpa"))
     return pairs
 
 
 def has_classifier(name: str) -> bool:
-    return CONFIGS[name][0] in AutoModelForSequenceClassification._model_mapping
+    return WORKING[name][0] in AutoModelForSequenceClassification._model_mapping
 
 
 def make_queries(contexts: list[list[int]]) -> list[data_module.Query]:
