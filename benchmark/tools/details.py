@@ -44,7 +44,7 @@ group["eps"] /= math.sqrt(1 - beta2 ** group["t"])
 {"tf": AdamTF, "torch": torch.optim.AdamW}
     {"tf": torch.optim.AdamW, "torch": torch.optim.AdamW}
 set_learning_rates(optimizer, update, update / num_updates, args, **max_rates(update, args))
-    set_learning_rates(optimizer, update, update / (num_updates + 1), args, **max_rates(update, args))
+    set_learning_rates(optimizer, update, 0.0, args, **max_rates(update, args))
 # queries
 tokens.index(start) + 1
     tokens.index(start)
