@@ -47,7 +47,7 @@ import numpy as np
 import pandas as pd
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import reduce, set_seed
+from accelerate.utils import gather, reduce, set_seed
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
 from torch import Tensor, nn
 from torch.nn import Module
@@ -189,12 +189,12 @@ PRESETS = {
 def main(preset: str, args: Args) -> None:
     """Sets up and normalizes; trains and logs in a loop; normalizes again, evaluates and saves."""
     accelerator = make_accelerator(args.dtype)
-    world = accelerator.num_processes
+    num_processes = accelerator.num_processes
     rank = accelerator.process_index
-    if args.batch_size % world or args.normalization_samples % world:
+    if args.batch_size % num_processes or args.normalization_samples % num_processes:
         raise UserError(
             f"--batch_size {args.batch_size} and --normalization_samples "
-            f"{args.normalization_samples} must be multiples of {world} (processes)"
+            f"{args.normalization_samples} must be multiples of {num_processes} (processes)"
         )
     args.output_dir = choose_folder(FILE, preset, args)
 
@@ -236,13 +236,13 @@ def main(preset: str, args: Args) -> None:
     run.start()
     order = np.random.RandomState(args.seed).permutation(len(labels))
     for update in run.updates():
-        # 2. train for one epoch, in the original's order if there is one process; of several, each
-        # takes every world-th label of a batch. As in the original, an incomplete last batch is
-        # skipped, but counts in the schedule.
+        # 2. train for one epoch, in the original's order. Of n processes each takes every n-th label
+        # of a batch. As in the original, an incomplete last batch is skipped, but counts for the lr.
         start = update * args.batch_size
         set_learning_rates(optimizer, update, start / len(labels), args)
-        mine = [labels[i] for i in order[start : start + args.batch_size][rank::world]]
-        log = reward_update(accelerator, wrapped, optimizer, mine, args)
+        rows = order[start : start + args.batch_size][rank::num_processes]
+        my_labels = [labels[i] for i in rows]
+        log = reward_update(accelerator, wrapped, optimizer, my_labels, args)
 
         # 3. log; leave a checkpoint
         metrics = log.reduce()
@@ -342,19 +342,19 @@ def reference_rewards(
     0 is before the training, 1 after it: with other uniforms, and other queries if there are
     enough."""
     total = args.normalization_samples
-    mine = torch.arange(total).chunk(accelerator.num_processes)[accelerator.process_index]
+    my_rows = torch.arange(total).chunk(accelerator.num_processes)[accelerator.process_index]
     u = uniforms(args.seed, draw, total, args.response_length)
     rewards = []
-    for rows in mine.split(args.micro_batch_size):
-        asked = [queries[(draw * total + i) % len(queries)] for i in rows]
-        contexts = [query.for_policy for query in asked]
+    for rows in my_rows.split(args.micro_batch_size):
+        my_queries = [queries[(draw * total + i) % len(queries)] for i in rows]
+        contexts = [query.for_policy for query in my_queries]
         cache = Cache(config=ref_lm.config)
         policy = partial(forward, ref_lm, last=1)
         responses, _ = sample(policy, cache, contexts, u[rows], args.temperature)
-        is_read, _ = truncate(responses, end, args.truncate_after)
-        ids, mask = pad_rows([query.for_reward for query in asked])
-        rewards.append(reward(ids, mask, responses, is_read))
-    return accelerator.gather(torch.cat(rewards))
+        until_end, _ = truncate(responses, end, args.truncate_after)
+        ids, mask = pad_rows([query.for_reward for query in my_queries])
+        rewards.append(reward(ids, mask, responses, until_end))
+    return gather(torch.cat(rewards))
 
 
 @torch.no_grad()

@@ -110,8 +110,8 @@ min(max(kl / args.adaptive_kl_target - 1, -0.2), 0.2)
     0.02
 losses.sum() / len(labels)
     losses.mean()
-order[start : start + args.batch_size][rank::world]
-    order[start : start + args.batch_size][::world]
+order[start : start + args.batch_size][rank::num_processes]
+    order[start : start + args.batch_size][::num_processes]
 start / len(labels)
     update / num_updates
 rewards.std(correction=0)
