@@ -236,8 +236,8 @@ def main(preset: str, args: Args) -> None:
     run.start()
     order = np.random.RandomState(args.seed).permutation(len(labels))
     for update in run.updates():
-        # 2. train for one epoch, in the original's order. Of n processes each takes every n-th label
-        # of a batch. As in the original, an incomplete last batch is skipped, but counts for the lr.
+        # 2. train for one epoch, in the original's order; of n processes each takes every n-th
+        # label of a batch. An incomplete last batch is skipped, but counts in the schedule.
         start = update * args.batch_size
         set_learning_rates(optimizer, update, start / len(labels), args)
         rows = order[start : start + args.batch_size][rank::num_processes]
