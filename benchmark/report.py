@@ -138,15 +138,8 @@ def look_up(value: Any, path: str) -> Any:
     return value
 
 
-class Cells(string.Formatter):
-    """str.format for cells: what is missing is a dash, a list is its items, and 0 has no sign."""
-
-    def get_field(self, name: str, args: Any, values: Any) -> tuple[Any, str]:
-        """The value of a field, or None."""
-        try:
-            return super().get_field(name, args, values)
-        except (KeyError, TypeError):
-            return None, name
+class Words(string.Formatter):
+    """str.format for prose: a list is its items, and 0 has no sign."""
 
     def format_field(self, value: Any, spec: str) -> str:
         """A value as text."""
@@ -157,6 +150,17 @@ class Cells(string.Formatter):
         text = format(value, spec)
         is_zero = re.fullmatch(r"[+-][0.]+%?", text)
         return text.lstrip("+-") if is_zero else text
+
+
+class Cells(Words):
+    """The same for cells of a table, where a dash stands for what is missing."""
+
+    def get_field(self, name: str, args: Any, values: Any) -> tuple[Any, str]:
+        """The value of a field, or None."""
+        try:
+            return super().get_field(name, args, values)
+        except (KeyError, TypeError):
+            return None, name
 
 
 def row_text(cells: str, row: Row) -> str:
@@ -222,8 +226,8 @@ def number(found: re.Match, folder: Path) -> str:
     if rest:
         value = look_up(value, rest)
     if spec.startswith("{"):
-        return head + Cells().vformat(spec, (), value) + end
-    return head + Cells().format_field(value, spec) + end
+        return head + Words().vformat(spec, (), value) + end
+    return head + Words().format_field(value, spec) + end
 
 
 def written(page: Path, text: str | None = None) -> str:
