@@ -798,7 +798,7 @@ def load_policy_and_reference(
         # before `freeze` holds weights in bf16: adapters get the dtype of their weights
         lm = with_adapters(ref, args.lora_rank, args.lora_alpha)
         return lm, freeze(ref, args.dtype).to(device)
-    ref = freeze(ref, args.dtype).to(device)  # first, so that the host never holds both
+    ref = freeze(ref, args.dtype).to(device)  # to a GPU first, so the host never holds both
     return load("base_model", args.base_model, AutoModelForCausalLM), ref
 
 

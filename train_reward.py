@@ -216,7 +216,7 @@ def main(preset: str, args: Args) -> None:
     model = load(AutoModelForSequenceClassification, tokenizer, longest, args)
     set_seed(args.seed)
     if "SequenceClassification" not in str(model.config.architectures):  # a language model
-        std = 1 / math.sqrt(model.score.in_features + 1)  # of the original's new head
+        std = 1 / math.sqrt(model.score.in_features + 1)  # a new head is random, as the original's
         nn.init.normal_(model.score.weight, std=std)
     reward = RewardModel(model, args).to(accelerator.device)
 

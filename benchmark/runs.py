@@ -286,11 +286,11 @@ def curve(
     return points
 
 
-def run_folder(name: str, seed: int, folder: Path, sizes: list[str]) -> tuple[Path, str]:
-    """Where a choice's run with a seed is, and its digest."""
+def run_folder(name: str, seed: int, folder: Path, sizes: list[str]) -> Path:
+    """Where a choice's run with a seed is."""
     choice = CHOICES[name]
     digest = digest_of(choice, flags_of(choice, seed, folder, sizes))
-    return folder / slug(f"{name} {seed} {digest}"), digest
+    return folder / slug(f"{name} {seed} {digest}")
 
 
 def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
     name, seed, folder, sizes = task
     choice = CHOICES[name]
     flags = flags_of(choice, seed, folder, sizes)
-    out, digest = run_folder(*task)
+    out = run_folder(*task)
     record = out.with_name(f"{out.name}.json")
     if record.exists():
         return with_curves(json.loads(record.read_text()), out)
@@ -307,7 +307,6 @@ def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
         raise RuntimeError(f"{out} was interrupted")
     row = {"choice": name, "seed": seed, "failed": status != 0, "flags": " ".join(flags)}
     row["commit"] = common.commit()
-    row["digest"] = digest
     if status == 0:
         judge = Judge(seed, reward_folder("", seed, folder) / "reward_model")
         average = out / "ema" / "policy"

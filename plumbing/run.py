@@ -297,8 +297,8 @@ def save_policy(
                 os.makedirs(f"{parent}/modules", exist_ok=True)
                 save_file(own, f"{parent}/modules/{part}.safetensors")
                 continue
-            name = "policy" if part == "lm" else part
-            save_model(module, tokenizer, f"{parent}/{name}", own)
+            folder = "policy" if part == "lm" else part
+            save_model(module, tokenizer, f"{parent}/{folder}", own)
 
 
 def write_samples(before: dict[str, list], after: dict[str, list], folder: Path) -> None:

@@ -23,7 +23,7 @@ def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
     """One algorithm with one seed: a row of the record."""
     choice, seed, folder, _ = task
     found = runs.measure(task)
-    out, _ = runs.run_folder(*task)
+    out = runs.run_folder(*task)
     reward = runs.reward_folder("", seed, folder)
     results = json.loads((reward / "results.json").read_text())
     results["test/constant"] = common.best_constant()

@@ -59,7 +59,7 @@ def main() -> None:
                 if (name, seed, float(rate)) not in known:
                     tasks.append((name, seed, folder, sizes))
         for task, row in zip(tasks, runs.run_all(tasks, args.jobs), strict=True):
-            out, _ = runs.run_folder(*task)
+            out = runs.run_folder(*task)
             row = {"algorithm": runs.NAMES[task[0]], "lr": float(rate)} | row
             rows.append(row | of_updates(out))
             common.write(args, rows)  # after each run: what is finished is kept
