@@ -1,5 +1,7 @@
 """What a policy of the default task is worth: VADER, which labelled its data, reads samples."""
 
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,13 @@ from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 import rloo_rlhf
 from benchmark import common, ours
 from plumbing import data as data_module
+
+
+def is_repetitive(response: str) -> bool:
+    """Whether more than a fifth of its pairs of neighbouring words stood in it before."""
+    words = re.findall(r"\w+", response.lower())
+    pairs = list(itertools.pairwise(words))
+    return len(pairs) - len(set(pairs)) > 0.2 * len(pairs)
 
 
 class Judge:
@@ -58,8 +67,9 @@ class Judge:
 
     @torch.no_grad()
     def __call__(self, policy: Any, draw: int = 10**6) -> dict[str, Any]:
-        """Scores of truncated responses, KL to the reference per response in nats, as lists; share
-        of distinct ones."""
+        """Of truncated responses: scores, KL to the reference in nats, mean log-probability of a
+        token under the reference, and whether words repeat, as lists; the share of distinct ones.
+        """
         rows = torch.arange(len(self.queries)).view(1, -1)
         batch = self.responses(policy, draw)
         rloo_rlhf.set_logprobs(batch, policy, self.ref, rows, self.args)
@@ -69,5 +79,7 @@ class Judge:
             "true_score": self.true_scores(responses),
             "reward": self.rewards(batch),
             "kl": (batch.logprobs - batch.ref_logprobs).sum(1).tolist(),
+            "likelihood": batch.ref_logprobs.mean(1).tolist(),
             "distinct": len(set(texts)) / len(texts),
+            "repetitive": [is_repetitive(text) for text in texts],
         }

@@ -17,6 +17,11 @@ TITLE = "Film reviews: does the judge who made no labels find them more positive
 
 
 # --- tables ---------------------------------------------------------------------------------------
+def short(rate: float) -> str:
+    """A learning rate as one types it."""
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
 def against_start(row: Row, start: Row) -> Row:
     """How judge B compares a policy's text of each opening with the starting model's."""
     gains = np.subtract(row["judge"], start["judge"])
@@ -37,7 +42,7 @@ def models(record: Record) -> list[Row]:
         for key in MEANS:
             found[key] = float(np.mean(row[key]))
         if row is not start:
-            found["name"] = f"{row['run']}, {row['lr']:g}, seed {row['seed']}"
+            found["name"] = f"{row['run']}, {short(row['lr'])}, seed {row['seed']}"
             found["minutes"] = row["seconds"] / 60
             found |= against_start(row, start)
         rows.append(found)
@@ -50,7 +55,7 @@ def claims(record: Record) -> list[Row]:
     rows = []
     for (algorithm, rate), runs in report.group(record["rows"][1:], "run", "lr").items():
         found = [against_start(run, start) for run in runs]
-        row = {"name": f"{algorithm}, {rate:g}", "seeds": len(runs)}
+        row = {"name": f"{algorithm}, {short(rate)}", "seeds": len(runs)}
         for key in ("gain", "won", "tied", "lost"):
             row[key] = interval([each[key] for each in found])
         rows.append(row)
@@ -88,7 +93,8 @@ def between(record: Record) -> list[Row]:
         for where, column in zip(places, np.transpose(found), strict=False):
             leads = column[~np.isnan(column)].tolist()
             if leads:
-                row = {"rate": rate, "where": where, "seeds": leads}
+                row = {"rate": short(rate), "where": where}
+                row["seeds"] = ", ".join(f"{lead:+.3f}" for lead in leads)
                 rows.append(row | {"difference": interval(leads)})
     return rows
 
@@ -104,14 +110,20 @@ def judges(record: Record) -> list[Row]:
 def texts(record: Record) -> list[Row]:
     """The first openings with all texts of the first seed and rate."""
     first = record["rows"][1]
-    name = f"seed {first['seed']}, {first['lr']:.0e}".replace("e-0", "e-")
+    name = f"seed {first['seed']}, {short(first['lr'])}"
     rows = []
     for line in common.read_lines(Path(__file__).with_name("texts.jsonl"))[:SHOWN]:
-        row = {"start": line["starting model"]}
+        opening = line["opening"]
+        row = {"opening": opening, "start": line["starting model"].removeprefix(opening)}
         for algorithm in ALGORITHMS:
-            row[algorithm] = line.get(f"{algorithm}, {name}", "-")
-        rows.append({key: " ".join(text.split()) for key, text in row.items()})
+            row[algorithm] = line[f"{algorithm}, {name}"].removeprefix(opening)
+        rows.append({key: in_a_cell(text) for key, text in row.items()})
     return rows
+
+
+def in_a_cell(text: str) -> str:
+    """A text as a cell of a table shows it."""
+    return " ".join(text.split()).replace("|", "/").replace("<", "&lt;")
 
 
 # --- the picture ----------------------------------------------------------------------------------

@@ -445,7 +445,9 @@ def main() -> None:
     }
     each, texts = measure(reader, args.base_model, reward, judge, data, args)
     rows = [{"run": "starting model", "commit": common.commit()} | each]
-    kept = [{"starting model": text} for text in texts]
+    starts = reader.tokenizer.batch_decode(reader.openings(data.held_out))
+    both = zip(starts, texts, strict=True)
+    kept = [{"opening": opening, "starting model": text} for opening, text in both]
     write_jsonl(args.out / "texts.jsonl", kept)
     common.write(record, rows, **more)
     for rate in args.rates:

@@ -1,8 +1,6 @@
 """Rows and pictures of this study: `python benchmark/report.py overoptimisation`."""
 
 import functools
-import itertools
-import re
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,6 +9,7 @@ from scipy import stats
 
 from benchmark import differences, report
 from benchmark.differences import smooth
+from benchmark.judge import is_repetitive
 from benchmark.report import ALGORITHMS, BEST_OF_N, TRUE_SCORE, Record, Row, group
 
 HELD_OUT = 512  # labels, on which accuracies are measured
@@ -90,12 +89,9 @@ def counts(runs: list[Row], bound: float = -COLLAPSED) -> Row:
     }
 
 
-def is_repetitive(run: Row) -> bool:
-    """Whether more than a fifth of the pairs of neighbouring words in the run's response stood in
-    it before."""
-    words = re.findall(r"\w+", run["samples"][0]["response"].lower())
-    pairs = list(itertools.pairwise(words))
-    return len(pairs) - len(set(pairs)) > 0.2 * len(pairs)
+def repeats_words(run: Row) -> bool:
+    """Whether the one response that is kept of the run is repetitive."""
+    return is_repetitive(run["samples"][0]["response"])
 
 
 def repeats(record: Record) -> list[Row]:
@@ -110,7 +106,7 @@ def repeats(record: Record) -> list[Row]:
             "kind": kind,
             "penalty": WORDS[coef],
         }
-        row["repeat"] = sum(map(is_repetitive, found))
+        row["repeat"] = sum(map(repeats_words, found))
         row["runs"] = len(found)
         for name in ("true_score", "kl"):
             ends = [run["end"][name] for run in found]
@@ -126,7 +122,7 @@ def sets_of_labels(record: Record) -> Row:
     for runs in group(record["rows"], "labels", "seed").values():
         lead = 0
         for run in runs:
-            if is_repetitive(run):
+            if repeats_words(run):
                 lead += -1 if run["kl_coef"] else 1
         if lead:
             more.append(lead > 0)

@@ -22,7 +22,6 @@ Finished runs of the same scripts are used again. Writes <tag>.json.
 import json
 import math
 import multiprocessing
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,7 @@ import train_reward
 from benchmark import common
 from benchmark.differences import at_levels, interval, smooth
 from benchmark.judge import Judge
-from benchmark.runs import Choice, begin, make_parser, output_to, run, slug
-from plumbing.launch import parse_args
+from benchmark.runs import Choice, begin, make_parser, run, slug
 
 SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
 WINDOW = 5  # updates whose means make a point of a curve
@@ -50,7 +48,6 @@ BATCH_SIZE = 64
 NUM_LABELS = 4_000  # that a reward model reads, one after the other
 KINDS = ("true_score", "kl", "reward")
 LAST = 5  # updates whose mean is the end of a run
-NUM_SAMPLES = 1  # responses of the last update that a record has as texts
 NEAR = 3.5  # nats that best-of-n reaches, too
 LEVELS = (1, 2, 4, 8, 12)  # nats at which runs with different coefficients are compared
 SOURCES = ["128", "512", "1024", "2048", "4000", "4000:0.5"]
@@ -102,77 +99,36 @@ def reward_model(task: tuple[str, int, Path]) -> dict[str, Any]:
 
 
 # --- curves ---------------------------------------------------------------------------------------
-def examples(
-    judge: Judge,
-    queries: list[Any],
-    responses: list[list[int]],
-    rewards: list[float],
-    true_scores: list[float],
-) -> list[dict[str, Any]]:
-    """The first responses of a batch as texts, with their scores."""
-    prompts = judge.tokenizer.batch_decode([query.for_reward for query in queries[:NUM_SAMPLES]])
-    texts = judge.tokenizer.batch_decode(responses[:NUM_SAMPLES])
-    names = ("query", "response", "reward", "true_score")
-    rows = zip(prompts, texts, rewards, true_scores, strict=False)  # scores are of the whole batch
-    return [dict(zip(names, row, strict=True)) for row in rows]
-
-
 def train(
     task: tuple[str, str, float, float | None, int, int, list[str], Path],
 ) -> dict[str, Any]:
-    """A run of a script's main, whose reward model's responses VADER reads too: KL, reward and true
-    score of every update."""
+    """A run in which VADER reads the responses of every update: KL, reward and true score on its
+    way, and of fresh responses to held-out queries after it."""
     algorithm, source, kl_coef, kl_target, seed, episodes, rate, folder = task
     penalty = f"{kl_coef} {kl_target}"
     out = folder / slug(f"{algorithm} {source} {penalty} {seed} {episodes} {' '.join(rate)}")
-    record = out.with_name(f"{out.name}.json")
-    if record.exists():
-        return json.loads(record.read_text())
-    shutil.rmtree(out, ignore_errors=True)  # an interrupted run does not know its true scores
     reward = reward_folder(source, seed, folder) / "reward_model"
-    judge = Judge(seed, reward, num_queries=1)
-    script = SCRIPTS[algorithm]
-    load_reward_model = script.load_reward_model
-    rewards = []
-    true_scores = []
-    samples = []
-
-    def load_judged_reward(*values: Any) -> Any:
-        score = load_reward_model(*values)
-
-        def judged(queries: list[Any], responses: list[list[int]]) -> Any:
-            scores = score(queries, responses)
-            if len(queries) == BATCH_SIZE:  # not an evaluation
-                found = judge.true_scores(responses)
-                rewards.append(scores.mean().item())
-                true_scores.append(float(np.mean(found)))
-                samples[:] = examples(judge, queries, responses, scores.tolist(), found)
-            return scores
-
-        return judged
-
-    script.load_reward_model = load_judged_reward
     target = kl_target if kl_coef else None  # a coefficient of 0 stays 0
     flags = f"--adaptive_kl_target {target} --kl_coef {kl_coef}"
     flags += f" --seed {seed} --total_episodes {episodes}"
     flags += f" --eval_queries 1 --batch_size {BATCH_SIZE} --checkpoint_every 0 --max_kl 1e4"
-    paths = ["--reward_model", str(reward), "--output_dir", str(out)]
-    sys.argv = [script.__file__, *flags.split(), *rate, *paths]
-    with output_to(out.with_name(f"{out.name}.log")):
-        script.main(*parse_args(script.Args, script.PRESETS))
+    choice = Choice(SCRIPTS[algorithm].__file__)
+    if run(choice, out, [*flags.split(), *rate, "--reward_model", str(reward)]):
+        raise SystemExit(f"{algorithm} failed: see {out}.log")
     row = {
         "algorithm": algorithm,
         "labels": source,
         "kl_coef": kl_coef,
         "seed": seed,
-        "kl": [x["objective/kl"] for x in common.read_lines(out / "metrics.jsonl")],
-        "reward": rewards,
-        "true_score": true_scores,
-        "samples": samples,
     }
-    assert len(row["kl"]) == len(row["true_score"])
-    record.write_text(json.dumps(row))
-    shutil.rmtree(out / "checkpoints")
+    metrics = common.read_lines(out / "metrics.jsonl")
+    for kind in KINDS:
+        row[kind] = [line[kind] for line in metrics]
+    sample, *_ = common.read_lines(out / "samples.jsonl")
+    row["samples"] = [{"query": sample["query"], "response": sample["response_after"]}]
+    judge = Judge(seed, reward)
+    found = judge(judge.actor(out / "policy"))
+    row["held_out"] = {name: float(np.mean(values)) for name, values in found.items()}
     return row
 
 
