@@ -43,9 +43,9 @@ WARM_UP_BATCH = 32
 SETTINGS = {"response_length": LENGTH, "truncate_after": 3, "num_epochs": 1, "lr": 1e-3}
 RLOO_LR = 5e-5  # a new optimizer makes larger steps
 QUERY = 264  # the row of tiny/queries whose second sentence is the query
-DRAWS = (100, 101, 102, 103)  # of uniform numbers, one for each of the four responses
+DRAWS = (100, 102, 101, 103)  # of uniform numbers, one for each of the four responses
 NAMES = "ABCD"
-OF_PPO = [0, 2]  # the responses on the page of PPO, which calls them A and B
+OF_PPO = [0, 1]  # the responses on the page of PPO
 MARKED = re.compile(r"^(<!-- (numbers|code) (.*?) -->\n)(?:.+\n)*", re.M)
 
 

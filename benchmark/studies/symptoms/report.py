@@ -1,5 +1,6 @@
-"""The picture of this study: `python benchmark/report.py symptoms`."""
+"""The picture and a number of this study: `python benchmark/report.py symptoms`."""
 
+import math
 import textwrap
 
 import numpy as np
@@ -20,6 +21,13 @@ SYMPTOMS = {  # as the record names them: title
     "the reward model only guesses": "128 labels (16 updates): the reward model only guesses",
 }
 WEAK = "weak reward model: the reward rises, the true score falls"
+
+
+def largest_difference(record: Record) -> dict[str, float]:
+    """About what `first_ratio_error` is today, a difference of log-probabilities: the record is of
+    version 0.5.0, where it was |ratio - 1|."""
+    row = report.look_up(record, "rows > the first ratio is not 1")
+    return {"faulty": math.log1p(row["values"]["ill"])}
 
 
 def draw(axes: Axes, record: Record, symptom: str, heading: str) -> None:
