@@ -17,8 +17,8 @@ def phases(*records: Record) -> list[Row]:
 
 
 def bars(*records: Record) -> list[Row]:
-    """The share of the floor, then ours against plain PyTorch, TRL and our PPO, and its memory.
-    Records of the same work share a row, with the lowest of their floors."""
+    """The share of the floor, then ours against plain PyTorch, TRL and our PPO. Records of the same
+    work share a row, with the lowest of their floors."""
     found: dict[Any, Row] = {}
     for record in records:
         of_contender = {row["contender"]: row for row in record["rows"]}
@@ -33,6 +33,18 @@ def bars(*records: Record) -> list[Row]:
     return list(found.values())
 
 
+def extremes(*records: Record) -> Row:
+    """The least and the most of each ratio of `bars`."""
+    found: Row = {}
+    for row in bars(*records):
+        for name, value in row.items():
+            if isinstance(value, float):
+                both = found.setdefault(name, {"least": value, "most": value})
+                both["least"] = min(both["least"], value)
+                both["most"] = max(both["most"], value)
+    return found
+
+
 def compared(rows: dict[str, Row], algorithm: str) -> dict[str, float]:
     """What one record says of our update of an algorithm, beside other contenders. TRL's PPO trains
     a value model of its own: so do we beside it, if the record has that."""
@@ -43,13 +55,16 @@ def compared(rows: dict[str, Row], algorithm: str) -> dict[str, float]:
         mine = rows.get(f"ours-critic-{algorithm}", ours) if other == "trl" else ours
         if "seconds" in row:
             values[f"speed {other}"] = row["seconds"]["total"] / mine["seconds"]["total"]
-        if "peak_bytes" in row:
-            values[f"memory {other}"] = mine["peak_bytes"] / row["peak_bytes"]
-    if "seconds" in ours:
-        values["floor"] = ours["fraction_of_floor"]["total"]
-        if algorithm == "rloo" and "ours-ppo" in rows:
-            values["speed ppo"] = rows["ours-ppo"]["seconds"]["total"] / ours["seconds"]["total"]
+    values["floor"] = ours["fraction_of_floor"]["total"]
+    if algorithm == "rloo" and "ours-ppo" in rows:
+        values["speed ppo"] = rows["ours-ppo"]["seconds"]["total"] / ours["seconds"]["total"]
     return values
+
+
+def peaks(record: Record) -> list[Row]:
+    """The peak memory of an update of each contender, PPO's first."""
+    rows = [row | {"gib": row["peak_bytes"] / 2**30} for row in record["rows"]]
+    return sorted(rows, key=lambda row: row["contender"].rpartition("-")[2])
 
 
 def chats(*records: Record) -> list[Row]:

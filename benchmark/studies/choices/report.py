@@ -87,7 +87,7 @@ def recipes(record: Record) -> list[Row]:
 def pooled(record: Record) -> Row:
     """The deviation of the differences at equal KL that all rows share, its degrees of freedom, and
     how many it would have if no rows shared runs. What Holm's method keeps. The smallest deviation
-    of a row's own seeds, the largest, and whether all may be one (Bartlett's test)."""
+    of a row's own seeds, and the largest."""
     rows = compared(record)
     enough = [row["equal_kl_differences"] for row in rows if row["width"]]
     deviations = [float(np.std(values, ddof=1)) for values in enough]
@@ -103,7 +103,6 @@ def pooled(record: Record) -> Row:
         "kept_by_own": sum(row["equal_kl_holds"] for row in rows),
         "least": min(deviations),
         "most": max(deviations),
-        "bartlett": float(stats.bartlett(*enough).pvalue),
         "factor": first / stats.t.isf(differences.LEVEL / 2, freedom),
         "can_miss": first * deviation / max(map(len, enough)) ** 0.5,
     }
@@ -234,13 +233,6 @@ def beside_rloo(record: Record) -> list[Row]:
         }
         rows.append(row)
     return rows
-
-
-def across(critic: Record, full: Record) -> Row:
-    """PPO with the warmed-up critic minus the default's run of the same seed, which is in the other
-    record, at the same KL."""
-    found = report.pairs_of(WARMED_UP, "default", critic, full)
-    return differences.with_interval([mean(at_equal_kl(*pair, LEVELS)) for pair in found])
 
 
 # --- pictures -------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def of_record(record: Record) -> Figure:
         axes.plot(x, missing, color=ALGORITHMS[row["algorithm"].upper()])
     names = {f"{name}, a line for each of 3 seeds": colour for name, colour in ALGORITHMS.items()}
     report.name_colours(axes, names, "-")
-    shown = "share of the way from\nstarting model to optimum missing"
+    shown = "gap left between\nstarting model and optimum"
     axes.set_yscale("log")
     report.label(
         axes,

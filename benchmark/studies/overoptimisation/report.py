@@ -59,23 +59,6 @@ def constant(record: Record) -> Row:
     return {"share": share} | differences.wilson(share, HELD_OUT)
 
 
-def penalty(record: Record) -> list[Row]:
-    """Runs of a kind, in the order of their seeds."""
-    groups = group(record["rows"], "labels", "algorithm", "kl_coef")
-    rows = []
-    for (labels, algorithm, coef), runs in sorted(groups.items()):
-        runs.sort(key=lambda run: run["seed"])
-        row = {
-            "name": labels_of(labels),
-            "algorithm": algorithm,
-            "penalty": WORDS[coef],
-        }
-        row["accuracy"] = [run["accuracy"] for run in runs]
-        row["start"] = [run["start"]["reward"] for run in runs]
-        rows.append(row | {kind: [run["end"][kind] for run in runs] for kind in KINDS})
-    return rows
-
-
 def counts(runs: list[Row], bound: float = -COLLAPSED) -> Row:
     """How many runs end low, high and in between."""
     scores = np.array([run["end"]["true_score"] for run in runs])

@@ -12,7 +12,7 @@ DEFAULT = 2e-4
 LEVELS = (2, 4, 6)
 TITLE = "Which learning rate? The true score at the end, and at the same KL"
 LEFT = "at the end (a small mark for each seed)"
-RIGHT = "at the same KL, minus that of 2e-4"
+RIGHT = "at the same KL, minus that of 2e-4 (bars: 95% intervals)"
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -28,6 +28,11 @@ def gain(run: Row, base: Row) -> float:
     return np.nan if found is None else found
 
 
+def words_of(rate: float) -> str:
+    """A rate as one types it: 2e-4."""
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
 def rates(record: Record) -> list[Row]:
     """A row for each algorithm and rate: means over seeds, and differences from the default's rate
     within seeds."""
@@ -41,7 +46,7 @@ def rates(record: Record) -> list[Row]:
             "name": f"{algorithm} {rate:g}",
             "algorithm": algorithm,
             "lr": rate,
-            "rate": f"{rate:.0e}".replace("e-0", "e-"),
+            "rate": words_of(rate),
             "seeds": len(mine),
             "failed": len(mine) - len(ended),
             "scores": [score_at_end(run) for run in mine],
@@ -140,7 +145,7 @@ def draw(record: Record) -> Figure:
         axes.set_title(title)
         axes.set_xscale("log")
         places = sorted({row["lr"] for row in rows})
-        axes.set_xticks(places, [f"{rate:g}" for rate in places])
+        axes.set_xticks(places, [words_of(rate) for rate in places])
         axes.set_xticks([], minor=True)
         report.label(axes, "learning rate")
     ends.set_ylabel(report.TRUE_SCORE)

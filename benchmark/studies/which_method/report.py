@@ -114,7 +114,7 @@ def draw_differences(axes: Axes, rows: list[Row]) -> None:
     names = [f"{line['method']} ({line['number']})" for line in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.axvline(0, color="black", linewidth=1)
-    report.label(axes, "true score minus RLOO's, at the same KL")
+    report.label(axes, "true score minus RLOO's (better \N{RIGHTWARDS ARROW})")
 
 
 def draw_ends(axes: Axes, record: Record, rows: list[Row]) -> None:
@@ -150,9 +150,9 @@ def picture(record: Record) -> Figure:
         line["number"] = str(number)
     figure, panels = report.new(TITLE, 1, 2, 4.2)
     draw_differences(panels[0, 0], compared[::-1])
-    panels[0, 0].set_title("At 1, 2 and 3 nats")
+    panels[0, 0].set_title("At the same KL (1, 2, 3 nats)")
     draw_ends(panels[0, 1], record, rows)
-    panels[0, 1].set_title("At the end of each run")
+    panels[0, 1].set_title("At the end (large: means)")
     return figure
 
 
