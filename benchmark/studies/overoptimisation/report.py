@@ -13,7 +13,6 @@ from benchmark.judge import is_repetitive
 from benchmark.report import ALGORITHMS, BEST_OF_N, TRUE_SCORE, Record, Row, group
 
 HELD_OUT = 512  # labels, on which accuracies are measured
-COLLAPSED = -0.5
 KINDS = ("true_score", "reward", "kl")
 WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 # Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
@@ -59,19 +58,6 @@ def constant(record: Record) -> Row:
     return {"share": share} | differences.wilson(share, HELD_OUT)
 
 
-def counts(runs: list[Row], bound: float = -COLLAPSED) -> Row:
-    """How many runs end low, high and in between."""
-    scores = np.array([run["end"]["true_score"] for run in runs])
-    low = int((scores < -bound).sum())
-    high = int((scores > bound).sum())
-    return {
-        "runs": len(runs),
-        "low": low,
-        "high": high,
-        "between": len(runs) - low - high,
-    }
-
-
 def repeats_words(run: Row) -> bool:
     """Whether the one response that is kept of the run is repetitive."""
     return is_repetitive(run["samples"][0]["response"])
@@ -115,15 +101,6 @@ def sets_of_labels(record: Record) -> Row:
         "sets": len(more),
         "p": p,
     }
-
-
-def kinds(record: Record) -> list[Row]:
-    """How runs end, by the kind of their reward."""
-    rows = []
-    for (kind,), runs in group(record["rows"], "rewards").items():
-        scores = [run["end"]["true_score"] for run in runs]
-        rows.append({"rewards": kind, "mean": np.mean(scores)} | counts(runs))
-    return rows
 
 
 def collapse(record: Record) -> list[Row]:
