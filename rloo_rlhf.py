@@ -60,7 +60,7 @@ from transformers import (
 )
 
 from plumbing.data import Query, hold_out, load_queries, token_id
-from plumbing.labels import load_reward_fn
+from plumbing.labels import load_reward_fn, newest_reward_model
 from plumbing.launch import UserError, blame, make_accelerator, prepare, run_main
 from plumbing.models import (
     Cache,
@@ -74,7 +74,7 @@ from plumbing.models import (
     read_queries,
     with_adapters,
 )
-from plumbing.run import Run, choose_folder, newest_reward_model, save_policy, write_samples
+from plumbing.run import Run, choose_folder, save_policy, write_samples
 from tf_adam import AdamTF
 
 FILE = Path(__file__).resolve()
@@ -269,17 +269,17 @@ def main(preset: str, args: Args) -> None:
         kl_coef = run.state["kl_coef"]
 
         # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
-        with run.keeping_updates():
-            start = update * args.batch_size + rank * share
-            my_queries = [queries[i % len(queries)] for i in range(start, start + share)]
-            u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)
-            batch = rollout(policy, my_queries, u.split(share)[rank], truncate_id, args)
-            epochs = shuffle(np.arange(share).reshape(-1, args.rloo_k), rank, update, args)
-            # The rows go through the first epoch's micro-batches. So padding and rounding are the
-            # same in the first optimizer step, where every ratio is 1, on a CPU exactly.
-            set_logprobs(batch, policy, ref, epochs[0], args)
+        start = update * args.batch_size + rank * share
+        my_queries = [queries[i % len(queries)] for i in range(start, start + share)]
+        u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)
+        batch = rollout(policy, my_queries, u.split(share)[rank], truncate_id, args)
+        epochs = shuffle(np.arange(share).reshape(-1, args.rloo_k), rank, update, args)
+        # The rows go through the first epoch's micro-batches. So padding and rounding are the
+        # same in the first optimizer step, where every ratio is 1, on a CPU exactly.
+        set_logprobs(batch, policy, ref, epochs[0], args)
 
-            # 2. score: of the response up to its truncate token, with a penalty if there is none
+        # 2. score: of the response up to its truncate token, with a penalty if there is none
+        with run.keeping_updates():
             batch.scores = score_responses(score_fn, my_queries, batch, args)  # (B,)
 
         # 3. reward: the score minus a KL penalty
@@ -383,7 +383,7 @@ def rloo_update(
         mini.loss_weights = torch.ones_like(mini.advantages)  # (b,), or per token: mini.loss_mask
         loss_scale = accelerator.num_processes / reduce(mini.loss_weights.sum(), "sum")
         groups = micro_batches(torch.arange(len(minibatch)), mini, args.micro_batch_size)
-        for i, rows in enumerate(groups, start=1):
+        for i, rows in enumerate(groups, 1):
             micro = select(mini, rows)
             with average_gradients(accelerator, wrapped, is_last=i == len(groups)):
                 all_logprobs, new = forward_response(wrapped, micro, args.temperature)
@@ -426,7 +426,7 @@ def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
         {"params": params, "part": part, "weight_decay": args.weight_decay if is_matrix else 0.0}
         for (part, is_matrix), params in weights.items()
     ]
-    optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
+    optimizer = AdamTF if args.adam == "tf" else torch.optim.AdamW
     with blame("optimizer"):
         return optimizer(groups, args.lr, betas=args.adam_betas, eps=args.adam_eps)
 
@@ -665,7 +665,8 @@ def select(batch: Batch, rows: Tensor) -> Batch:
         if isinstance(x, list):
             fields[name] = [x[i] for i in rows]
         elif x is not None:
-            fields[name] = x[index, :longest] if x.dim() == 2 else x[index]
+            has_tokens = x.shape[:2] == batch.responses.shape
+            fields[name] = x[index, :longest] if has_tokens else x[index]
     return replace(batch, **fields)
 
 

@@ -302,7 +302,7 @@ def reward_update(
     the batch, and all shares are equally large. Returns what is logged."""
     log = Metrics()
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
-    for i, rows in enumerate(groups, start=1):
+    for i, rows in enumerate(groups, 1):
         with average_gradients(accelerator, wrapped, is_last=i == len(groups)):
             rewards, best, is_hit = label_rewards(wrapped, [labels[row] for row in rows])
             # -log softmax(rewards) at the best of N; for a pair -log sigmoid(chosen - rejected)
@@ -392,7 +392,7 @@ def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
         {"params": params, "part": part, "weight_decay": args.weight_decay if is_matrix else 0.0}
         for (part, is_matrix), params in weights.items()
     ]
-    optimizer = {"tf": AdamTF, "torch": torch.optim.AdamW}[args.adam]
+    optimizer = AdamTF if args.adam == "tf" else torch.optim.AdamW
     with blame("optimizer"):
         return optimizer(groups, args.lr, betas=args.adam_betas, eps=args.adam_eps)
 

@@ -2,6 +2,7 @@
 here knows an algorithm."""
 
 import functools
+import json
 import os
 import re
 from collections import Counter
@@ -48,6 +49,8 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
     if kind:
         source = {"path": kind, "data_files": escape(name)}
+    if kind == "text":
+        source["encoding"] = "utf-8-sig"  # without a BOM, as the other readers
     if os.path.isfile(name) and not os.path.getsize(name):
         raise UserError(f"--{flag} {name} is empty")
     if not kind and os.path.exists(path) and escape(path) != path:
@@ -59,6 +62,8 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
         # Texts stay texts. datasets takes "None" in a csv file for an empty cell and 18 for a
         # number, and a date in JSON for a time.
         if table.builder_name == "csv":
+            if "__index_level_0__" in features:  # then pandas takes the first for row names
+                raise UserError("rows have more cells than the first line has names")
             source["na_filter"] = False
             features = datasets.Features(dict.fromkeys(features, datasets.Value("string")))
         elif table.builder_name == "json":
@@ -152,8 +157,9 @@ def render(chat: list[dict], tokenizer: PreTrainedTokenizerBase, **options: bool
             **options,
         )
     for message in messages:
-        # Templates may cut spaces, and thoughts in earlier turns.
-        if message["content"].rpartition("</think>")[2].strip() not in text:
+        # Templates may cut spaces, and thoughts in earlier turns; a tool's words may be JSON.
+        said = message["content"].rpartition("</think>")[2].strip()
+        if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
             raise UserError(f"the chat template leaves out {message}: does it know this role?")
     return text
 
@@ -169,9 +175,13 @@ def encode(value: str | list, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         if chat[-1].get("role") not in ASKING:
             raise UserError(f"the last message must be by one of {ASKING}: {chat[-1]}")
     known = range(len(tokenizer))
+
+    def is_id(x: object) -> bool:
+        return type(x) is int and (x in known or x == PADDING)
+
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
-    elif isinstance(value, list) and all(x in known or x == PADDING for x in value):
+    elif isinstance(value, list) and all(map(is_id, value)):
         # 50259 is padding, unless this tokenizer has so many tokens.
         tokens = [token for token in value if token in known]
     else:

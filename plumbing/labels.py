@@ -1,4 +1,4 @@
-"""Labels, and reward functions of one's own. Nothing here knows an algorithm."""
+"""Labels, and where rewards come from. Nothing here knows an algorithm."""
 
 import copy
 import os
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -15,6 +16,7 @@ import datasets
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -178,7 +180,8 @@ def cut_preference(
     """Token ids of prompt and answers. A prompt longer than --query_length is dropped, which makes
     it [], or cut, as --long_queries says (None: dropped); --start_text and --end_text are not used.
     As in PPO, an answer ends after its first truncate token at index --truncate_after or later;
-    with `eos`, one is added if there is none. Then it is cut to --response_length."""
+    with `eos`, one is added if there is none. Then it is cut to --response_length, and counted if
+    it has no end."""
     if is_chat(prompt) and args.long_queries == "keep_start":
         raise UserError("a chat must keep its end: --long_queries drop or keep_end")
     query = encode(prompt, tokenizer)
@@ -190,19 +193,33 @@ def cut_preference(
         ends = [i for i, x in enumerate(tokens) if x == end and i >= args.truncate_after]
         if ends:
             tokens = tokens[: ends[0] + 1]
-        elif tokens and end is not None:
+        elif tokens and args.truncate_token == "eos" and tokens[-1] != end:
+            tokens.append(end)
+        tokens = tokens[: args.response_length]
+        if tokens and end is not None and end not in tokens[args.truncate_after :]:
             counts["answers without --truncate_token"] += 1
-            if args.truncate_token == "eos" and tokens[-1] != end:
-                tokens.append(end)
-        parts.append(tokens[: args.response_length])
+        parts.append(tokens)
     return parts
 
 
-# --- reward functions -----------------------------------------------------------------------------
+# --- reward models and functions ------------------------------------------------------------------
+def newest_reward_model(preset: str) -> str:
+    """The folder of the newest reward model that train_reward.py has finished for this preset, in
+    the current folder's runs/. UserError if there is none."""
+    finished = Path.cwd().glob(f"runs/train_reward-{preset}-*-20??????-??????/samples.jsonl")
+    newest = max(finished, key=lambda path: path.parent.name[-15:], default=None)  # by time
+    (newest,) = broadcast_object_list([newest])  # what the first process sees
+    if not newest:
+        raise UserError(f"--reward_model None: `python train_reward.py {preset}` makes one")
+    folder = str(newest.with_name("reward_model"))
+    say(f"--reward_model {folder}")
+    return folder
+
+
 def load_reward_fn(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable:
     """The function `module:function` as one from queries and rows of token ids to scores (B,)."""
     sys.path.insert(0, os.getcwd())
-    with blame(f"--reward_fn {name}"):
+    with blame(f"--reward_fn {name}"), torch.enable_grad():  # the module may switch it off
         function = resolve_name(name)
     if not callable(function):
         raise UserError(f"--reward_fn {name} is not a function, but {function!r}")
@@ -233,7 +250,8 @@ def call_reward_fn(
             completions.append(text)
     named = columns | {"prompts": prompts, "completions": completions}
     try:
-        rewards = function(**copy.deepcopy(named))  # the function may change what it gets
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # it may switch gradients off
+            rewards = function(**copy.deepcopy(named))  # and change what it gets
     except Exception as error:
         error.add_note("This error comes from the function of --reward_fn.")
         raise

@@ -11,8 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pydantic
 import torch
+import transformers
 import tyro
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from safetensors import SafetensorError
@@ -178,6 +180,9 @@ def local_path(name: str) -> str:
 
 def run_main(main: Callable[[str, Any], None], args_class: type, presets: dict[str, Any]) -> None:
     """The entry point of a script: runs it, and prints a UserError as one line."""
+    if not sys.stderr.isatty():  # a bar would end the run if nobody reads the pipe any more
+        transformers.utils.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a text that the terminal cannot show
     try:

@@ -29,7 +29,6 @@ from transformers.utils import ModelOutput
 from plumbing.launch import UserError, blame, local_path
 
 TokenRows = list[list[int]]
-ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def patch_layers(model: PreTrainedModel, dtype: str, num_tokens: int) -> None:
@@ -121,19 +120,14 @@ def with_adapters(model: PreTrainedModel, rank: int, alpha: float) -> PreTrained
 
 
 def freeze(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
-    """The model, whose weights are not trained."""
-    hold_in_bf16(model.requires_grad_(False), dtype)
-    return model
-
-
-def hold_in_bf16(model: PreTrainedModel, dtype: str) -> None:
-    """With dtype "bf16" frozen linear layers are held in bf16, in half the memory; autocast would
-    round them anyway. Biases, the head, embeddings and norms stay in fp32."""
-    if dtype != "bf16":
-        return
+    """The model, whose weights are not trained. With dtype "bf16" its linear layers are held in
+    bf16, in half the memory; autocast would round them anyway. Biases, the head, embeddings and
+    norms stay in fp32."""
+    model.requires_grad_(False)
     for module in model.base_model.modules():
-        if isinstance(module, nn.Linear | Conv1D) and not module.weight.requires_grad:
+        if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D):
             module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
+    return model
 
 
 def forward(
@@ -288,8 +282,13 @@ def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str, weights: dict
 ) -> None:
     """Writes a Hugging Face folder with these weights."""
-    # The policy was trained to be sampled from all tokens, whatever --base_model advises.
-    ends = {name: getattr(model.config, name, None) for name in ENDS}
+    # The policy was trained to be sampled from all tokens, whatever --base_model advises. Chat
+    # models may name the end of a turn in their generation config alone.
+    ends = {}
+    for config in (model.config, getattr(model, "generation_config", None)):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(config, name, None) is not None:
+                ends[name] = getattr(config, name)
     model.generation_config = GenerationConfig(do_sample=True, top_k=0, **ends)
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)

@@ -38,8 +38,7 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
     """The folder of the run, --output_dir or a new one. UserError if it has other files than those
     of a run to be resumed, or if that run had other settings."""
     default = f"runs/{script.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # All processes take the first one's: their clocks differ.
-    (name,) = broadcast_object_list([args.output_dir or default])
+    (name,) = broadcast_object_list([args.output_dir or default])  # processes' clocks may differ
     folder = Path(name).expanduser().absolute()
     files = {path.name for path in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
     would_start_anew = "samples.jsonl" in files and not complete_checkpoints(folder)
@@ -53,9 +52,16 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
             value = getattr(args, name, None)  # a copy may have lost a setting
             # --reward_model None: the newest is chosen later, and Run.start compares it.
             is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
-            if not is_open and json.dumps(value) != json.dumps(value_before):
+            if not is_open and not is_same(value, value_before):
                 raise UserError(f"--{name} {value}: {folder} was started with {value_before}")
     return str(folder)
+
+
+def is_same(value: Any, before: Any) -> bool:
+    """Whether a setting is as it was. A file may have moved with its folder, like a project."""
+    if type(value) is type(before) is str and os.path.isabs(before) and not os.path.exists(before):
+        return Path(value).parts[-2:] == Path(before).parts[-2:]
+    return json.dumps(value, default=str) == json.dumps(before)
 
 
 SEVEN_DIGITS = "[0-9]" * 7  # a checkpoint's folder, and not a user's copy with another name
@@ -141,7 +147,7 @@ class Run:
         if is_new:  # first args.json: a folder that has other files, but not this one, is refused
             record = {"script": self.script.stem, "torch": torch.__version__}
             record["args"] = vars(self.args)
-            write(self.folder / "args.json", json.dumps(record, indent=2))
+            write(self.folder / "args.json", json.dumps(record, indent=2, default=str))
         shared = [ROOT / "tf_adam.py", *sorted((ROOT / "plumbing").glob("*.py"))]
         for path in (self.script, *shared):
             copy = self.folder / (path.relative_to(ROOT) if path in shared else path.name)
@@ -189,8 +195,7 @@ class Run:
 
     def end_update(self, reason: str = "") -> None:
         """Counts the update. Leaves a checkpoint if one is due. Stops the run, with a checkpoint,
-        if a `reason` is given, or after a signal to any process. No random state is needed:
-        uniforms and shuffles follow from seed, update and row."""
+        if a `reason` is given, or after a signal to any process."""
         self.state["update"] += 1
         made = self.state["update"]
         state = self.state_as_json()
@@ -215,8 +220,8 @@ class Run:
 
     @contextlib.contextmanager
     def keeping_updates(self) -> Iterator[None]:
-        """Around rollout and scoring, in which no weight changes. If they fail on any process, all
-        save the state after the last complete update, and the error says how to go on."""
+        """Around scoring, in which no process waits for another. If it fails on one, all save the
+        state after the last complete update, and the error says how to go on."""
         error = None
         try:
             yield
@@ -257,19 +262,6 @@ class Run:
         self.accelerator.wait_for_everyone()  # no process goes on before it is written
 
 
-def newest_reward_model(preset: str) -> str:
-    """The folder of the newest reward model that train_reward.py has finished for this preset, in
-    the current folder's runs/. UserError if there is none."""
-    finished = Path.cwd().glob(f"runs/train_reward-{preset}-*-20??????-??????/samples.jsonl")
-    newest = max(finished, key=lambda path: path.parent.name[-15:], default=None)  # by time
-    (newest,) = broadcast_object_list([newest])  # what the first process sees
-    if not newest:
-        raise UserError(f"--reward_model None: `python train_reward.py {preset}` makes one")
-    folder = str(newest.with_name("reward_model"))
-    say(f"--reward_model {folder}")
-    return folder
-
-
 def write(path: Path, text: str) -> None:
     """Writes the file so that a kill leaves the old text or the new one, but no part of it."""
     unfinished = path.with_suffix(".tmp")
@@ -295,6 +287,7 @@ def save_policy(
         with writing(parent):
             if not hasattr(module, "save_pretrained"):
                 os.makedirs(f"{parent}/modules", exist_ok=True)
+                own = {name: x.clone().contiguous() for name, x in own.items()}  # may share memory
                 save_file(own, f"{parent}/modules/{part}.safetensors")
                 continue
             folder = "policy" if part == "lm" else part

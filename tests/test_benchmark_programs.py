@@ -21,8 +21,6 @@ PROGRAMS = {
     "studies/rates/run": "--rates 2e-4 --seeds 1 --jobs 1 --episodes 8 --batch_size 8",
     "studies/overoptimisation/run": "--labels 128 --seeds 1 --episodes 64 --pool 2 --jobs 1"
     " --kl_coefs 0.15 --kl_target 6",
-    "speed/memory_speed": "--shape 1x32 --variants ppo-value-model rloo-2 --batch_size 4"
-    " --repeats 1 --response_length 4 --num_epochs 1 --speed_only",
 }
 
 

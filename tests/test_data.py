@@ -324,6 +324,12 @@ def test_texts_of_files_arrive_as_they_stand_there():
     Path("of_csv").mkdir()
     Path("a.csv").rename("of_csv/train.csv")
     assert data_module.load_table("query_dataset", "of_csv")["train"]["answer"][:] == [*cells, ""]
+    Path("a.txt").write_text("w5\n", "utf-8-sig")  # with a byte order mark
+    assert data_module.load_table("query_dataset", "a.txt")["train"]["text"][:] == ["w5"]
+    for line in ("w5, w6,1", "w5,1,"):
+        Path("a.csv").write_text(f"text,answer\n{line}\n")
+        with pytest.raises(launch_module.UserError, match="more cells than the first line"):
+            data_module.load_table("query_dataset", "a.csv")
     row = {"text": "2020-01-01", "when": "2020-01-01T10:00:00Z", "number": 3, "none": None}
     row["messages"] = turn("2021-02-03", "user")
     Path("a.jsonl").write_text(to_lines(row, row))
@@ -453,6 +459,28 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin, c
     assert_read(row | {"prompt": "How? "}, "How? ", *answers)
     chance = "How? " + chosen
     assert_read(row | {"prompt": "How? ", "chosen": chance}, "How? ", chance, answers[1])
+
+
+def test_what_is_no_text_chat_or_id_is_refused():
+    for ids in ([5.0, 6.0], [True]):
+        refuse(read_queries, {"prompt": ids}, "neither text, nor chat, nor ids of this tokenizer")
+
+
+def test_answers_without_an_end_are_counted_after_they_are_cut(capsys):
+    """With `eos` those to which it was added have one."""
+    row = PAIR | {"chosen": words(6, 7, 9)}
+    row["rejected"] = words(7, 9)
+    cases = (
+        (3, "w9", 0),
+        (2, "w9", 2),
+        (1, "w9", 4),
+        (4, "eos", 0),
+    )
+    for length, end, count in cases:
+        given = {"truncate_token": end, "response_length": length}
+        read_labels([row] * 2, **given, truncate_after=0)
+        counted = f"{{'answers without --truncate_token': {count}}}" if count else "{}"
+        assert f"--label_dataset: 2 of 2 rows {counted}" in capsys.readouterr().out
 
 
 def test_labels_have_other_columns_and_numbers():
@@ -882,6 +910,14 @@ def test_a_function_returns_a_finite_float_for_each_response():
     for returned in NO_FLOATS:
         with pytest.raises(launch_module.UserError, match="^--reward_fn must return "):
             score(lambda x=returned, **_: x)
+
+
+def test_a_function_may_switch_gradients_off_for_itself(monkeypatch):
+    Path("off.py").write_text("import torch\ntorch.set_grad_enabled(False)\nmine = print\n")
+    monkeypatch.syspath_prepend(".")
+    labels_module.load_reward_fn("off:mine", None)
+    score(lambda **_: [torch.set_grad_enabled(False) and 1.0 or 1.0, 2.0])
+    assert torch.is_grad_enabled()
 
 
 def test_a_function_gets_copies_of_all_columns_and_its_own_faults_are_not_explained():

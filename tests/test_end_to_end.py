@@ -21,6 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo_rlhf
 import train_reward
+from plumbing import labels as labels_module
 from plumbing import launch as launch_module
 from plumbing import run as run_module
 
@@ -197,7 +198,7 @@ def test_the_newest_reward_model_is_taken(tmp_path, monkeypatch, capsys):
         ("sentiment", "sentiment-1-20260101-030405"),
     ):
         args = ppo_rlhf.Args()
-        name = run_module.newest_reward_model(preset)
+        name = labels_module.newest_reward_model(preset)
         # The whole path, so that a run may be resumed from another folder
         assert name == f"{tmp_path}/runs/train_reward-{taken}/reward_model"
         score = ppo_rlhf.load_reward_model(loader(tokenizer, 24, args), name, args)
@@ -205,5 +206,5 @@ def test_the_newest_reward_model_is_taken(tmp_path, monkeypatch, capsys):
         assert capsys.readouterr().out == f"--reward_model {name}\n"
     # What the first process sees counts.
     seen = tmp_path / "runs/train_reward-tiny-2-20260102-030405/samples.jsonl"
-    monkeypatch.setattr(run_module, "broadcast_object_list", lambda _: [seen])
-    assert run_module.newest_reward_model("tiny") == str(seen.with_name("reward_model"))
+    monkeypatch.setattr(labels_module, "broadcast_object_list", lambda _: [seen])
+    assert labels_module.newest_reward_model("tiny") == str(seen.with_name("reward_model"))

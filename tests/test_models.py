@@ -84,12 +84,16 @@ def test_every_tensor_is_trained_and_plain_transformers_loads_it(name, tmp_path)
 
 
 def test_a_head_of_ones_own_is_saved_with_rloos_policy(tmp_path):
+    """Also if layers share weights, or have transposed ones."""
     args = rloo_rlhf.Args(base_model=str(folder_of("gpt2")))
     policy = rloo_rlhf.Actor(tiny.make_lm("gpt2"), args)
-    policy.own_head = nn.Linear(2, 3)
+    policy.own_head = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    policy.own_head[1].weight = policy.own_head[0].weight
+    policy.own_head[2].weight = nn.Parameter(torch.rand(3, 3).t())
     tokenizer = models_module.load_tokenizer("base_model", args.base_model)
     rloo_rlhf.save_policy(Accelerator(cpu=True), policy, tokenizer, str(tmp_path))
-    assert (tmp_path / "modules/own_head.safetensors").exists()
+    saved = load_file(tmp_path / "modules/own_head.safetensors")
+    assert all(torch.equal(saved[name], x) for name, x in policy.own_head.state_dict().items())
     assert {path.suffix for path in (tmp_path / "policy").iterdir()} <= {".json", ".safetensors"}
 
 
@@ -610,10 +614,12 @@ def test_the_policy_s_folder_asks_to_sample_from_all_tokens(tmp_path):
     lm = tiny.make_lm("gpt2")
     lm.generation_config.update(top_k=2, top_p=0.1, repetition_penalty=9.0, temperature=0.3)
     lm.generation_config.do_sample = False
+    lm.generation_config.eos_token_id = [tiny.EOS, 7]  # as Gemma 2 names the end of a turn
     tokenizer = AutoTokenizer.from_pretrained(folder_of("gpt2"))
     policy = rloo_rlhf.Actor(lm, rloo_rlhf.Args())
     rloo_rlhf.save_policy(Accelerator(cpu=True), policy, tokenizer, str(tmp_path))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    assert saved.generation_config.eos_token_id == [tiny.EOS, 7]
     torch.manual_seed(0)
     ids = torch.full((2_000, 1), 5)
     drawn = saved.generate(ids, max_new_tokens=1, pad_token_id=0)[:, 1]

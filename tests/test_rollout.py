@@ -180,9 +180,9 @@ def test_the_policys_log_probabilities_of_all_tokens_go_before_the_references_co
 
 @BOTH
 def test_rows_are_selected_from_tensors_and_from_lists(module):
-    """Also from a list that a copy has added to the batch."""
+    """Also from what a copy has added to the batch: a list, and more numbers than tokens."""
     bases = (module.Batch,)
-    fields = [("texts", list, None)]
+    fields = [("texts", list, None), ("features", torch.Tensor, None)]
     own = dataclasses.make_dataclass("Own", fields, bases=bases)
     contexts = [[1], [2], [3]]
     tensors = torch.arange(3).view(1, 3, 1).repeat(5, 1, 1)  # (3, 1) each
@@ -193,10 +193,12 @@ def test_rows_are_selected_from_tensors_and_from_lists(module):
         [1, 1, 1],
         sampled_logprobs,
         texts=["a", "b", "c"],
+        features=torch.arange(12).view(3, 4),
     )
     rows = torch.tensor([2, 0])
     found = module.select(batch, rows)
     assert found.contexts == [[3], [1]]
     assert found.responses.tolist() == [[2], [0]]
     assert found.texts == ["c", "a"]
+    assert found.features.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
     assert found.rewards is None

@@ -324,12 +324,25 @@ def test_a_reward_function_that_fails_late_or_moves(
         assert len(read_lines(folder / "out/metrics.jsonl")) == updates
 
 
+def test_sampling_that_fails_on_one_process_ends_the_run(folder):
+    """The other one waits for it in the middle of a response, so they do not save together."""
+    place = "    for t in range(u.shape[1]):\n"
+    fails = "        if t == 9 and len(u) == 2 and PartialState().process_index:\n"
+    change = (place, f"{place}{fails}            raise MemoryError\n")
+    script = fork_tools.changed_copy(PPO, folder, change, name="mine.py")
+    words = [*WORDS[PPO], "--mask_truncated", "--response_length", "16", "--eval_queries", "3"]
+    statuses = [code for code, *_ in fork_tools.run_two(script, words, folder)]
+    assert statuses == [1, 1]
+    assert (folder / "out/metrics.jsonl").read_text() == ""
+
+
 @pytest.mark.parametrize("script", [PPO, REWARD])
 def test_a_closed_output_does_not_end_a_run(script, folder):
-    """As when the program that reads it has gone."""
+    """As when the program that reads it has gone. No bar is drawn: it would not bear that."""
     refuse = (fork_tools.refuse_to_print, "mean score" if script == PPO else "test/accuracy")
     code, _, errors = run(script, WORDS[script], folder, refuse)
     assert code == 0, errors
+    assert "it/s" not in errors
     assert_same_results(folder, plain(script, 1))
 
 
@@ -544,6 +557,23 @@ def test_what_an_older_run_does_not_record_had_its_default(tmp_path):
         launch_module.UserError, match=f"^--ent_coef None: {tmp_path} was started with"
     ):
         run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
+
+
+def test_a_setting_may_be_a_path_and_its_file_may_have_moved(tmp_path):
+    """With the folder that it is in, as when a project is moved. A file that is still there is
+    another one."""
+    new = tmp_path / "new/run-1/model"
+    old = tmp_path / "old/run-1/model"
+    assert run_module.is_same(new, str(new))
+    assert run_module.is_same(str(new), str(old))
+    assert not run_module.is_same(str(new), str(tmp_path / "old/run-2/model"))
+    assert not run_module.is_same("new/model", "old/model")  # may be on the hub
+    old.mkdir(parents=True)
+    assert not run_module.is_same(str(new), str(old))
+    args = ppo_rlhf.Args(output_dir=str(tmp_path / "out"))
+    args.own = new
+    run_module.Run(Accelerator(cpu=True), ppo_rlhf.FILE, args, 1, [], {}).start()
+    assert json.loads((tmp_path / "out/args.json").read_text())["args"]["own"] == str(new)
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])

@@ -174,7 +174,7 @@ def memory(config: AutoConfig, setting: Setting) -> dict[str, float]:
     model = build(config, setting)
     linear, others = count_weights(model)
     hidden = config.hidden_size
-    frozen = setting.bytes_per_state * linear + 4 * others  # as hold_in_bf16 has it
+    frozen = setting.bytes_per_state * linear + 4 * others  # as `freeze` has it
     trained = linear + others
     if setting.lora_rank > 0:
         # An adapter of rank r on an n x m layer has r (n + m) weights: at least 2 r sqrt(n m).

@@ -61,10 +61,27 @@ def compared(rows: dict[str, Row], algorithm: str) -> dict[str, float]:
     return values
 
 
-def peaks(record: Record) -> list[Row]:
-    """The peak memory of an update of each contender, PPO's first."""
-    rows = [row | {"gib": row["peak_bytes"] / 2**30} for row in record["rows"]]
-    return sorted(rows, key=lambda row: row["contender"].rpartition("-")[2])
+def peaks(*records: Record) -> list[Row]:
+    """The peak memory of an update of each contender in GiB, by shape, PPO's first."""
+    found: dict[str, Row] = {}
+    for record in records:
+        shape = record["args"]["shape"]
+        for row in record["rows"]:
+            name = row["contender"]
+            both = found.setdefault(name, {"contender": name})
+            both[shape] = row["peak_bytes"] / 2**30
+    return sorted(found.values(), key=lambda row: row["contender"].rpartition("-")[2])
+
+
+def saved(*records: Record) -> Row:
+    """The share of the memory of PPO with a value model that RLOO does not need, by shape."""
+    of_contender = {row["contender"]: row for row in peaks(*records)}
+    ours = of_contender["ours-rloo"]
+    critic = of_contender["ours-critic-ppo"]
+    shares = {}
+    for shape in ("gpt2", "tiny"):
+        shares[shape] = 1 - ours[shape] / critic[shape]
+    return shares
 
 
 def chats(*records: Record) -> list[Row]:
@@ -90,7 +107,7 @@ def times(*records: Record) -> list[Row]:
     found: dict[Any, Row] = {}
     for row in bars(*records):
         args = row["args"]
-        key = (args["shape"], row["algorithm"])
-        both = found.setdefault(key, {})
+        shape = args["shape"]
+        both = found.setdefault((shape, row["algorithm"]), {})
         both[args["dtype"]] = row
     return list(found.values())

@@ -26,8 +26,8 @@ query once for its K responses.
 Contenders that are not in by default: `plain-fp32-..`, the plain version in fp32 whatever --dtype
 says; `trl-..` and `trl-fast-..`, TRL's trainers (trl_peer.py); `ours-critic-ppo`, ppo_rlhf.py with
 --critic policy, a value model of its own as TRL's PPO has, with which that is compared too. With
---memory, every contender makes two updates alone: peak memory instead of seconds, defined as in
-memory_speed.py.
+--memory, every contender makes two updates alone: peak memory instead of seconds. On a CPU it is
+the largest resident set minus that after the imports, on a GPU what PyTorch allocated at most.
 
 --shape chat: responses end as in whole_run.py, and what comes after is not counted. Plain
 PyTorch has no such update. The sizes are those of CHAT_SIZES, whatever the flags say. Lengths are

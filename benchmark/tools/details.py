@@ -41,8 +41,8 @@ FAULTS = """
 # optimizer
 group["eps"] /= math.sqrt(1 - beta2 ** group["t"])
     group["eps"] /= 1
-{"tf": AdamTF, "torch": torch.optim.AdamW}
-    {"tf": torch.optim.AdamW, "torch": torch.optim.AdamW}
+AdamTF if args.adam == "tf" else torch.optim.AdamW
+    torch.optim.AdamW
 set_learning_rates(optimizer, update, update / num_updates, args, **max_rates(update, args))
     set_learning_rates(optimizer, update, 0.0, args, **max_rates(update, args))
 # queries
@@ -63,8 +63,8 @@ predicted.pop("logits").div_(temperature)
     predicted.pop("logits")
 batch.responses[:, :-1]
     batch.responses[:, 1:]
-dtype == "bf16"
-    False
+trunk.forward = partial(run_in_bf16, trunk.forward)
+    trunk.forward = trunk.forward
 predicted["ref_logprobs"] = of_ref["logprobs"]
     predicted |= {"ref_logprobs": of_ref["logprobs"], "logprobs": micro.sampled_logprobs}
 math.inf if update > 0 else ratio_limit * args.response_length
