@@ -29,6 +29,32 @@ TITLE = "A critic from the reward model helps PPO at the same KL; eight minibatc
 HOLLOW = {"markerfacecolor": "white", "alpha": 0.6}
 
 LEVELS = (2, 4, 6)  # nats, of full runs
+SHORT_LEVELS = (1, 2, 3)
+STARTS = {
+    "default": "value head on the policy",
+    "warmed up": "value head on the policy, warmed up",
+    "critic from the policy": "critic from the policy",
+    "critic from the policy, warmed up": "critic from the policy, warmed up",
+    "critic from the reward model": "critic from the reward model",
+    WARMED_UP: WARMED_UP,
+}
+SHARED, SHARED_WARM, POLICY, POLICY_WARM, REWARD, REWARD_WARM = STARTS
+PLANNED = {
+    "start: reward model, minus head on the policy": (
+        (REWARD, SHARED),
+        (REWARD_WARM, SHARED_WARM),
+    ),
+    "start: reward model, minus policy": (
+        (REWARD, POLICY),
+        (REWARD_WARM, POLICY_WARM),
+    ),
+    "warm-up: five updates, minus none": (
+        (SHARED_WARM, SHARED),
+        (POLICY_WARM, POLICY),
+        (REWARD_WARM, REWARD),
+    ),
+    "reward model: with the warm-up, minus without": ((REWARD_WARM, REWARD),),
+}
 VALUES = {
     "critic from the reward model": ("critic from the reward model", CRITIC, "-"),
     "critic's rate 1e-2": ("value head, rate 1e-2", PPO, ":"),
@@ -232,6 +258,40 @@ def beside_rloo(record: Record) -> list[Row]:
             "width": differences.interval(ours - theirs),
         }
         rows.append(row)
+    return rows
+
+
+# --- the critic's start and its warm-up -----------------------------------------------------------
+def planned(record: Record) -> list[Row]:
+    """The comparisons of protocol.md: for each seed the mean over pairs of runs of their difference
+    at the same KL, and at the end. `holds` is by Holm's method over these four."""
+    runs = {(row["choice"], row["seed"]): row for row in record["rows"]}
+    rows = []
+    for name, pairs_of_choices in PLANNED.items():
+        leads = []
+        ends = []
+        for seed in record["args"]["seeds"]:
+            pairs = [(runs[one, seed], runs[other, seed]) for one, other in pairs_of_choices]
+            leads.append(np.mean([mean(at_equal_kl(*pair, SHORT_LEVELS)) for pair in pairs]))
+            found = [scores_of(one, ()) - scores_of(other, ()) for one, other in pairs]
+            ends.append(np.mean(found))
+        row = {"name": name} | differences.of_seeds(leads)
+        deviation = float(np.std(leads, ddof=1))
+        row["p"] = differences.p_value(leads, deviation, len(leads) - 1)
+        rows.append(row | {"end": differences.of_seeds(ends)})
+    for row, holds in zip(rows, differences.holm([row["p"] for row in rows]), strict=True):
+        row["holds"] = "yes" if holds else "no"
+    return rows
+
+
+def starts(record: Record) -> list[Row]:
+    """The kinds of runs of protocol.md: true scores at each level and at the end, KL at the end."""
+    rows = []
+    for line in record["table"]:
+        runs = report.runs_of(record, line["choice"])
+        scores = np.array([scores_of(run, SHORT_LEVELS) for run in runs])
+        at = [mean(column) for column in scores.T]
+        rows.append(line | {"name": STARTS.get(line["choice"], "RLOO"), "at": at})
     return rows
 
 
