@@ -50,6 +50,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import pad
+from torch.optim import AdamW, Optimizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -219,7 +220,7 @@ class Batch:
     lengths: Tensor  # (B,), of the responses up to their truncate token
     found_end: Tensor  # (B,), whether there is a truncate token, at --truncate_after or later
     loss_mask: Tensor  # (B, R), tokens that count: all, or those within `lengths`
-    num_tokens: list[int]  # B numbers of tokens that count; in a list no pass waits for the GPU
+    num_tokens: list[int]  # B, how many tokens count; a list, so that no pass waits for the GPU
     sampled_logprobs: Tensor  # (B, R), for check_update
     logprobs: Tensor | None = None  # (B, R), of the policy before the update: the old ones
     ref_logprobs: Tensor | None = None  # (B, R), of the reference
@@ -286,7 +287,7 @@ def main(preset: str, args: Args) -> None:
         set_logprobs(batch, policy, ref, epochs[0], args)
 
         # 2. score: of the response up to its truncate token, with a penalty if there is none
-        with run.keeping_updates():
+        with run.keeping_updates():  # if scoring fails, the last complete update is saved
             batch.scores = score_responses(score_fn, my_queries, batch, args)  # (B,)
 
         # 3. reward: the score minus a KL penalty
@@ -433,7 +434,7 @@ def ppo_loss(
 def ppo_update(
     accelerator: Accelerator,
     wrapped: Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     batch: Batch,
     epochs: Tensor,
     args: Args,
@@ -486,7 +487,7 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 # --- optimizer, and sums over processes -----------------------------------------------------------
-def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
+def make_optimizer(model: Module, args: Args) -> Optimizer:
     """AdamTF or AdamW (--adam) over all weights that are trained. Each part of the model, like
     `lm`, has a parameter group of matrices, which alone have --weight_decay, and one of others."""
     weights = defaultdict(list)
@@ -494,17 +495,17 @@ def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
         if p.requires_grad:
             part = name.partition(".")[0]
             weights[part, p.dim() > 1].append(p)
-    groups = [
-        {"params": params, "part": part, "weight_decay": args.weight_decay if is_matrix else 0.0}
-        for (part, is_matrix), params in weights.items()
-    ]
-    optimizer = AdamTF if args.adam == "tf" else torch.optim.AdamW
+    groups = []
+    for (part, is_matrix), params in weights.items():
+        decay = args.weight_decay if is_matrix else 0.0
+        groups.append({"params": params, "part": part, "weight_decay": decay})
+    optimizer = AdamTF if args.adam == "tf" else AdamW
     with blame("optimizer"):
         return optimizer(groups, args.lr, betas=args.adam_betas, eps=args.adam_eps)
 
 
 def set_learning_rates(
-    optimizer: torch.optim.Optimizer, update: int, progress: float, args: Args, **lrs: float
+    optimizer: Optimizer, update: int, progress: float, args: Args, **lrs: float
 ) -> None:
     """Sets the rates for all optimizer steps of this update (updates count from 0): the highest
     rate, times the warm-up, times the linear decay to 0. `progress`, in [0, 1), is the share of the
@@ -525,17 +526,17 @@ def max_rates(update: int, args: Args) -> dict[str, float]:
 
 
 def average_gradients(
-    accelerator: Accelerator, model: nn.Module, is_last: bool
+    accelerator: Accelerator, model: Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
-    """A context for the backward pass of a micro-batch. Processes average their gradients at the
-    last micro-batch of a step. If weights are sharded (by modules with `reshard`) they do it at
-    each: until then every process would hold whole gradients."""
+    """A context for the backward pass of a micro-batch. Processes average their gradients only at
+    the last micro-batch of a step. If weights are sharded (by modules with `reshard`) they do it
+    at each one: otherwise every process would hold whole gradients until then."""
     if is_last or hasattr(model, "reshard"):
         return contextlib.nullcontext()
     return accelerator.no_sync(model)
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+def clip_gradients(model: Module, max_norm: float | None) -> Tensor:
     """Scales the gradients down to max_norm, if it is given. Returns their norm before that."""
     return full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
 
@@ -583,9 +584,11 @@ def sampling_error(batch: Batch) -> Tensor:
 def check_update(update: int, metrics: dict, args: Args) -> None:
     """UserError if one of these numbers is beyond its limit or NaN. docs/metrics.md has causes."""
     ratio_limit, sampling_limit = TOLERANCES[args.dtype]
-    # At first the policy is the reference, so the KL is rounding. Later main has --max_kl for it.
+    # In the first update the policy is the reference: the KL is rounding. Later this check finds
+    # only NaN, as main compares the KL with --max_kl.
     kl_limit = math.inf if update > 0 else ratio_limit * args.response_length
     limits = {
+        # 1e308: any finite number
         "gradient_norm": (1e308, "the loss is not finite, or --lr is too high"),
         "first_ratio_error": (ratio_limit, "the passes of rollout and update differ"),
         "sampling_error": (sampling_limit, "tokens are sampled from other logits"),
@@ -606,8 +609,8 @@ STREAM_SAMPLES, STREAM_ROWS = 1, 4
 
 
 def shuffle(rows: np.ndarray, rank: int, update: int, args: Args) -> Tensor:
-    """The row numbers of an update's minibatches, (num_epochs, num_minibatches, b). Each epoch is a
-    permutation of `rows`. What stands in one row of a matrix stays side by side."""
+    """The row numbers of an update's minibatches, (num_epochs, num_minibatches, b). Each epoch
+    permutes `rows`: numbers (B,), or a matrix, of which each line stays together."""
     generator = np.random.default_rng([args.seed, STREAM_ROWS, rank, update])
     epochs = [generator.permutation(rows) for _ in range(args.num_epochs)]
     return torch.tensor(np.array(epochs)).view(args.num_epochs, args.num_minibatches, -1)
@@ -636,11 +639,14 @@ def rollout(
     # autocast discards its bf16 copies of trained weights when the outermost autocast block ends.
     # This disabled block is the outermost one, so weights are cast once and not at every token.
     with torch.autocast(u.device.type, enabled=False):
-        responses, logprobs = sample(policy, cache, contexts, u, args.temperature, end, after)
+        responses, sampled_logprobs = sample(
+            policy, cache, contexts, u, args.temperature, end, after
+        )
     until_end, found_end = truncate(responses, truncate_id, after)
+    lengths = until_end.sum(1)
     loss_mask = until_end if args.mask_truncated else torch.ones_like(until_end)
     num_tokens = loss_mask.sum(1).tolist()
-    return Batch(contexts, responses, until_end.sum(1), found_end, loss_mask, num_tokens, logprobs)
+    return Batch(contexts, responses, lengths, found_end, loss_mask, num_tokens, sampled_logprobs)
 
 
 @torch.no_grad()
@@ -650,6 +656,7 @@ def set_logprobs(
     """Sets the batch's log-probabilities, by policy and reference, and what else the policy
     predicts, like values. Rows go through the models in the micro-batches of minibatches
     (num_minibatches, b)."""
+    fields = defaultdict(lambda: torch.zeros_like(batch.sampled_logprobs))  # (B, R) each
     for minibatch in minibatches:
         for rows in micro_batches(minibatch, batch, args.micro_batch_size):
             micro = select(batch, rows)
@@ -659,9 +666,8 @@ def set_logprobs(
             predicted["ref_logprobs"] = of_ref["logprobs"]
             index = rows.to(batch.responses.device)
             for name, x in predicted.items():
-                if getattr(batch, name) is None:
-                    setattr(batch, name, torch.zeros_like(batch.sampled_logprobs))
-                getattr(batch, name)[index, : x.shape[1]] = x
+                fields[name][index, : x.shape[1]] = x
+    vars(batch).update(fields)  # batch.logprobs, batch.ref_logprobs and others
 
 
 @torch.no_grad()
@@ -725,8 +731,8 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
         return everything, everything.all(1)
     is_end = responses == token
     is_end[:, :after] = False
-    # How many ends there are up to a token: 0 before the first end, where is_end is 0, and 1 at it.
-    return is_end.cumsum(1) == is_end, is_end.any(1)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    return ends_before == 0, is_end.any(1)
 
 
 def truncated(batch: Batch) -> TokenRows:
@@ -797,9 +803,9 @@ def evaluate(
 def forward_response(
     policy: Module, batch: Batch, temperature: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the policy predicts at each position of the batch's responses: log-probabilities of all
-    tokens, (b, R, V); and (b, R) each `logprobs`, those of the tokens that are there, and whatever
-    else it returns, like the values before these tokens."""
+    """What the policy predicts at each position of the responses: the log-probabilities of all
+    tokens, (b, R, V), and a dict of tensors (b, R): `logprobs`, of the tokens that are there, and
+    what else the policy returns, like `values`, predicted before each token."""
     ids, mask = pad_rows(batch.contexts)
     inputs = batch.responses[:, :-1]  # what follows the last token is not needed
     ids = torch.cat([ids, inputs], 1)
@@ -823,7 +829,7 @@ class ActorCritic(Module):
     def __init__(self, lm: PreTrainedModel, critic: PreTrainedModel | None = None) -> None:
         super().__init__()
         self.lm = lm
-        self.critic = getattr(critic, "base_model", None)
+        self.critic = None if critic is None else critic.base_model
         width = lm.get_output_embeddings().in_features
         self.value_head = nn.Linear(width, 1, device=lm.device)
         for p in self.value_head.parameters():
@@ -857,8 +863,9 @@ def reward_head(classifier: PreTrainedModel) -> nn.Linear:
 
 
 def micro_batches(rows: Tensor, batch: Batch, size: int) -> tuple[Tensor, ...]:
-    """The row numbers in groups of up to `size` rows of similar length: less padding. All responses
-    to a query go where its longest does, and the sort is stable, so they stay together."""
+    """The row numbers in groups of up to `size` rows of similar length, for less padding. A row
+    counts as long as the longest response to its query, and the sort is stable. So all responses
+    to a query stay together."""
     longest = defaultdict(int)
     for i in rows.tolist():
         query = tuple(batch.contexts[i])
@@ -880,14 +887,15 @@ def load_policy_and_reference(
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Two models from --base_model: the policy, and the reference, which is frozen. With LoRA they
     share all weights but the policy's adapters."""
-    device = PartialState().device
     ref = load("base_model", args.base_model, AutoModelForCausalLM)
+    lm = None
     if args.lora_rank:
         # before `freeze` holds weights in bf16: adapters get the dtype of their weights
         lm = with_adapters(ref, args.lora_rank, args.lora_alpha)
-        return lm, freeze(ref, args.dtype).to(device)
-    ref = freeze(ref, args.dtype).to(device)  # to a GPU first, so the host never holds both
-    return load("base_model", args.base_model, AutoModelForCausalLM), ref
+    ref = freeze(ref, args.dtype).to(PartialState().device)
+    if lm is None:  # loaded only when the reference is on its GPU: the host never holds both
+        lm = load("base_model", args.base_model, AutoModelForCausalLM)
+    return lm, ref
 
 
 def load_critic(load: Callable, args: Args) -> PreTrainedModel | None:
@@ -916,6 +924,7 @@ def check_settings(args: Args, num_processes: int, k: int) -> None:
             f"--truncate_after {args.truncate_after} must be below "
             f"--response_length {args.response_length}"
         )
+    # else adapt_kl_coef could make the coefficient 0, or negative
     if args.adaptive_kl_target and args.batch_size >= 5 * args.kl_horizon:
         raise UserError(
             f"--kl_horizon {args.kl_horizon} must be above a fifth of --batch_size "

@@ -52,6 +52,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import cross_entropy, pad
+from torch.optim import AdamW, Optimizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -206,7 +207,6 @@ def main(preset: str, args: Args) -> None:
     queries = load_queries(args, tokenizer, 2 * args.normalization_samples)
     if args.normalization_samples and labels[0].is_from_chat != is_chat(queries[0].prompt):
         raise UserError("--label_dataset and --query_dataset: both need chats, or both texts")
-    # the longest text that a model reads
     longest = max(len(query.for_policy) for query in queries) + args.response_length
     for label in labels + held_out:
         longest = max(longest, len(label.query + max(label.responses, key=len)))
@@ -294,7 +294,7 @@ def label_rewards(reward: Module, labels: list[Comparison]) -> tuple[Tensor, Ten
 def reward_update(
     accelerator: Accelerator,
     wrapped: Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     labels: list[Comparison],
     args: Args,
 ) -> "Metrics":
@@ -338,9 +338,9 @@ def reference_rewards(
     args: Args,
 ) -> Tensor:
     """Rewards of --normalization_samples samples of the reference, gathered from all processes. A
-    sample is scored where `end` ends it, as --truncate_after says, or else at its last token. Draw
-    0 is before the training, 1 after it: with other uniforms, and other queries if there are
-    enough."""
+    sample is scored at the first `end` at index --truncate_after or later, or at its last token.
+    Draw 0 (before the training) and 1 (after it) have other uniforms, and other queries if there
+    are enough."""
     total = args.normalization_samples
     my_rows = torch.arange(total).chunk(accelerator.num_processes)[accelerator.process_index]
     u = uniforms(args.seed, draw, total, args.response_length)
@@ -380,7 +380,7 @@ def evaluate_labels(
 
 
 # --- optimizer, and sums over processes -----------------------------------------------------------
-def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
+def make_optimizer(model: Module, args: Args) -> Optimizer:
     """AdamTF or AdamW (--adam) over all weights that are trained. Each part of the model, like
     `lm`, has a parameter group of matrices, which alone have --weight_decay, and one of others."""
     weights = defaultdict(list)
@@ -388,17 +388,17 @@ def make_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
         if p.requires_grad:
             part = name.partition(".")[0]
             weights[part, p.dim() > 1].append(p)
-    groups = [
-        {"params": params, "part": part, "weight_decay": args.weight_decay if is_matrix else 0.0}
-        for (part, is_matrix), params in weights.items()
-    ]
-    optimizer = AdamTF if args.adam == "tf" else torch.optim.AdamW
+    groups = []
+    for (part, is_matrix), params in weights.items():
+        decay = args.weight_decay if is_matrix else 0.0
+        groups.append({"params": params, "part": part, "weight_decay": decay})
+    optimizer = AdamTF if args.adam == "tf" else AdamW
     with blame("optimizer"):
         return optimizer(groups, args.lr, betas=args.adam_betas, eps=args.adam_eps)
 
 
 def set_learning_rates(
-    optimizer: torch.optim.Optimizer, update: int, progress: float, args: Args, **lrs: float
+    optimizer: Optimizer, update: int, progress: float, args: Args, **lrs: float
 ) -> None:
     """Sets the rates for all optimizer steps of this update (updates count from 0): the highest
     rate, times the warm-up, times the linear decay to 0. `progress`, in [0, 1), is the share of the
@@ -411,17 +411,17 @@ def set_learning_rates(
 
 
 def average_gradients(
-    accelerator: Accelerator, model: nn.Module, is_last: bool
+    accelerator: Accelerator, model: Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
-    """A context for the backward pass of a micro-batch. Processes average their gradients at the
-    last micro-batch of a step. If weights are sharded (by modules with `reshard`) they do it at
-    each: until then every process would hold whole gradients."""
+    """A context for the backward pass of a micro-batch. Processes average their gradients only at
+    the last micro-batch of a step. If weights are sharded (by modules with `reshard`) they do it
+    at each one: otherwise every process would hold whole gradients until then."""
     if is_last or hasattr(model, "reshard"):
         return contextlib.nullcontext()
     return accelerator.no_sync(model)
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+def clip_gradients(model: Module, max_norm: float | None) -> Tensor:
     """Scales the gradients down to max_norm, if it is given. Returns their norm before that."""
     return full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
 
@@ -530,8 +530,8 @@ def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
         return everything, everything.all(1)
     is_end = responses == token
     is_end[:, :after] = False
-    # How many ends there are up to a token: 0 before the first end, where is_end is 0, and 1 at it.
-    return is_end.cumsum(1) == is_end, is_end.any(1)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    return ends_before == 0, is_end.any(1)
 
 
 # --- forward passes -------------------------------------------------------------------------------
@@ -550,16 +550,16 @@ class RewardModel(Module):
         """Rewards (b N,), in fp32, read at the last token of each response. Queries (b, T) are
         padded on the left, responses (b N, R) on the right."""
         n = len(responses) // len(ids)
-        cache = None
         if self.reads_once:
             cache = read_queries(self.lm, ids, mask, n)
+            ids = responses
         else:
-            responses = torch.cat([ids.repeat_interleave(n, 0), responses], 1)
+            cache = None
+            ids = torch.cat([ids.repeat_interleave(n, 0), responses], 1)
         mask = torch.cat([mask.repeat_interleave(n, 0), is_real], 1)
-        states = forward(self.lm.base_model, responses, mask, cache).last_hidden_state
-        rows = torch.arange(len(responses), device=ids.device)
-        # negative, so it holds with and without the query
-        last = is_real.sum(1) - is_real.shape[1] - 1
+        states = forward(self.lm.base_model, ids, mask, cache).last_hidden_state
+        rows = torch.arange(len(ids), device=ids.device)
+        last = is_real.sum(1) - is_real.shape[1] - 1  # from the end: a query may stand before
         return self.gain * self.lm.score(states[rows, last]).squeeze(1) + self.bias
 
 

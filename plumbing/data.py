@@ -93,9 +93,17 @@ UNREAD = ("system", "system_prompt", "history", "context", "passage", "image", "
 
 
 def prompt_of(row: dict, column: str | None = None) -> str | list:
-    """What is to be answered in this row: a text, token ids, or a chat, which is a list of messages
-    without the answer. If `chosen` is a chat, this is the longer of two: the prompt in the column,
-    or all messages of `chosen` but the last."""
+    """What is to be answered in this row: a text, token ids, or a chat (a list of messages) without
+    its answer.
+
+        column       chosen     what is returned
+        text, ids    no chat    the column as it is
+        chat         no chat    the chat, without a last message of the assistant
+        text         chat       the longer of the text, as a user's message, and chosen[:-1]
+        chat         chat       the longer of the chat, as above, and chosen[:-1]
+        none         chat       chosen[:-1]
+        any          empty      "", which is dropped
+    """
     is_named = column is not None
     if not is_named:
         column = next((name for name in PROMPTS if name in row), None)
@@ -175,13 +183,11 @@ def encode(value: str | list, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         if chat[-1].get("role") not in ASKING:
             raise UserError(f"the last message must be by one of {ASKING}: {chat[-1]}")
     known = range(len(tokenizer))
-
-    def is_id(x: object) -> bool:
-        return type(x) is int and (x in known or x == PADDING)
-
     if isinstance(value, str):
         tokens = tokenizer(value, add_special_tokens=False).input_ids
-    elif isinstance(value, list) and all(map(is_id, value)):
+    elif isinstance(value, list) and all(
+        type(x) is int and (x in known or x == PADDING) for x in value
+    ):
         # 50259 is padding, unless this tokenizer has so many tokens.
         tokens = [token for token in value if token in known]
     else:
@@ -238,7 +244,8 @@ def load_queries(args: Any, tokenizer: PreTrainedTokenizerBase, num_queries: int
     queries = []
     for i in np.random.default_rng([args.seed, STREAM_QUERIES]).permutation(len(table)).tolist():
         with blame(f"--query_dataset {args.query_dataset}, row {i}", UnicodeError):
-            row = read_row(table, i)
+            with blame("cannot be read"):  # like a damaged picture
+                row = table[i]
             prompt = prompt_of(row, args.prompt_column)
             if is_chat(prompt) and (start is not None or end is not None or long == "keep_start"):
                 raise UserError(
@@ -264,12 +271,6 @@ def load_queries(args: Any, tokenizer: PreTrainedTokenizerBase, num_queries: int
     if dropped.total() > len(queries):
         say("WARNING: more than half of the rows that were read are dropped")
     return queries
-
-
-def read_row(table: datasets.Dataset, i: int) -> dict:
-    """A row of the table. UserError if something in it cannot be read, like a damaged picture."""
-    with blame("cannot be read"):
-        return table[i]
 
 
 def cut_query(

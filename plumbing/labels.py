@@ -1,4 +1,5 @@
-"""Labels, and where rewards come from. Nothing here knows an algorithm."""
+"""Where labels and rewards come from: tables, folders of models, functions of users. Nothing here
+knows an algorithm."""
 
 import copy
 import os
@@ -30,7 +31,6 @@ from plumbing.data import (
     is_chat,
     load_table,
     prompt_of,
-    read_row,
     render,
     token_id,
 )
@@ -85,7 +85,8 @@ def read_labels(
     labels = []
     for i, coin in zip(rows, coins, strict=True):
         with blame(f"--label_dataset {args.label_dataset}, row {i}", UnicodeError):
-            row = read_row(table, i)
+            with blame("cannot be read"):  # like a damaged picture
+                row = table[i]
             column = args.prompt_column if args.prompt_column in row else None
             if "chosen" in row and "rejected" in row:
                 prompt, *answers = read_preference(row, column, tokenizer)
@@ -94,9 +95,8 @@ def read_labels(
                 if coin:  # chosen comes second
                     responses.reverse()
             else:
-                prompt, *samples = read_samples(row, column)
+                prompt, samples, best = read_samples(row, column)
                 query, *responses = [encode(x, tokenizer) for x in (prompt, *samples)]
-                best = int(row["best"])
         if not query or not all(responses):
             counts["left out, for an empty or long prompt, an empty answer, or unlike chats"] += 1
         elif all(response == responses[0] for response in responses):
@@ -113,7 +113,7 @@ def read_labels(
     return labels
 
 
-def read_samples(row: dict, column: str | None) -> list:
+def read_samples(row: dict, column: str | None) -> tuple[str | list, list, int]:
     """Prompt and samples of a row in OpenAI's format: query, sample0, .., and the number `best`."""
     samples = [row[f"sample{n}"] or "" for n in range(100) if f"sample{n}" in row]
     best = row.get("best")
@@ -123,7 +123,7 @@ def read_samples(row: dict, column: str | None) -> list:
         raise UserError(f"neither query, sample0, .., best, nor chosen, rejected: {row}")
     if any(map(is_chat, samples)):
         raise UserError(f"samples must be texts or token ids, not chats: {row}")
-    return [prompt_of(row, column), *samples]
+    return prompt_of(row, column), samples, int(best)
 
 
 def read_preference(row: dict, column: str | None, tokenizer: PreTrainedTokenizerBase) -> list:
@@ -138,7 +138,7 @@ def read_preference(row: dict, column: str | None, tokenizer: PreTrainedTokenize
     answers = [row["chosen"], row["rejected"]]
     if not all(answers):  # an empty cell is null
         return ["", "", ""]
-    if not (all(isinstance(x, str) for x in answers) or all(is_chat(x) for x in answers)):
+    if not (all(isinstance(x, str) for x in answers) or all(map(is_chat, answers))):
         raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
     if is_chat(answers[0]):
         turns = [[turn.get("content") or turn.get("tool_calls") for turn in x] for x in answers]
@@ -235,8 +235,10 @@ def call_reward_fn(
     """Scores (B,) of a --reward_fn, called as TRL calls its reward functions: function(prompts=..,
     completions=.., **columns). Both are lists of texts; where a prompt is a chat, of chats. The
     table's other columns are lists, too. It returns one finite float for each completion."""
-    columns = {name: [query.columns.get(name) for query in queries] for name in queries[0].columns}
-    columns.pop("prompt", None)
+    columns = {}
+    for name in queries[0].columns:
+        if name != "prompt":
+            columns[name] = [query.columns.get(name) for query in queries]
     prompts = []
     completions = []
     begin = len(bos(tokenizer))

@@ -172,10 +172,12 @@ def parse_args(args_class: type, presets: dict[str, Any]) -> tuple[str, Any]:
 def local_path(name: str) -> str:
     """The path of a file or folder, or else of one beside the scripts, or else a name on the hub,
     which is returned as it is."""
-    places = (os.path.expanduser(name), f"{ROOT}/{name}")
     if name.startswith("tiny/") and not os.path.exists(f"{ROOT}/tiny"):
         raise UserError(f"{name} is not there: copy tiny/ beside the scripts, or name your own")
-    return next((os.path.abspath(path) for path in places if os.path.exists(path)), name)
+    for path in (os.path.expanduser(name), f"{ROOT}/{name}"):
+        if os.path.exists(path):
+            return os.path.abspath(path)
+    return name
 
 
 def run_main(main: Callable[[str, Any], None], args_class: type, presets: dict[str, Any]) -> None:

@@ -142,31 +142,26 @@ def forward(
     a cache, ids follow what is in it, and mask covers both. Positions count real tokens, as the
     original's do."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding has position 0, but is masked
-    options = {}
-    if last is not None:
-        options["logits_to_keep"] = last
-        # transformers returns hidden states of all layers or of none.
-        states = []
-        head = model.get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
-    try:
-        output = model(
-            ids,
-            attention_mask=mask,
-            position_ids=positions[:, -ids.shape[1] :],
-            past_key_values=cache,
-            use_cache=cache is not None,
-            **options,
-        )
-    finally:
-        if last is not None:
-            hook.remove()
-    if last is not None:
-        output.last_hidden_state = states[0]
-        # A few models give all logits. The others' are not cut: a view takes memory in the backward
-        # pass.
-        if output.logits.shape[1] > last:
-            output.logits = output.logits[:, -last:]
+    run = partial(
+        model,
+        ids,
+        attention_mask=mask,
+        position_ids=positions[:, -ids.shape[1] :],
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+    if last is None:
+        return run()
+    # A hook notes what the head reads: transformers returns hidden states of all layers or of none.
+    states = []
+    head = model.get_output_embeddings()
+    with head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])):
+        output = run(logits_to_keep=last)
+    output.last_hidden_state = states[0]
+    # A few models give all logits. The others' are not cut: a view takes memory in the backward
+    # pass.
+    if output.logits.shape[1] > last:
+        output.logits = output.logits[:, -last:]
     return output
 
 
@@ -223,7 +218,8 @@ def load_model(
     reward head, it gets a random one."""
     name = local_path(name)
     what = f"--{flag} {name}"
-    if flag != "base_model" and load_tokenizer(flag, name).get_vocab() != tokenizer.get_vocab():
+    vocabulary = tokenizer.get_vocab()
+    if flag != "base_model" and load_tokenizer(flag, name).get_vocab() != vocabulary:
         raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
     head = "lm_head"
     options = {}
@@ -246,7 +242,7 @@ def load_model(
         raise UserError(f"{what} is quantized: save a copy in fp32 or bf16 first (`dequantize()`)")
     if hasattr(model, "peft_config"):
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-    if options.get("num_labels") and not hasattr(model, head):
+    if head == "score" and not hasattr(model, head):
         raise UserError(f"{what}: a {type(model).__name__} is not supported, as it has no `score`")
 
     # transformers only warns about weights that are missing, left over or of another size. What is
@@ -264,14 +260,14 @@ def load_model(
     # token that was added must have one if the chat template, or an end, uses it.
     used = f"{tokenizer.chat_template}{tokenizer.eos_token}{tokenizer.bos_token}"
     unused = {text for text in tokenizer.get_added_vocab() if text not in used}
-    vocabulary = tokenizer.get_vocab()
     if flag == "base_model":  # after the last update it would be too late
         architectures = model.config.architectures
         with blame(f"{what} cannot be saved"), TemporaryDirectory() as folder:
             save_model(model, tokenizer, folder, {})
         model.config.architectures = architectures  # saving replaces it
     with blame(what):
-        check_model(model, max(vocabulary[text] for text in vocabulary.keys() - unused), longest)
+        top = max(vocabulary[text] for text in vocabulary.keys() - unused)
+        check_model(model, top, longest)
     patch_layers(model, args.dtype, max(vocabulary.values()) + 1)
     if args.gradient_checkpointing:
         recompute_activations(model)
@@ -287,8 +283,9 @@ def save_model(
     ends = {}
     for config in (model.config, getattr(model, "generation_config", None)):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if getattr(config, name, None) is not None:
-                ends[name] = getattr(config, name)
+            token = getattr(config, name, None)
+            if token is not None:
+                ends[name] = token
     model.generation_config = GenerationConfig(do_sample=True, top_k=0, **ends)
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)

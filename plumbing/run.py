@@ -38,9 +38,9 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
     """The folder of the run, --output_dir or a new one. UserError if it has other files than those
     of a run to be resumed, or if that run had other settings."""
     default = f"runs/{script.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    (name,) = broadcast_object_list([args.output_dir or default])  # processes' clocks may differ
-    folder = Path(name).expanduser().absolute()
-    files = {path.name for path in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
+    (path,) = broadcast_object_list([args.output_dir or default])  # processes' clocks may differ
+    folder = Path(path).expanduser().absolute()
+    files = {file.name for file in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
     would_start_anew = "samples.jsonl" in files and not complete_checkpoints(folder)
     if files and ("args.json" not in files or would_start_anew or not args.resume):
         raise UserError(
@@ -148,7 +148,7 @@ class Run:
             record = {"script": self.script.stem, "torch": torch.__version__}
             record["args"] = vars(self.args)
             write(self.folder / "args.json", json.dumps(record, indent=2, default=str))
-        shared = [ROOT / "tf_adam.py", *sorted((ROOT / "plumbing").glob("*.py"))]
+        shared = [ROOT / "tf_adam.py", *sorted(ROOT.glob("plumbing/*.py"))]
         for path in (self.script, *shared):
             copy = self.folder / (path.relative_to(ROOT) if path in shared else path.name)
             copy.parent.mkdir(exist_ok=True)
@@ -285,13 +285,13 @@ def save_policy(
             if name not in getattr(module, "all_tied_weights_keys", ())  # tied: saved once
         }
         with writing(parent):
-            if not hasattr(module, "save_pretrained"):
+            if hasattr(module, "save_pretrained"):
+                folder = "policy" if part == "lm" else part
+                save_model(module, tokenizer, f"{parent}/{folder}", own)
+            else:
                 os.makedirs(f"{parent}/modules", exist_ok=True)
                 own = {name: x.clone().contiguous() for name, x in own.items()}  # may share memory
                 save_file(own, f"{parent}/modules/{part}.safetensors")
-                continue
-            folder = "policy" if part == "lm" else part
-            save_model(module, tokenizer, f"{parent}/{folder}", own)
 
 
 def write_samples(before: dict[str, list], after: dict[str, list], folder: Path) -> None:

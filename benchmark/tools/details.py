@@ -41,8 +41,8 @@ FAULTS = """
 # optimizer
 group["eps"] /= math.sqrt(1 - beta2 ** group["t"])
     group["eps"] /= 1
-AdamTF if args.adam == "tf" else torch.optim.AdamW
-    torch.optim.AdamW
+AdamTF if args.adam == "tf" else AdamW
+    AdamW
 set_learning_rates(optimizer, update, update / num_updates, args, **max_rates(update, args))
     set_learning_rates(optimizer, update, 0.0, args, **max_rates(update, args))
 # queries
@@ -142,7 +142,7 @@ reward_head(critic)
     args.lr
 args.lora_alpha
     1
-is_end.cumsum(1) == is_end
+ends_before == 0
     is_end.cumsum(1) == 0
 """
 
