@@ -6,8 +6,9 @@
 #   ROUNDS=5 EPISODES=6400 bash docs/loop.sh --dtype bf16 # these flags go to all three scripts
 #   REWARD_FLAGS="--lr 1e-4" PPO_FLAGS="--lr 3e-5" POLICY=./my_sft bash docs/loop.sh ...
 #
-# In place of people, tiny.rewards:happy labels here: put your own way to choose at step 2. The KL
-# of a round is measured from the policy that the round began with, not from the first one.
+# In place of people, tiny.rewards:happy labels here: put your own way to choose at steps 1 and 2.
+# Queries must be texts, not chats, since samples.jsonl has them as texts. The KL of a round is
+# measured from the policy that the round began with, not from the first one.
 set -eo pipefail
 rounds=${ROUNDS:-3}
 queries=${QUERIES:-2000}  # asked in each round, all at once and four times: fewer for large models

@@ -13,6 +13,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
 from plumbing.launch import UserError, blame, local_path, say
@@ -49,8 +50,6 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
     if kind:
         source = {"path": kind, "data_files": escape(name)}
-    if kind == "text":
-        source["encoding"] = "utf-8-sig"  # without a BOM, as the other readers
     if os.path.isfile(name) and not os.path.getsize(name):
         raise UserError(f"--{flag} {name} is empty")
     if not kind and os.path.exists(path) and escape(path) != path:
@@ -62,7 +61,9 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
         # Texts stay texts. datasets takes "None" in a csv file for an empty cell and 18 for a
         # number, and a date in JSON for a time.
         if table.builder_name == "csv":
-            if "__index_level_0__" in features:  # then pandas takes the first for row names
+            # If rows have more cells than names, pandas takes the first for an index of this name.
+            index = "__index_level_0__"
+            if index in features and not (kind and index in pd.read_csv(name, nrows=0)):
                 raise UserError("rows have more cells than the first line has names")
             source["na_filter"] = False
             features = datasets.Features(dict.fromkeys(features, datasets.Value("string")))
@@ -184,7 +185,8 @@ def encode(value: str | list, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             raise UserError(f"the last message must be by one of {ASKING}: {chat[-1]}")
     known = range(len(tokenizer))
     if isinstance(value, str):
-        tokens = tokenizer(value, add_special_tokens=False).input_ids
+        text = value.removeprefix("\ufeff")  # a BOM, at the start of a text file
+        tokens = tokenizer(text, add_special_tokens=False).input_ids
     elif isinstance(value, list) and all(
         type(x) is int and (x in known or x == PADDING) for x in value
     ):

@@ -61,7 +61,7 @@ def is_same(value: Any, before: Any) -> bool:
     """Whether a setting is as it was. A file may have moved with its folder, like a project."""
     if type(value) is type(before) is str and os.path.isabs(before) and not os.path.exists(before):
         return Path(value).parts[-2:] == Path(before).parts[-2:]
-    return json.dumps(value, default=str) == json.dumps(before)
+    return json.dumps(value, default=str) == json.dumps(before, default=str)
 
 
 SEVEN_DIGITS = "[0-9]" * 7  # a checkpoint's folder, and not a user's copy with another name

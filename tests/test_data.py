@@ -324,8 +324,9 @@ def test_texts_of_files_arrive_as_they_stand_there():
     Path("of_csv").mkdir()
     Path("a.csv").rename("of_csv/train.csv")
     assert data_module.load_table("query_dataset", "of_csv")["train"]["answer"][:] == [*cells, ""]
-    Path("a.txt").write_text("w5\n", "utf-8-sig")  # with a byte order mark
-    assert data_module.load_table("query_dataset", "a.txt")["train"]["text"][:] == ["w5"]
+    assert read_query({"prompt": "\ufeffw5"}) == [5]  # the mark at the start of a text file
+    Path("a.csv").write_text("text,__index_level_0__\nw5,1\nw6,2\n")
+    assert data_module.load_table("query_dataset", "a.csv")["train"]["text"][:] == ["w5", "w6"]
     for line in ("w5, w6,1", "w5,1,"):
         Path("a.csv").write_text(f"text,answer\n{line}\n")
         with pytest.raises(launch_module.UserError, match="more cells than the first line"):

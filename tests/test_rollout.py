@@ -193,12 +193,12 @@ def test_rows_are_selected_from_tensors_and_from_lists(module):
         [1, 1, 1],
         sampled_logprobs,
         texts=["a", "b", "c"],
-        features=torch.arange(12).view(3, 4),
+        features=torch.arange(12).view(3, 1, 4),
     )
     rows = torch.tensor([2, 0])
     found = module.select(batch, rows)
     assert found.contexts == [[3], [1]]
     assert found.responses.tolist() == [[2], [0]]
     assert found.texts == ["c", "a"]
-    assert found.features.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+    assert found.features.tolist() == [[[8, 9, 10, 11]], [[0, 1, 2, 3]]]
     assert found.rewards is None

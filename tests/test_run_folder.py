@@ -565,6 +565,7 @@ def test_a_setting_may_be_a_path_and_its_file_may_have_moved(tmp_path):
     new = tmp_path / "new/run-1/model"
     old = tmp_path / "old/run-1/model"
     assert run_module.is_same(new, str(new))
+    assert run_module.is_same(new, new)
     assert run_module.is_same(str(new), str(old))
     assert not run_module.is_same(str(new), str(tmp_path / "old/run-2/model"))
     assert not run_module.is_same("new/model", "old/model")  # may be on the hub

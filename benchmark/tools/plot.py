@@ -65,7 +65,7 @@ def add_elapsed(metrics: Metrics, folder: Path) -> None:
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """The mean of each value and its neighbours, of fewer of them near the ends."""
-    reach = window // 2
+    reach = max(window, 1) // 2
     means = []
     for i in range(len(values)):
         means.append(np.mean(values[max(i - reach, 0) : i + reach + 1]))
