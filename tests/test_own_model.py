@@ -151,5 +151,5 @@ def test_the_measured_runs_are_those_of_the_records():
         moved.append(last["objective/kl"])
         gained.append(last["objective/scores"] - first["objective/scores"])
     assert len(moved) == 4
-    assert f"KL rose from 0 to {min(moved):.1f} to {max(moved):.1f} nats" in page
-    assert f"score rose by {min(gained):.2f} to {max(gained):.2f}" in page
+    assert f"KL rose from 0 to between {min(moved):.1f} and {max(moved):.1f} nats" in page
+    assert f"score by between {min(gained):.2f} and {max(gained):.2f}" in page

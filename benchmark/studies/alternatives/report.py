@@ -15,7 +15,7 @@ COLOURS = {
     "DPO": "#CC79A7",
     "fine-tuning": "#56B4E9",
 }
-KINDS = ("true_score", "kl", "distinct", "minutes")
+KINDS = ("true_score", "kl", "repetitive", "minutes")
 TITLE = "Trained on the same labels: true score over the KL"
 Groups = dict[str, list[Row]]
 
