@@ -316,8 +316,8 @@ def main(preset: str, args: Args) -> None:
 
         # 6. adapt the KL coefficient; leave a checkpoint
         run.state["kl_coef"] = adapt_kl_coef(kl_coef, metrics["objective/kl"], args)
-        is_far = abs(metrics["objective/kl"]) > args.max_kl
-        run.end_update("--max_kl" if is_far else "")
+        limit = "--max_kl" if abs(metrics["objective/kl"]) > args.max_kl else ""
+        run.end_update(limit)  # stops the run if there is a limit to name
 
     # 7. save and evaluate
     save_policy(accelerator, wrapped, tokenizer, args.output_dir)
@@ -508,17 +508,16 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
     # only NaN, as main compares the KL with --max_kl.
     kl_limit = math.inf if update > 0 else ratio_limit * args.response_length
     limits = {
-        # 1e308: any finite number
-        "gradient_norm": (1e308, "the loss is not finite, or --lr is too high"),
+        "gradient_norm": (np.finfo(float).max, "the loss is not finite, or --lr is too high"),
         "first_ratio_error": (ratio_limit, "the passes of rollout and update differ"),
         "sampling_error": (sampling_limit, "tokens are sampled from other logits"),
         "objective/kl": (kl_limit, "policy and reference differ"),
     }
     for name, (limit, hint) in limits.items():
-        # `not` makes NaN raise, too
-        if not abs(metrics[name]) <= limit:
+        value = metrics[name]
+        if not abs(value) <= limit:  # also where it is NaN
             raise UserError(
-                f"{name} is {metrics[name]:.3g}, its limit {limit:.3g}: {hint}; see docs/metrics.md"
+                f"{name} is {value:.3g}, its limit {limit:.3g}: {hint}; see docs/metrics.md"
             )
 
 
@@ -536,13 +535,11 @@ def shuffle(rows: np.ndarray, rank: int, update: int, args: Args) -> Tensor:
     return torch.tensor(np.array(epochs)).view(args.num_epochs, args.num_minibatches, -1)
 
 
-def uniforms(seed: int, draw: int, batch: int, length: int, *attempt: int) -> Tensor:
+def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
-    take their rows of one array, so these numbers do not depend on how many processes there are.
-    The same numbers give the same responses: to sample queries again in an update, number the
-    attempts from 1."""
-    generator = np.random.default_rng([seed, STREAM_SAMPLES, draw, *attempt])
+    take their rows of one array, so these numbers do not depend on how many processes there are."""
+    generator = np.random.default_rng([seed, STREAM_SAMPLES, draw])
     numbers = generator.random((batch, length), np.float32)
     return torch.from_numpy(numbers).to(PartialState().device)
 
@@ -562,7 +559,7 @@ def rollout(
         responses, sampled_logprobs = sample(
             policy, cache, contexts, u, args.temperature, end, after
         )
-    until_end, found_end = truncate(responses, truncate_id, after)
+    until_end, found_end = find_end(responses, truncate_id, after)
     lengths = until_end.sum(1)
     loss_mask = until_end if args.mask_truncated else torch.ones_like(until_end)
     num_tokens = loss_mask.sum(1).tolist()
@@ -601,7 +598,7 @@ def sample(
     after: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
-    the log-probabilities of their tokens. Without `end` all have R tokens; truncate finds their
+    the log-probabilities of their tokens. Without `end` all have R tokens; find_end finds their
     ends later. With it a response may stop after this token at index `after` or later: what is not
     sampled is 0. The cache is an empty one."""
     ids, mask = pad_rows(contexts)
@@ -620,7 +617,7 @@ def sample(
         # Every few tokens, so that a GPU seldom waits, ended responses leave the batch. Processes
         # stop together: they need each other's weights if these are sharded.
         if end is not None and t % 8 == 7:
-            _, has_ended = truncate(responses[rows, : t + 1], end, after)
+            _, has_ended = find_end(responses[rows, : t + 1], end, after)
             if reduce((~has_ended).sum(), "sum") == 0:
                 break
             # A process that waits for others keeps one row.
@@ -643,7 +640,7 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     return tokens.clamp(max=probs.shape[1] - 1)
 
 
-def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:
+def find_end(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:
     """A mask (B, R) of the tokens up to and including the first `token` at index `after` or later,
     or of all if there is none; and whether there is one, (B,). With token None all is True."""
     if token is None:
@@ -758,7 +755,7 @@ class Actor(Module):
         """`logits` (b, last, V), in fp32, at the last tokens of ids (b, T). A cache is for
         sampling."""
         n = ids.shape[1] - last  # the query without its last token; 0 once it is in the cache
-        if n > 0 and self.k > 1 and (self.reads_once or cache is not None):  # a cache: sampling
+        if n > 0 and (self.reads_once or cache is not None):
             queries = ids[:: self.k, :n]
             cache = read_queries(self.lm, queries, mask[:: self.k, :n], self.k, cache)
             ids = ids[:, n:]
@@ -780,7 +777,7 @@ def micro_batches(rows: Tensor, batch: Batch, size: int) -> tuple[Tensor, ...]:
     counts as long as the longest response to its query, and the sort is stable. So all responses
     to a query stay together."""
     longest = defaultdict(int)
-    for i in rows.tolist():
+    for i in rows:
         query = tuple(batch.contexts[i])
         longest[query] = max(longest[query], len(query) + batch.num_tokens[i])
     lengths = torch.tensor([longest[tuple(batch.contexts[i])] for i in rows])

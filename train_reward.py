@@ -351,7 +351,7 @@ def reference_rewards(
         cache = Cache(config=ref_lm.config)
         policy = partial(forward, ref_lm, last=1)
         responses, _ = sample(policy, cache, contexts, u[rows], args.temperature)
-        until_end, _ = truncate(responses, end, args.truncate_after)
+        until_end, _ = find_end(responses, end, args.truncate_after)
         ids, mask = pad_rows([query.for_reward for query in my_queries])
         rewards.append(reward(ids, mask, responses, until_end))
     return gather(torch.cat(rewards))
@@ -458,13 +458,11 @@ class Metrics:
 STREAM_SAMPLES = 1
 
 
-def uniforms(seed: int, draw: int, batch: int, length: int, *attempt: int) -> Tensor:
+def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
     """Uniform numbers (batch, length) to sample with, different ones for each `draw`: 0 for
     evaluations, 1, 2, ... for updates (train_reward.py: 0 before the training, 1 after). Processes
-    take their rows of one array, so these numbers do not depend on how many processes there are.
-    The same numbers give the same responses: to sample queries again in an update, number the
-    attempts from 1."""
-    generator = np.random.default_rng([seed, STREAM_SAMPLES, draw, *attempt])
+    take their rows of one array, so these numbers do not depend on how many processes there are."""
+    generator = np.random.default_rng([seed, STREAM_SAMPLES, draw])
     numbers = generator.random((batch, length), np.float32)
     return torch.from_numpy(numbers).to(PartialState().device)
 
@@ -480,7 +478,7 @@ def sample(
     after: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
-    the log-probabilities of their tokens. Without `end` all have R tokens; truncate finds their
+    the log-probabilities of their tokens. Without `end` all have R tokens; find_end finds their
     ends later. With it a response may stop after this token at index `after` or later: what is not
     sampled is 0. The cache is an empty one."""
     ids, mask = pad_rows(contexts)
@@ -499,7 +497,7 @@ def sample(
         # Every few tokens, so that a GPU seldom waits, ended responses leave the batch. Processes
         # stop together: they need each other's weights if these are sharded.
         if end is not None and t % 8 == 7:
-            _, has_ended = truncate(responses[rows, : t + 1], end, after)
+            _, has_ended = find_end(responses[rows, : t + 1], end, after)
             if reduce((~has_ended).sum(), "sum") == 0:
                 break
             # A process that waits for others keeps one row.
@@ -522,7 +520,7 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     return tokens.clamp(max=probs.shape[1] - 1)
 
 
-def truncate(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:
+def find_end(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, Tensor]:
     """A mask (B, R) of the tokens up to and including the first `token` at index `after` or later,
     or of all if there is none; and whether there is one, (B,). With token None all is True."""
     if token is None:

@@ -110,16 +110,16 @@ def test_truncation_and_penalty_equal_the_original(golden_05):
         match = re.fullmatch(r"(?:after(\d+)/)?postprocessed", key)
         if match is not None:
             after = int(match[1] or task["truncate_after"])
-            mask, found = ppo_rlhf.truncate(responses, token, after)
+            mask, found = ppo_rlhf.find_end(responses, token, after)
             cut = torch.where(mask, responses, padding)
             assert np.array_equal(cut.numpy(), arrays[key]), key
             valid = arrays[key.replace("postprocessed", "filter_valid")]
             assert np.array_equal(found.numpy(), valid), key
-    mask, found = ppo_rlhf.truncate(responses, None, task["truncate_after"])
+    mask, found = ppo_rlhf.find_end(responses, None, task["truncate_after"])
     assert mask.all()
     assert np.array_equal(found.numpy(), arrays["none/filter_valid"])
 
-    _, found = ppo_rlhf.truncate(responses, token, task["truncate_after"])
+    _, found = ppo_rlhf.find_end(responses, token, task["truncate_after"])
     args = ppo_rlhf.Args(penalty_reward_value=task["penalty_reward_value"])
     penalized = ppo_rlhf.penalize_missing_end(
         torch.from_numpy(arrays["unpenalized_scores"]), found, args

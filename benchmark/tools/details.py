@@ -57,8 +57,8 @@ Query(begin + query, context, row, prompt)
 # sampling
 (logits / temperature)
     logits
-np.random.default_rng([seed, STREAM_SAMPLES, draw, *attempt])
-    np.random.default_rng([seed, STREAM_ROWS, draw, *attempt])
+np.random.default_rng([seed, STREAM_SAMPLES, draw])
+    np.random.default_rng([seed, STREAM_ROWS, draw])
 predicted.pop("logits").div_(temperature)
     predicted.pop("logits")
 batch.responses[:, :-1]

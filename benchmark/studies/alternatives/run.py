@@ -67,7 +67,7 @@ def make_batch(labels: list[Any], others: list[int], end: int, args: Any) -> Any
         responses += [row[: args.response_length] for row in chosen]
     ids = torch.tensor(responses)
     batch = ours.make_batch(rloo_rlhf, contexts, ids)
-    batch.loss_mask, _ = rloo_rlhf.truncate(ids, end, args.truncate_after)
+    batch.loss_mask, _ = rloo_rlhf.find_end(ids, end, args.truncate_after)
     return batch
 
 
