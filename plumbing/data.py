@@ -44,6 +44,8 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
         rest = ""
     config, _, split = rest.partition(":")
     path = local_path(path)
+
+    # what kind of files it has
     files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
     kinds = {KINDS.get(file.suffix) for file in files} - {None}
     source = {"path": path, "name": config or None}
@@ -54,6 +56,7 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
         raise UserError(f"--{flag} {name} is empty")
     if not kind and os.path.exists(path) and escape(path) != path:
         raise UserError(f"--{flag} {name}: a folder's name must not have *, ? or [")
+
     with blame(f"--{flag} {name}"):
         splits = datasets.load_dataset(**source)
         table = next(iter(splits.values()))
@@ -71,6 +74,7 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
             features = datasets.Features(as_text(features))
         if features != table.features:
             splits = datasets.load_dataset(**source, features=features)
+
     if not kind and (len(kinds) > 1 or (split or "train") not in splits):
         raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name a file, or DATA::split")
     return {"train": splits[split]} if split else splits

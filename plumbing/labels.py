@@ -65,9 +65,11 @@ def load_labels(
         raise UserError(
             f"--label_dataset has {len(labels)} labels for --batch_size {args.batch_size}"
         )
-    held_out = splits.get("test", table)
-    rest = range(0 if "test" in splits else count, len(held_out))[: args.eval_labels]
-    held_out = read_labels(held_out, rest, tokenizer, args)
+    rest = range(count, len(table))
+    if "test" in splits:
+        table = splits["test"]
+        rest = range(len(table))
+    held_out = read_labels(table, rest[: args.eval_labels], tokenizer, args)
     first = tokenizer.batch_decode([labels[0].query, *labels[0].responses])
     say(f"--label_dataset: {len(labels)}, first {first}, best is {labels[0].best}")
     return labels, held_out
@@ -90,7 +92,10 @@ def read_labels(
             column = args.prompt_column if args.prompt_column in row else None
             if "chosen" in row and "rejected" in row:
                 prompt, *answers = read_preference(row, column, tokenizer)
-                query, *responses = cut_preference(prompt, answers, end, counts, tokenizer, args)
+                query, *responses = cut_preference(prompt, answers, end, tokenizer, args)
+                for answer in responses:
+                    if answer and end is not None and end not in answer[args.truncate_after :]:
+                        counts["answers without --truncate_token"] += 1
                 best = coin
                 if coin:  # chosen comes second
                     responses.reverse()
@@ -141,10 +146,12 @@ def read_preference(row: dict, column: str | None, tokenizer: PreTrainedTokenize
     if not (all(isinstance(x, str) for x in answers) or all(map(is_chat, answers))):
         raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
     if is_chat(answers[0]):
-        turns = [[turn.get("content") or turn.get("tool_calls") for turn in x] for x in answers]
-        earlier = [turn[:-1] for turn in turns]
+        contents = []
+        for chat in answers:
+            contents.append([turn.get("content") or turn.get("tool_calls") for turn in chat])
+        earlier = [turns[:-1] for turns in contents]
         # Answers to different turns are of no use.
-        if not all(turn[-1] for turn in turns) or (all(earlier) and earlier[0] != earlier[1]):
+        if not all(turns[-1] for turns in contents) or (all(earlier) and earlier[0] != earlier[1]):
             return ["", "", ""]
     texts = [value for value in row.values() if isinstance(value, str) or is_chat(value)]
     if column or set(PROMPTS) & set(row) or is_chat(answers[0]) or len(texts) > 2:
@@ -173,33 +180,29 @@ def cut_preference(
     prompt: str | list,
     answers: list[str],
     end: int | None,
-    counts: Counter,
     tokenizer: PreTrainedTokenizerBase,
     args: Any,
 ) -> TokenRows:
     """Token ids of prompt and answers. A prompt longer than --query_length is dropped, which makes
-    it [], or cut, as --long_queries says (None: dropped); --start_text and --end_text are not used.
-    As in PPO, an answer ends after its first truncate token at index --truncate_after or later;
-    with `eos`, one is added if there is none. Then it is cut to --response_length, and counted if
-    it has no end."""
+    it [], or cut, as --long_queries says (None: dropped); --start_text and --end_text are not
+    used."""
     if is_chat(prompt) and args.long_queries == "keep_start":
         raise UserError("a chat must keep its end: --long_queries drop or keep_end")
     query = encode(prompt, tokenizer)
     long = args.long_queries or "drop"
     query, _ = cut_query(query, args.query_length, None, None, long)
-    parts = [query]
-    for answer in answers:
-        tokens = encode(answer, tokenizer)
-        ends = [i for i, x in enumerate(tokens) if x == end and i >= args.truncate_after]
-        if ends:
-            tokens = tokens[: ends[0] + 1]
-        elif tokens and args.truncate_token == "eos" and tokens[-1] != end:
-            tokens.append(end)
-        tokens = tokens[: args.response_length]
-        if tokens and end is not None and end not in tokens[args.truncate_after :]:
-            counts["answers without --truncate_token"] += 1
-        parts.append(tokens)
-    return parts
+    return [query, *(cut_answer(encode(answer, tokenizer), end, args) for answer in answers)]
+
+
+def cut_answer(tokens: list[int], end: int | None, args: Any) -> list[int]:
+    """An answer up to its first `end` at index --truncate_after or later, as in PPO; if there is
+    none, --truncate_token eos adds one. Then at most --response_length tokens of that."""
+    ends = [i for i, x in enumerate(tokens) if x == end and i >= args.truncate_after]
+    if ends:
+        tokens = tokens[: ends[0] + 1]
+    elif tokens and args.truncate_token == "eos" and tokens[-1] != end:
+        tokens = [*tokens, end]
+    return tokens[: args.response_length]
 
 
 # --- reward models and functions ------------------------------------------------------------------

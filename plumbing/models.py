@@ -32,12 +32,9 @@ TokenRows = list[list[int]]
 
 
 def patch_layers(model: PreTrainedModel, dtype: str, num_tokens: int) -> None:
-    """Changes how the model computes: soft-capped attention is eager, the embedding of padding is
-    trained like any other, GELU is one kernel, and logits end at `num_tokens`, as some models have
-    more embeddings than tokens. With dtype "bf16" the trunk computes in bf16, but heads do not."""
-    # Up to version 5.20 transformers has sdpa attention for Gemma 2, which leaves out the cap.
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")
+    """Changes how the model computes: the embedding of padding is trained like any other, GELU is
+    one kernel, and logits end at `num_tokens`, as some models have more embeddings than tokens.
+    With dtype "bf16" the trunk computes in bf16, but heads do not."""
     for layer in model.modules():
         if isinstance(layer, nn.Embedding):
             layer.padding_idx = None  # else a pad that is also the eos gets no gradient
@@ -238,24 +235,10 @@ def load_model(
             output_loading_info=True,
             **options,
         )
-    if getattr(model.config, "quantization_config", None):
-        raise UserError(f"{what} is quantized: save a copy in fp32 or bf16 first (`dequantize()`)")
-    if hasattr(model, "peft_config"):
-        raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-    if head == "score" and not hasattr(model, head):
-        raise UserError(f"{what}: a {type(model).__name__} is not supported, as it has no `score`")
-
-    # transformers only warns about weights that are missing, left over or of another size. What is
-    # left over may belong to another head, or be the attention mask of an old file (attn.bias), but
-    # nothing else of a layer (`h.3.`) or of this head (a bias).
-    left_over = rf"\.\d+\.(?!.*\b(attn|attention)\.(masked_)?bias$)|^{head}\."
-    wrong = {key for key in info["unexpected_keys"] if re.search(left_over, key)}
-    wrong |= info["missing_keys"]
     if flag == "base_model":
-        wrong.discard("score.weight")
-    wrong |= {str(key) for key in info["mismatched_keys"]}
-    if wrong:
-        raise UserError(f"{what}: the weights do not fit a {type(model).__name__}: {min(wrong)}")
+        info["missing_keys"].discard("score.weight")
+    check_weights(model, info, head, what)
+
     # Gemma 3's text models have no embedding of <image_soft_token>, which hardly any text has. A
     # token that was added must have one if the chat template, or an end, uses it.
     used = f"{tokenizer.chat_template}{tokenizer.eos_token}{tokenizer.bos_token}"
@@ -272,6 +255,26 @@ def load_model(
     if args.gradient_checkpointing:
         recompute_activations(model)
     return model
+
+
+def check_weights(model: PreTrainedModel, info: dict, head: str, what: str) -> None:
+    """UserError for models that cannot be trained, and for weights that do not fit the model, about
+    which transformers only warns. `info` is what it says of them."""
+    kind = type(model).__name__
+    if getattr(model.config, "quantization_config", None):
+        raise UserError(f"{what} is quantized: save a copy in fp32 or bf16 first (`dequantize()`)")
+    if hasattr(model, "peft_config"):
+        raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
+    if head == "score" and not hasattr(model, head):
+        raise UserError(f"{what}: a {kind} is not supported, as it has no `score`")
+    # What is left over may belong to another head, or be the attention mask of an old file
+    # (attn.bias), but nothing else of a layer (`h.3.`) or of this head (a bias).
+    left_over = rf"\.\d+\.(?!.*\b(attn|attention)\.(masked_)?bias$)|^{head}\."
+    wrong = {key for key in info["unexpected_keys"] if re.search(left_over, key)}
+    wrong |= info["missing_keys"]
+    wrong |= {str(key) for key in info["mismatched_keys"]}
+    if wrong:
+        raise UserError(f"{what}: the weights do not fit a {kind}: {min(wrong)}")
 
 
 def save_model(

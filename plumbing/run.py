@@ -35,11 +35,17 @@ critic_lr max_kl micro_batch_size gradient_checkpointing""".split()
 
 
 def choose_folder(script: Path, preset: str, args: Any) -> str:
-    """The folder of the run, --output_dir or a new one. UserError if it has other files than those
-    of a run to be resumed, or if that run had other settings."""
+    """The folder of the run: --output_dir, or a new one. UserError as in check_folder."""
     default = f"runs/{script.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     (path,) = broadcast_object_list([args.output_dir or default])  # processes' clocks may differ
     folder = Path(path).expanduser().absolute()
+    check_folder(folder, args)
+    return str(folder)
+
+
+def check_folder(folder: Path, args: Any) -> None:
+    """UserError if the folder has other files than those of a run to be resumed, or if that run had
+    other settings."""
     files = {file.name for file in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
     would_start_anew = "samples.jsonl" in files and not complete_checkpoints(folder)
     if files and ("args.json" not in files or would_start_anew or not args.resume):
@@ -54,7 +60,6 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
             is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
             if not is_open and not is_same(value, value_before):
                 raise UserError(f"--{name} {value}: {folder} was started with {value_before}")
-    return str(folder)
 
 
 def is_same(value: Any, before: Any) -> bool:
@@ -109,7 +114,8 @@ class Run:
         if accelerator.is_main_process:
             with writing(self.folder):  # an OSError if a run has the lock
                 self.lock.acquire(blocking=False)  # makes the folder
-        choose_folder(self.script, "", self.args)  # again, with the lock: a run may have used it
+        check_folder(self.folder, self.args)  # again, with the lock: a run may have used it
+
         # What the first process sees: another node may see an older state of the folder, or none.
         (checkpoints,) = broadcast_object_list([complete_checkpoints(self.folder)])
         if self.args.resume and not checkpoints:
@@ -126,6 +132,7 @@ class Run:
                 mine = newest / self.tensor_file
                 if mine.exists():
                     self.tensors |= load_file(mine)
+
         if self.args.track:
             wandb = {"id": self.state["run_id"], "name": self.folder.name, "resume": "allow"}
             with blame("--track (with WANDB_MODE=offline it needs no network)"):

@@ -4,7 +4,6 @@ import colorsys
 import itertools
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -447,7 +446,7 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin, c
 
     def assert_read(row, *expected):
         prompt, *answers = labels_module.read_preference(row, None, tokenizer)
-        read = labels_module.cut_preference(prompt, answers, None, Counter(), tokenizer, args)
+        read = labels_module.cut_preference(prompt, answers, None, tokenizer, args)
         assert tokenizer.batch_decode(read) == [*expected]
 
     answers = [begin + chosen, begin + rejected]

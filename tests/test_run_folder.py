@@ -707,7 +707,7 @@ def test_the_newest_of_two_checkpoints_is_loaded_by_as_many_processes(small, tmp
     # The first process has seen no newer one.
     seen = [folder / "checkpoints/0000002"]
     broadcast = mock.patch.object(run_module, "broadcast_object_list")
-    with broadcast as given, mock.patch.object(run_module, "choose_folder"):
+    with broadcast as given, mock.patch.object(run_module, "check_folder"):
         given.side_effect = [["id"], [seen]]
         assert small(folder).state["update"] == 2
     two = copy(folder, tmp_path / "two")
@@ -756,7 +756,7 @@ def test_processes_wait_until_a_checkpoint_is_written_and_choose_a_folder_with_i
     def checked(*_):
         assert FileLock(tmp_path / "new/lock", is_singleton=True).is_locked
 
-    monkeypatch.setattr(run_module, "choose_folder", checked)
+    monkeypatch.setattr(run_module, "check_folder", checked)
     one = small(tmp_path / "new")
     written = []
 
@@ -822,7 +822,7 @@ def test_seconds_are_of_one_update_and_memory_is_in_gigabytes(small, tmp_path, m
     fake = SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime)
     monkeypatch.setattr(run_module, "time", fake)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5_000_000_000)
-    monkeypatch.setattr(run_module, "choose_folder", lambda *_: next(clock))
+    monkeypatch.setattr(run_module, "check_folder", lambda *_: next(clock))
     small(tmp_path / "timed", updates=3)
     rows = read_lines(tmp_path / "timed/metrics.jsonl")
     assert rows == [{"seconds": i, "peak_memory_gb": 5} for i in (3, 4, 5)]
