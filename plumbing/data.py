@@ -38,6 +38,7 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
     """The splits of a file, a folder or a data set on the hub. A folder or a hub id may end in
     :config, ::split or :config:split. If it names a split, only that is returned, as `train`."""
     name = local_path(name)
+    what = f"--{flag} {name}"
     path, _, rest = name.partition(":")  # path:config:split
     if os.path.exists(name):  # its name may have a colon
         path = name
@@ -45,39 +46,43 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
     config, _, split = rest.partition(":")
     path = local_path(path)
 
-    # what kind of files it has
-    files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
-    kinds = {KINDS.get(file.suffix) for file in files} - {None}
-    source = {"path": path, "name": config or None}
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
+    source = {"path": path, "name": config or None}  # a folder, or a data set on the hub
     if kind:
         source = {"path": kind, "data_files": escape(name)}
     if os.path.isfile(name) and not os.path.getsize(name):
-        raise UserError(f"--{flag} {name} is empty")
+        raise UserError(f"{what} is empty")
     if not kind and os.path.exists(path) and escape(path) != path:
-        raise UserError(f"--{flag} {name}: a folder's name must not have *, ? or [")
-
-    with blame(f"--{flag} {name}"):
+        raise UserError(f"{what}: a folder's name must not have *, ? or [")
+    with blame(what):
         splits = datasets.load_dataset(**source)
-        table = next(iter(splits.values()))
-        features = table.features
-        # Texts stay texts. datasets takes "None" in a csv file for an empty cell and 18 for a
-        # number, and a date in JSON for a time.
-        if table.builder_name == "csv":
-            # If rows have more cells than names, pandas takes the first for an index of this name.
-            index = "__index_level_0__"
-            if index in features and not (kind and index in pd.read_csv(name, nrows=0)):
-                raise UserError("rows have more cells than the first line has names")
-            source["na_filter"] = False
-            features = datasets.Features(dict.fromkeys(features, datasets.Value("string")))
-        elif table.builder_name == "json":
-            features = datasets.Features(as_text(features))
-        if features != table.features:
-            splits = datasets.load_dataset(**source, features=features)
+        options = keeping_texts(next(iter(splits.values())), name if kind else None)
+        if options:
+            splits = datasets.load_dataset(**source, **options)
 
+    # datasets reads one kind of files in a folder, and is silent about the others.
+    files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
+    kinds = {KINDS.get(file.suffix) for file in files} - {None}
     if not kind and (len(kinds) > 1 or (split or "train") not in splits):
-        raise UserError(f"--{flag} {name} has {[*kinds, *splits]}: name a file, or DATA::split")
+        raise UserError(f"{what} has {[*kinds, *splits]}: name a file, or DATA::split")
     return {"train": splits[split]} if split else splits
+
+
+def keeping_texts(table: datasets.Dataset, file: str | None) -> dict[str, Any]:
+    """Options with which datasets reads the texts of this table as they stand in its files. It
+    takes "None" in a csv file for an empty cell and 18 for a number, and a date in JSON for a
+    time."""
+    features = table.features
+    if table.builder_name == "csv":
+        # If rows have more cells than names, pandas takes the first for an index of this name.
+        index = "__index_level_0__"
+        if index in features and not (file and index in pd.read_csv(file, nrows=0)):
+            raise UserError("rows have more cells than the first line has names")
+        texts = dict.fromkeys(features, datasets.Value("string"))
+        return {"na_filter": False, "features": datasets.Features(texts)}
+    if table.builder_name == "json" and as_text(features) != features:
+        return {"features": datasets.Features(as_text(features))}
+    return {}
 
 
 def as_text(feature: Any) -> Any:
