@@ -91,11 +91,11 @@ def methods(record: Record, rates: Record) -> list[Row]:
 
 
 def named(record: Record, rates: Record) -> dict[str, Row]:
-    """The same by the first words of their names."""
+    """The same by the first words of their names. Of DPO, the setting that was chosen."""
     found = {}
     for row in methods(record, rates):
         method, *_ = row["name"].split(",")
-        found[method] = row
+        found.setdefault(method, row)
     return found
 
 
@@ -131,8 +131,8 @@ def draw(record: Record, rates: Record) -> Figure:
         points.append((rows[0]["kl"], score))
     x, y = zip(*points, strict=True)
     axes.plot(x, y, "*--", color=BEST_OF_N, label="best of 1, 4, 16, 64, 128")
-    draw_points(axes, record["tried"], ".", "settings that were tried")
-    draw_points(axes, record["rows"], "o", "chosen setting, 3 seeds")
+    draw_points(axes, record["tried"], ".", "tried on one seed")
+    draw_points(axes, record["rows"], "o", "on three seeds")
     report.label(axes, report.KL, TRUE_SCORE, "lower right", xlim=(0, None))
     return figure
 

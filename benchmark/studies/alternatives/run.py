@@ -41,6 +41,7 @@ GRID = [Setting("fine-tuning", lr) for lr in (2e-4, 8e-4, 3.2e-3)]
 for lr, beta in itertools.product((1e-4, 2e-4, 4e-4), (0.03, 0.1, 0.3)):
     GRID.append(Setting("DPO", lr, beta))
 LONGER = 3  # epochs, then tried with the best
+NEAR = (5.0, 8.0)  # nats: settings of DPO that ended there are run with all seeds, too
 BATCH = 32  # labels of a step
 BEST_OF = (1, 4, 16, 64, 128)
 DRAW = 10**7  # of the random numbers for best of n; those that Judge takes are smaller
@@ -171,8 +172,12 @@ def main() -> None:
         settings.append(longer)
         found.append(measure(longer, labels[CHOSEN_ON], judges[CHOSEN_ON]))
         tried += found
-        for seed in SEEDS:
-            rows.append(measure(settings[best(found)], labels[seed], judges[seed]))
+        chosen = [settings[best(found)]]
+        for setting, row in zip(settings, found, strict=True):
+            if method == "DPO" and NEAR[0] <= row["kl"] <= NEAR[1] and setting not in chosen:
+                chosen.append(setting)
+        for setting, seed in itertools.product(chosen, SEEDS):
+            rows.append(measure(setting, labels[seed], judges[seed]))
     for seed in SEEDS:
         rows += best_of_n(judges[seed])
     common.write(args, rows, tried=tried)
