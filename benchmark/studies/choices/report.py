@@ -381,7 +381,7 @@ def chosen(full: Record, short: Record) -> Figure:
 
 def over_kl(record: Record, others: Record) -> Figure:
     """True score over KL of three choices, and what three value functions explain."""
-    text = "A critic that predicts much better gains a little true score at the same KL"
+    text = "A critic that predicts much better may gain a little true score at the same KL"
     figure, panels = report.new(text, 1, 2, 3.6)
     score, values = panels[0]
     for choice, colour in CHOICES.items():
