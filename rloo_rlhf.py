@@ -176,8 +176,8 @@ class Args:
 # already: no start_text, no end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = Args(base_model="gpt2", start_text=None, end_text=None, total_episodes=1_000_000)
-BOOKS = replace(OPENAI, query_length=64, batch_size=512, lr=1e-5, kl_horizon=10_000)
-POSTS = replace(
+BOOKS = replace(OPENAI, query_length=64, batch_size=512, lr=1e-5, kl_horizon=10_000)  # BookCorpus
+POSTS = replace(  # Reddit
     OPENAI,
     query_length=500,
     long_queries="keep_start",
@@ -191,7 +191,7 @@ POSTS = replace(
     kl_coef=0.03,
     adaptive_kl_target=None,
 )
-NEWS = replace(POSTS, query_prefix="Article:\n\n", temperature=0.5, kl_coef=0.01)
+NEWS = replace(POSTS, query_prefix="Article:\n\n", temperature=0.5, kl_coef=0.01)  # CNN/DM
 PRESETS = {
     "tiny": Args(),
     "sentiment": replace(BOOKS, query_dataset=f"{FILES}/sentiment/offline_5k.json"),
@@ -284,24 +284,25 @@ def main(preset: str, args: Args) -> None:
             batch.scores = score_responses(score_fn, my_queries, batch, args)  # (B,)
 
         # 3. reward: the score minus a KL penalty
-        kl = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask  # (B, R), the estimator k1
-        rewards = batch.scores - kl_coef * kl.sum(1)  # (B,)
+        token_kl = (batch.logprobs - batch.ref_logprobs) * batch.loss_mask  # (B, R), estimator k1
+        kl = token_kl.sum(1)  # (B,)
+        rewards = batch.scores - kl_coef * kl  # (B,)
         batch.advantages = rloo_advantages(rewards.view(-1, args.rloo_k)).flatten()
 
         # 4. update: learning rates, and the optimizer steps
         set_learning_rates(optimizer, update, update / num_updates, args)
         log = rloo_update(accelerator, wrapped, optimizer, batch, epochs, args)
 
-        # 5. log: means of numbers for every response, (B,), and of what the update has added
+        # 5. log: means over the responses (B,) of all processes, and what the update has added
         log.add(
             {
                 "objective/scores": batch.scores,
                 "objective/score_total": rewards,
                 "objective/found_end": batch.found_end,
                 "objective/length": batch.lengths,
-                "objective/kl": kl.sum(1),
+                "objective/kl": kl,
                 "objective/entropy": -batch.sum_tokens(batch.logprobs),  # of samples
-                "objective/non_score_reward": -kl_coef * kl.sum(1),
+                "objective/non_score_reward": -kl_coef * kl,
                 "sampling_error": sampling_error(batch),
             }
         )
@@ -316,8 +317,8 @@ def main(preset: str, args: Args) -> None:
 
         # 6. adapt the KL coefficient; leave a checkpoint
         run.state["kl_coef"] = adapt_kl_coef(kl_coef, metrics["objective/kl"], args)
-        limit = "--max_kl" if abs(metrics["objective/kl"]) > args.max_kl else ""
-        run.end_update(limit)  # stops the run if there is a limit to name
+        broken_limit = "--max_kl" if abs(metrics["objective/kl"]) > args.max_kl else ""
+        run.end_update(broken_limit)  # stops the run if a limit is named
 
     # 7. save and evaluate
     save_policy(accelerator, wrapped, tokenizer, args.output_dir)
@@ -337,14 +338,17 @@ def score_responses(score_fn: Callable, queries: list[Query], batch: Batch, args
 def penalize_missing_end(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
     """Scores (B,). Where there is no truncate token, --penalty_reward_value replaces the score or
     is added to it (--penalty_mode)."""
-    kept = scores if args.penalty_mode == "add" else 0.0
-    return torch.where(found_end, scores, kept + args.penalty_reward_value)
+    without_end = args.penalty_reward_value
+    if args.penalty_mode == "add":
+        without_end = scores + without_end
+    return torch.where(found_end, scores, without_end)
 
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
     """Rewards (B / K, K) minus the mean of the other K - 1 in their row (Ahmadian et al. 2024)."""
     # The sum over j of r_i - r_j, divided by K - 1. j = i adds 0. Equal rewards give exactly 0.
-    return (rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / (rewards.shape[1] - 1)
+    differences = rewards.unsqueeze(2) - rewards.unsqueeze(1)  # (B / K, K, K)
+    return differences.sum(2) / (rewards.shape[1] - 1)
 
 
 def rloo_loss(logprobs: Tensor, old: Batch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
@@ -418,7 +422,7 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 def make_optimizer(model: Module, args: Args) -> Optimizer:
     """AdamTF or AdamW (--adam) over all weights that are trained. Each part of the model, like
     `lm`, has a parameter group of matrices, which alone have --weight_decay, and one of others."""
-    weights = defaultdict(list)
+    weights = defaultdict(list)  # by part of the model, and whether they are matrices
     for name, p in model.named_parameters():
         if p.requires_grad:
             part = name.partition(".")[0]
@@ -488,9 +492,9 @@ class Metrics:
 
 
 # --- checks ---------------------------------------------------------------------------------------
-# The largest differences in log-probabilities that rounding explains. First: set_logprobs against
-# the first optimizer step, at any token (first_ratio_error). Second: set_logprobs against sampling,
-# which goes token by token through a cache, as the mean of any response (sampling_error).
+# The largest differences from the log-probabilities of set_logprobs that rounding explains:
+# (first_ratio_error, sampling_error). The first is that of the first optimizer step, at any token.
+# The second is that of sampling, token by token through a cache, as the mean of any response.
 TOLERANCES = {"fp32": (1e-3, 1e-3), "tf32": (0.01, 0.05), "bf16": (0.02, 0.3)}
 
 
@@ -498,15 +502,16 @@ def sampling_error(batch: Batch) -> Tensor:
     """How much log-probabilities of sampling differ from those of passes over whole responses: the
     largest mean over a response, on all processes. In bf16 one token may differ by chance."""
     errors = batch.sum_tokens((batch.logprobs - batch.sampled_logprobs).abs())
-    return gather((errors / batch.loss_mask.sum(1)).max()).max()
+    means = errors / batch.loss_mask.sum(1)  # (B,)
+    return gather(means.max()).max()
 
 
 def check_update(update: int, metrics: dict, args: Args) -> None:
     """UserError if one of these numbers is beyond its limit or NaN. docs/metrics.md has causes."""
     ratio_limit, sampling_limit = TOLERANCES[args.dtype]
-    # In the first update the policy is the reference: the KL is rounding. Later this check finds
-    # only NaN, as main compares the KL with --max_kl.
-    kl_limit = math.inf if update > 0 else ratio_limit * args.response_length
+    kl_limit = math.inf  # so only NaN is beyond it; main compares the KL with --max_kl
+    if update == 0:  # the policy is still the reference: their KL is rounding
+        kl_limit = ratio_limit * args.response_length
     limits = {
         "gradient_norm": (np.finfo(float).max, "the loss is not finite, or --lr is too high"),
         "first_ratio_error": (ratio_limit, "the passes of rollout and update differ"),
@@ -552,7 +557,7 @@ def rollout(
     contexts = [query.for_policy for query in queries]
     cache = Cache(config=policy.lm.config)
     after = args.truncate_after
-    end = truncate_id if args.mask_truncated else None  # else all tokens count
+    end = truncate_id if args.mask_truncated else None  # None samples R tokens, as all count
     # autocast discards its bf16 copies of trained weights when the outermost autocast block ends.
     # This disabled block is the outermost one, so weights are cast once and not at every token.
     with torch.autocast(u.device.type, enabled=False):
@@ -570,10 +575,10 @@ def rollout(
 def set_logprobs(
     batch: Batch, policy: Module, ref: Module, minibatches: Tensor, args: Args
 ) -> None:
-    """Sets the batch's log-probabilities, by policy and reference, and what else the policy
-    predicts, like values. Rows go through the models in the micro-batches of minibatches
-    (num_minibatches, b)."""
-    fields = defaultdict(lambda: torch.zeros_like(batch.sampled_logprobs))  # (B, R) each
+    """Sets `logprobs` and `ref_logprobs`, and a field for all else that the policy's model predicts
+    (`values`). Each of the minibatches (num_minibatches, b) goes through the models in its
+    micro-batches."""
+    fields = defaultdict(lambda: torch.zeros_like(batch.sampled_logprobs))  # (B, R), filled below
     for minibatch in minibatches:
         for rows in micro_batches(minibatch, batch, args.micro_batch_size):
             micro = select(batch, rows)
@@ -584,7 +589,7 @@ def set_logprobs(
             index = rows.to(batch.responses.device)
             for name, x in predicted.items():
                 fields[name][index, : x.shape[1]] = x
-    vars(batch).update(fields)  # batch.logprobs, batch.ref_logprobs and others
+    vars(batch).update(fields)  # sets batch.logprobs, batch.ref_logprobs, ..
 
 
 @torch.no_grad()
@@ -602,7 +607,7 @@ def sample(
     ends later. With it a response may stop after this token at index `after` or later: what is not
     sampled is 0. The cache is an empty one."""
     ids, mask = pad_rows(contexts)
-    responses = torch.zeros_like(u, dtype=torch.long)
+    responses = torch.zeros_like(u).long()
     logprobs = torch.zeros_like(u)
     rows = torch.arange(len(u), device=u.device)  # the responses that have not ended
     for t in range(u.shape[1]):
@@ -618,11 +623,12 @@ def sample(
         # stop together: they need each other's weights if these are sharded.
         if end is not None and t % 8 == 7:
             _, has_ended = find_end(responses[rows, : t + 1], end, after)
-            if reduce((~has_ended).sum(), "sum") == 0:
+            is_open = ~has_ended
+            if reduce(is_open.sum(), "sum") == 0:
                 break
-            # A process that waits for others keeps one row.
-            has_ended[0] &= ~has_ended.all()
-            kept = (~has_ended).nonzero().squeeze(1)
+            if not is_open.any():  # this process waits for others, and keeps one row
+                is_open[0] = True
+            kept = is_open.nonzero().squeeze(1)
             cache.batch_select_indices(kept)
             ids = ids[kept]
             mask = mask[kept]
@@ -644,7 +650,7 @@ def find_end(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
     """A mask (B, R) of the tokens up to and including the first `token` at index `after` or later,
     or of all if there is none; and whether there is one, (B,). With token None all is True."""
     if token is None:
-        everything = torch.ones_like(responses, dtype=torch.bool)
+        everything = torch.ones_like(responses).bool()
         return everything, everything.all(1)
     is_end = responses == token
     is_end[:, :after] = False
@@ -659,8 +665,8 @@ def truncated(batch: Batch) -> TokenRows:
 
 
 def select(batch: Batch, rows: Tensor) -> Batch:
-    """A batch of these rows (numbers, on the CPU), in this order, cut after the last token that
-    counts in any of them."""
+    """A batch of these rows (numbers, on the CPU), in this order. Fields (B, R) are cut after the
+    last token that counts in any of the rows."""
     index = rows.to(batch.responses.device)
     longest = max(batch.num_tokens[i] for i in rows)
     fields = {}
@@ -704,7 +710,7 @@ def evaluate(
     training) and KL. All calls and all processes use the same uniforms."""
     u = uniforms(args.seed, 0, len(queries), args.response_length)
     batch = rollout(policy, queries, u, truncate_id, args)
-    set_logprobs(batch, policy, ref, torch.arange(len(queries))[None], args)
+    set_logprobs(batch, policy, ref, torch.arange(len(queries))[None], args)  # one minibatch
     scores = score_responses(score_fn, queries, batch, args)
     kl = batch.sum_tokens(batch.logprobs - batch.ref_logprobs)
     return {
@@ -747,18 +753,18 @@ class Actor(Module):
         super().__init__()
         self.lm = lm
         self.k = args.rloo_k
-        self.reads_once = not args.gradient_checkpointing  # else a layer would fill the cache twice
+        self.reads_once = not args.gradient_checkpointing  # else recomputing fills the cache twice
 
     def forward(
         self, ids: Tensor, mask: Tensor, last: int = 1, cache: Cache | None = None
     ) -> dict[str, Tensor]:
         """`logits` (b, last, V), in fp32, at the last tokens of ids (b, T). A cache is for
         sampling."""
-        n = ids.shape[1] - last  # the query without its last token; 0 once it is in the cache
-        if n > 0 and (self.reads_once or cache is not None):
-            queries = ids[:: self.k, :n]
-            cache = read_queries(self.lm, queries, mask[:: self.k, :n], self.k, cache)
-            ids = ids[:, n:]
+        shared = ids.shape[1] - last  # tokens of a query but its last; 0 once the cache has them
+        if shared > 0 and (self.reads_once or cache is not None):
+            queries = ids[:: self.k, :shared]  # each once
+            cache = read_queries(self.lm, queries, mask[:: self.k, :shared], self.k, cache)
+            ids = ids[:, shared:]
         return {"logits": forward(self.lm, ids, mask, cache, last).logits}
 
 
@@ -773,10 +779,10 @@ def reward_head(classifier: PreTrainedModel) -> nn.Linear:
 
 
 def micro_batches(rows: Tensor, batch: Batch, size: int) -> tuple[Tensor, ...]:
-    """The row numbers in groups of up to `size` rows of similar length, for less padding. A row
-    counts as long as the longest response to its query, and the sort is stable. So all responses
-    to a query stay together."""
-    longest = defaultdict(int)
+    """The row numbers in groups of up to `size`, sorted by length, so that little is padded. But
+    responses to one query must stay together. So each counts as long as the longest of them, and
+    the sort is stable."""
+    longest = defaultdict(int)  # by query
     for i in rows:
         query = tuple(batch.contexts[i])
         longest[query] = max(longest[query], len(query) + batch.num_tokens[i])
@@ -798,12 +804,11 @@ def load_policy_and_reference(
     """Two models from --base_model: the policy, and the reference, which is frozen. With LoRA they
     share all weights but the policy's adapters."""
     ref = load("base_model", args.base_model, AutoModelForCausalLM)
-    lm = None
     if args.lora_rank:
         # before `freeze` holds weights in bf16: adapters get the dtype of their weights
         lm = with_adapters(ref, args.lora_rank, args.lora_alpha)
     ref = freeze(ref, args.dtype).to(PartialState().device)
-    if lm is None:  # loaded only when the reference is on its GPU: the host never holds both
+    if not args.lora_rank:  # only now, with the reference on its GPU: the host never holds both
         lm = load("base_model", args.base_model, AutoModelForCausalLM)
     return lm, ref
 

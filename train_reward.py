@@ -154,10 +154,10 @@ class Args:
 # already: no start_text, no end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = Args(base_model="gpt2", start_text=None, end_text=None)
-BOOKS = replace(
+BOOKS = replace(  # BookCorpus
     OPENAI, query_length=64, num_labels=4992, batch_size=32, micro_batch_size=64, lr=5e-5
 )
-POSTS = replace(
+POSTS = replace(  # Reddit
     OPENAI,
     query_length=500,
     long_queries="keep_start",
@@ -170,7 +170,7 @@ POSTS = replace(
     micro_batch_size=4,
     lr=2.5e-5,
 )
-NEWS = replace(POSTS, query_prefix="Article:\n\n", temperature=0.5)
+NEWS = replace(POSTS, query_prefix="Article:\n\n", temperature=0.5)  # CNN/DM
 
 
 def with_files(preset: Args, name: str) -> Args:
@@ -224,7 +224,7 @@ def main(preset: str, args: Args) -> None:
     # checkpoint. Samples are whole, as the original's, but end at a special token, like an eos.
     end = token_id("truncate_token", args.truncate_token, tokenizer)
     if end is not None and tokenizer.decode([end], skip_special_tokens=True):
-        end = None  # an ordinary token
+        end = None  # it is not skipped, so it is an ordinary token
     if args.normalization_samples:
         normalize(reward, reference_rewards(accelerator, reward, ref_lm, queries, 0, end, args))
     # `wrapped` is what is trained: it averages gradients over processes. `reward` is inside.
@@ -284,9 +284,10 @@ def label_rewards(reward: Module, labels: list[Comparison]) -> tuple[Tensor, Ten
     it has the highest reward, (b,). Responses count up to their last token."""
     ids, mask = pad_rows([label.query for label in labels])
     # To pad responses on the right: reverse them, pad on the left, reverse back.
-    turned = [response[::-1] for label in labels for response in label.responses]
-    responses, is_real = (x.flip(1) for x in pad_rows(turned))
-    rewards = reward(ids, mask, responses, is_real).view(len(labels), -1)
+    backwards = [response[::-1] for label in labels for response in label.responses]
+    turned, is_real = pad_rows(backwards)
+    rewards = reward(ids, mask, turned.flip(1), is_real.flip(1))  # (b N,)
+    rewards = rewards.view(len(labels), -1)
     best = torch.tensor([label.best for label in labels], device=ids.device)
     return rewards, best, rewards.argmax(1) == best
 
@@ -383,7 +384,7 @@ def evaluate_labels(
 def make_optimizer(model: Module, args: Args) -> Optimizer:
     """AdamTF or AdamW (--adam) over all weights that are trained. Each part of the model, like
     `lm`, has a parameter group of matrices, which alone have --weight_decay, and one of others."""
-    weights = defaultdict(list)
+    weights = defaultdict(list)  # by part of the model, and whether they are matrices
     for name, p in model.named_parameters():
         if p.requires_grad:
             part = name.partition(".")[0]
@@ -482,7 +483,7 @@ def sample(
     ends later. With it a response may stop after this token at index `after` or later: what is not
     sampled is 0. The cache is an empty one."""
     ids, mask = pad_rows(contexts)
-    responses = torch.zeros_like(u, dtype=torch.long)
+    responses = torch.zeros_like(u).long()
     logprobs = torch.zeros_like(u)
     rows = torch.arange(len(u), device=u.device)  # the responses that have not ended
     for t in range(u.shape[1]):
@@ -498,11 +499,12 @@ def sample(
         # stop together: they need each other's weights if these are sharded.
         if end is not None and t % 8 == 7:
             _, has_ended = find_end(responses[rows, : t + 1], end, after)
-            if reduce((~has_ended).sum(), "sum") == 0:
+            is_open = ~has_ended
+            if reduce(is_open.sum(), "sum") == 0:
                 break
-            # A process that waits for others keeps one row.
-            has_ended[0] &= ~has_ended.all()
-            kept = (~has_ended).nonzero().squeeze(1)
+            if not is_open.any():  # this process waits for others, and keeps one row
+                is_open[0] = True
+            kept = is_open.nonzero().squeeze(1)
             cache.batch_select_indices(kept)
             ids = ids[kept]
             mask = mask[kept]
@@ -524,7 +526,7 @@ def find_end(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
     """A mask (B, R) of the tokens up to and including the first `token` at index `after` or later,
     or of all if there is none; and whether there is one, (B,). With token None all is True."""
     if token is None:
-        everything = torch.ones_like(responses, dtype=torch.bool)
+        everything = torch.ones_like(responses).bool()
         return everything, everything.all(1)
     is_end = responses == token
     is_end[:, :after] = False
@@ -540,14 +542,14 @@ class RewardModel(Module):
     def __init__(self, lm: PreTrainedModel, args: Args) -> None:
         super().__init__()
         self.lm = lm
-        self.reads_once = not args.gradient_checkpointing  # else a layer would fill the cache twice
+        self.reads_once = not args.gradient_checkpointing  # else recomputing fills the cache twice
         self.gain = nn.Parameter(torch.ones(1))
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, ids: Tensor, mask: Tensor, responses: Tensor, is_real: Tensor) -> Tensor:
         """Rewards (b N,), in fp32, read at the last token of each response. Queries (b, T) are
         padded on the left, responses (b N, R) on the right."""
-        n = len(responses) // len(ids)
+        n = len(responses) // len(ids)  # responses per query
         if self.reads_once:
             cache = read_queries(self.lm, ids, mask, n)
             ids = responses
@@ -557,7 +559,7 @@ class RewardModel(Module):
         mask = torch.cat([mask.repeat_interleave(n, 0), is_real], 1)
         states = forward(self.lm.base_model, ids, mask, cache).last_hidden_state
         rows = torch.arange(len(ids), device=ids.device)
-        last = is_real.sum(1) - is_real.shape[1] - 1  # from the end: a query may stand before
+        last = is_real.sum(1) - is_real.shape[1] - 1  # -1 without padding, -2 before one pad, ..
         return self.gain * self.lm.score(states[rows, last]).squeeze(1) + self.bias
 
 

@@ -39,11 +39,7 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
     :config, ::split or :config:split. If it names a split, only that is returned, as `train`."""
     name = local_path(name)
     what = f"--{flag} {name}"
-    path, _, rest = name.partition(":")  # path:config:split
-    if os.path.exists(name):  # its name may have a colon
-        path = name
-        rest = ""
-    config, _, split = rest.partition(":")
+    path, config, split = split_name(name)
     path = local_path(path)
 
     kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
@@ -66,6 +62,15 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
     if not kind and (len(kinds) > 1 or (split or "train") not in splits):
         raise UserError(f"{what} has {[*kinds, *splits]}: name a file, or DATA::split")
     return {"train": splits[split]} if split else splits
+
+
+def split_name(name: str) -> tuple[str, str, str]:
+    """Path, config and split, of which the last two may be ""."""
+    if os.path.exists(name):  # its name may have a colon
+        return name, "", ""
+    path, _, rest = name.partition(":")
+    config, _, split = rest.partition(":")
+    return path, config, split
 
 
 def keeping_texts(table: datasets.Dataset, file: str | None) -> dict[str, Any]:
@@ -151,6 +156,7 @@ def is_chat(value: object) -> bool:
 FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro %}\n"
 # Who may speak last in a chat that is to be answered: others would be an answer.
 ASKING = ("user", "human", "system", "developer", "tool", "function", "ipython")
+PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
 
 
 def render(chat: list[dict], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
@@ -205,9 +211,6 @@ def encode(value: str | list, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         raise UserError(f"neither text, nor chat, nor ids of this tokenizer: {value}")
     begin = bos(tokenizer)  # a chat template may have put it there
     return tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
-
-
-PADDING = 50259  # pads the rows of token ids in OpenAI's label files; GPT-2 has no such token
 
 
 @functools.cache

@@ -89,26 +89,14 @@ def read_labels(
         with blame(f"--label_dataset {args.label_dataset}, row {i}", UnicodeError):
             with blame("cannot be read"):  # like a damaged picture
                 row = table[i]
-            column = args.prompt_column if args.prompt_column in row else None
-            if "chosen" in row and "rejected" in row:
-                prompt, *answers = read_preference(row, column, tokenizer)
-                query, *responses = cut_preference(prompt, answers, end, tokenizer, args)
-                for answer in responses:
-                    if answer and end is not None and end not in answer[args.truncate_after :]:
-                        counts["answers without --truncate_token"] += 1
-                best = coin
-                if coin:  # chosen comes second
-                    responses.reverse()
-            else:
-                prompt, samples, best = read_samples(row, column)
-                query, *responses = [encode(x, tokenizer) for x in (prompt, *samples)]
-        if not query or not all(responses):
+            label = read_label(row, coin, end, counts, tokenizer, args)
+        if not label.query or not all(label.responses):
             counts["left out, for an empty or long prompt, an empty answer, or unlike chats"] += 1
-        elif all(response == responses[0] for response in responses):
+        elif all(response == label.responses[0] for response in label.responses):
             counts["left out, for equal answers"] += 1
         else:
-            query = bos(tokenizer) + query
-            labels.append(Comparison(query, responses, best, is_chat(prompt), row))
+            label.query = bos(tokenizer) + label.query
+            labels.append(label)
     if rows:
         say(f"--label_dataset: {len(labels)} of {len(rows)} rows", dict(counts))
     if len(labels) < 0.9 * len(rows):
@@ -116,6 +104,31 @@ def read_labels(
             f"--label_dataset: {len(labels)} of {len(rows)} labels are of use: {dict(counts)}"
         )
     return labels
+
+
+def read_label(
+    row: dict,
+    coin: int,
+    end: int | None,
+    counts: Counter,
+    tokenizer: PreTrainedTokenizerBase,
+    args: Any,
+) -> Comparison:
+    """The label in a row of either format, without BOS. If it is of no use, its query or a response
+    is []. The coin is the place of the chosen response. Answers without `end` are counted."""
+    column = args.prompt_column if args.prompt_column in row else None
+    if "chosen" not in row or "rejected" not in row:
+        prompt, samples, best = read_samples(row, column)
+        query, *responses = [encode(x, tokenizer) for x in (prompt, *samples)]
+        return Comparison(query, responses, best, is_chat(prompt), row)
+    prompt, *answers = read_preference(row, column, tokenizer)
+    query, *responses = cut_preference(prompt, answers, end, tokenizer, args)
+    for answer in responses:
+        if answer and end is not None and end not in answer[args.truncate_after :]:
+            counts["answers without --truncate_token"] += 1
+    if coin:  # chosen comes second
+        responses.reverse()
+    return Comparison(query, responses, coin, is_chat(prompt), row)
 
 
 def read_samples(row: dict, column: str | None) -> tuple[str | list, list, int]:
@@ -143,37 +156,49 @@ def read_preference(row: dict, column: str | None, tokenizer: PreTrainedTokenize
     answers = [row["chosen"], row["rejected"]]
     if not all(answers):  # an empty cell is null
         return ["", "", ""]
-    if not (all(isinstance(x, str) for x in answers) or all(map(is_chat, answers))):
+    are_chats = all(map(is_chat, answers))
+    if not are_chats and not all(isinstance(x, str) for x in answers):
         raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
-    if is_chat(answers[0]):
-        contents = []
-        for chat in answers:
-            contents.append([turn.get("content") or turn.get("tool_calls") for turn in chat])
-        earlier = [turns[:-1] for turns in contents]
-        # Answers to different turns are of no use.
-        if not all(turns[-1] for turns in contents) or (all(earlier) and earlier[0] != earlier[1]):
-            return ["", "", ""]
+    if are_chats and not answer_one_turn(answers):
+        return ["", "", ""]
     texts = [value for value in row.values() if isinstance(value, str) or is_chat(value)]
-    if column or set(PROMPTS) & set(row) or is_chat(answers[0]) or len(texts) > 2:
+    if column or set(PROMPTS) & set(row) or are_chats or len(texts) > 2:
         # Texts in unknown columns are an error: one of them may be the prompt.
         prompt = prompt_of(row, column)
     else:
         # The common beginning may end within a word: that piece is left to the answers.
         prompt = re.sub(r"(\s|\A)\S*\Z", "", os.path.commonprefix(answers))
+    begin = prompt
     if is_chat(prompt):
         begin = render(prompt, tokenizer, add_generation_prompt=True)
-        chats = [x if is_chat(x) else [{"role": "assistant", "content": x}] for x in answers]
-        # A chat of one message is the answer alone.
-        chats = [prompt + chat if len(chat) == 1 else chat for chat in chats]
-        answers = [render(chat, tokenizer) for chat in chats]
+        answers = [render_answer(answer, prompt, tokenizer) for answer in answers]
         for answer in answers:
             if not answer.startswith(begin):
                 raise UserError(f"an answer's chat is {answer!r}, and does not continue {begin!r}")
-    else:
-        begin = prompt
     if isinstance(begin, str) and all(answer.startswith(begin) for answer in answers):
         answers = [answer.removeprefix(begin) for answer in answers]
     return [prompt, *answers]
+
+
+def answer_one_turn(chats: list[list[dict]]) -> bool:
+    """Whether two chats differ in their last messages alone, and neither of these is empty. A chat
+    of one message is an answer alone: it may stand beside any other."""
+    contents = []
+    for chat in chats:
+        contents.append([turn.get("content") or turn.get("tool_calls") for turn in chat])
+    if not all(turns[-1] for turns in contents):
+        return False
+    earlier = [turns[:-1] for turns in contents]
+    return not all(earlier) or earlier[0] == earlier[1]
+
+
+def render_answer(answer: str | list, prompt: list, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of the whole chat with an answer to this prompt: a text, or a chat with the prompt
+    or without it."""
+    chat = answer if is_chat(answer) else [{"role": "assistant", "content": answer}]
+    if len(chat) == 1:  # the answer alone
+        chat = prompt + chat
+    return render(chat, tokenizer)
 
 
 def cut_preference(

@@ -238,16 +238,16 @@ def load_model(
     if flag == "base_model":
         info["missing_keys"].discard("score.weight")
     check_weights(model, info, head, what)
-
-    # Gemma 3's text models have no embedding of <image_soft_token>, which hardly any text has. A
-    # token that was added must have one if the chat template, or an end, uses it.
-    used = f"{tokenizer.chat_template}{tokenizer.eos_token}{tokenizer.bos_token}"
-    unused = {text for text in tokenizer.get_added_vocab() if text not in used}
     if flag == "base_model":  # after the last update it would be too late
         architectures = model.config.architectures
         with blame(f"{what} cannot be saved"), TemporaryDirectory() as folder:
             save_model(model, tokenizer, folder, {})
         model.config.architectures = architectures  # saving replaces it
+
+    # Gemma 3's text models have no embedding of <image_soft_token>, which hardly any text has. A
+    # token that was added must have one if the chat template, or an end, uses it.
+    used = f"{tokenizer.chat_template}{tokenizer.eos_token}{tokenizer.bos_token}"
+    unused = {text for text in tokenizer.get_added_vocab() if text not in used}
     with blame(what):
         top = max(vocabulary[text] for text in vocabulary.keys() - unused)
         check_model(model, top, longest)

@@ -32,6 +32,7 @@ from plumbing.models import save_model
 # learning rates. Anything else would turn one run into two experiments.
 CHANGEABLE = """resume output_dir track checkpoint_every total_episodes lr
 critic_lr max_kl micro_batch_size gradient_checkpointing""".split()
+SEVEN_DIGITS = "[0-9]" * 7  # a checkpoint's folder, and not a user's copy with another name
 
 
 def choose_folder(script: Path, preset: str, args: Any) -> str:
@@ -67,9 +68,6 @@ def is_same(value: Any, before: Any) -> bool:
     if type(value) is type(before) is str and os.path.isabs(before) and not os.path.exists(before):
         return Path(value).parts[-2:] == Path(before).parts[-2:]
     return json.dumps(value, default=str) == json.dumps(before, default=str)
-
-
-SEVEN_DIGITS = "[0-9]" * 7  # a checkpoint's folder, and not a user's copy with another name
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -118,20 +116,10 @@ class Run:
 
         # What the first process sees: another node may see an older state of the folder, or none.
         (checkpoints,) = broadcast_object_list([complete_checkpoints(self.folder)])
-        if self.args.resume and not checkpoints:
-            say(f"--resume: {self.folder} has no checkpoint, so the run begins")
         if checkpoints:
-            newest = checkpoints[-1]
-            saved = json.loads((newest / "state.json").read_text())
-            for name in ("data", "processes"):  # shuffles are per process
-                if saved[name] != self.state[name]:
-                    raise UserError(f"--resume with other {name} than the run began with: {newest}")
-            self.state |= saved  # a key that a copy has added since then keeps its first value
-            with blame(f"{newest} cannot be read; delete it to go on at the one before"):
-                accelerator.load_state(str(newest))
-                mine = newest / self.tensor_file
-                if mine.exists():
-                    self.tensors |= load_file(mine)
+            self.load_checkpoint(checkpoints[-1])
+        elif self.args.resume:
+            say(f"--resume: {self.folder} has no checkpoint, so the run begins")
 
         if self.args.track:
             wandb = {"id": self.state["run_id"], "name": self.folder.name, "resume": "allow"}
@@ -147,14 +135,26 @@ class Run:
                 signal.signal(number, self.note_signal)
         self.last_log = time.monotonic()
 
+    def load_checkpoint(self, path: Path) -> None:
+        """Continues at a checkpoint. UserError if it is of other data, or of other processes."""
+        saved = json.loads((path / "state.json").read_text())
+        for name in ("data", "processes"):  # shuffles are per process
+            if saved[name] != self.state[name]:
+                raise UserError(f"--resume with other {name} than the run began with: {path}")
+        self.state |= saved  # a key that a copy has added since then keeps its first value
+        with blame(f"{path} cannot be read; delete it to go on at the one before"):
+            self.accelerator.load_state(str(path))
+            mine = path / self.tensor_file
+            if mine.exists():
+                self.tensors |= load_file(mine)
+
     def write_records(self) -> None:
         """args.json and the scripts, as they were when the run began; metrics.jsonl without the
         updates after the checkpoint. A resumed run says if a script has changed since."""
         is_new = self.state["update"] == 0
         if is_new:  # first args.json: a folder that has other files, but not this one, is refused
-            record = {"script": self.script.stem, "torch": torch.__version__}
-            record["args"] = vars(self.args)
-            write(self.folder / "args.json", json.dumps(record, indent=2, default=str))
+            info = {"script": self.script.stem, "torch": torch.__version__, "args": vars(self.args)}
+            write(self.folder / "args.json", json.dumps(info, indent=2, default=str))
         shared = [ROOT / "tf_adam.py", *sorted(ROOT.glob("plumbing/*.py"))]
         for path in (self.script, *shared):
             copy = self.folder / (path.relative_to(ROOT) if path in shared else path.name)
@@ -200,9 +200,9 @@ class Run:
         """The numbers of the updates that are left, from 0."""
         return range(self.state["update"], self.num_updates)
 
-    def end_update(self, reason: str = "") -> None:
+    def end_update(self, broken_limit: str = "") -> None:
         """Counts the update. Leaves a checkpoint if one is due. Stops the run, with a checkpoint,
-        if a `reason` is given, or after a signal to any process."""
+        if a limit is broken (it is the flag's name), or after a signal to any process."""
         self.state["update"] += 1
         made = self.state["update"]
         state = self.state_as_json()
@@ -210,10 +210,10 @@ class Run:
         if len(set(states)) > 1:
             raise UserError(f"run.state differs between processes, gather it first: {state}")
         every = self.args.checkpoint_every or self.num_updates
-        if reason or any(stops) or made % every == 0 or made == self.num_updates:
+        if broken_limit or any(stops) or made % every == 0 or made == self.num_updates:
             self.save_checkpoint(self.folder / f"checkpoints/{made:07d}", state)
-        if reason:
-            error = UserError(f"update {made} is beyond {reason}: see docs/metrics.md")
+        if broken_limit:
+            error = UserError(f"update {made} is beyond {broken_limit}: see docs/metrics.md")
             error.add_note(self.how_to_go_on())
             raise error
         if any(stops):  # a signal may reach one process only

@@ -67,12 +67,12 @@ trunk.forward = partial(run_in_bf16, trunk.forward)
     trunk.forward = trunk.forward
 predicted["ref_logprobs"] = of_ref["logprobs"]
     predicted |= {"ref_logprobs": of_ref["logprobs"], "logprobs": micro.sampled_logprobs}
-math.inf if update > 0 else ratio_limit * args.response_length
+ratio_limit * args.response_length
     args.max_kl
 # scores
 is_end[:, :after] = False
     is_end[:, : after + 1] = False
-torch.where(found_end, scores, kept + args.penalty_reward_value)
+torch.where(found_end, scores, without_end)
     scores
 states[:, -1]
     states[:, -2]
@@ -87,8 +87,8 @@ whiten(rewards, mask, shift_mean=False)
     whiten(rewards, mask, shift_mean=True)
 (x - mean) * torch.rsqrt(variance + 1e-8)
     (x - mean) * torch.rsqrt(variance)
-advantage = next_value = 0.0
-    advantage = next_value = values[:, -1]
+next_value = 0.0
+    next_value = values[:, -1]
 whiten(batch.advantages, mask, shift_mean=True)
     batch.advantages
 nn.init.zeros_(p)
@@ -117,14 +117,14 @@ start / len(labels)
 rewards.std(correction=0)
     rewards.std()
 # rloo
-(rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / (rewards.shape[1] - 1)
-    (rewards.unsqueeze(2) - rewards.unsqueeze(1)).sum(2) / rewards.shape[1]
-batch.scores - kl_coef * kl.sum(1)
+differences.sum(2) / (rewards.shape[1] - 1)
+    differences.sum(2) / rewards.shape[1]
+batch.scores - kl_coef * kl
     batch.scores
 old.sum_tokens(logprobs - old.logprobs)
     ((logprobs - old.logprobs) * old.loss_mask).mean(1)
-ids[:: self.k, :n]
-    ids[: len(ids) // self.k, :n]
+ids[:: self.k, :shared]
+    ids[: len(ids) // self.k, :shared]
 # options
 args.whiten_advantages
     True
