@@ -106,6 +106,31 @@ def levels(*records: Record) -> list[Row]:
     return rows
 
 
+def score_after(run: Row, share: float) -> float:
+    """The true score of training responses after this share of the run's time."""
+    scores = run["fine_curve"]["true_score"]
+    middles = (np.arange(len(scores)) + 0.5) / len(scores)
+    return float(np.interp(share, middles, scores))
+
+
+def same_time(record: Record) -> list[Row]:
+    """PPO and RLOO of a seed at the default's rate, after a quarter, a half and all of the time of
+    the RLOO run."""
+    at_default = [run for run in record["rows"] if run["lr"] == DEFAULT]
+    runs = report.group(at_default, "seed")
+    rows = []
+    for share in (0.25, 0.5, 1.0):
+        found = []
+        for pair in runs.values():
+            ppo, rloo = sorted(pair, key=lambda run: run["algorithm"])
+            time = share * rloo["seconds"] / ppo["seconds"]  # both make as many updates
+            found.append((score_after(ppo, time), score_after(rloo, share)))
+        ppo, rloo = np.mean(found, 0)
+        leads = [after - before for before, after in found]
+        rows.append({"share": share, "ppo": ppo, "rloo": rloo, "lead": of_seeds(leads)})
+    return rows
+
+
 # --- the picture ----------------------------------------------------------------------------------
 def draw_ends(axes: Axes, rows: list[Row]) -> None:
     """Mean scores at the end over the rate, joined, and a mark for each seed."""
