@@ -34,9 +34,6 @@ def olds(like, **fields):
 
 
 # --- rewards and advantages -----------------------------------------------------------------------
-NAN = float("nan")
-
-
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [("replace", "0.5 -1.5 -1.5 nan -1.5"), ("add", "0.5 0.5 -4.5 nan nan")],
@@ -221,7 +218,7 @@ def test_a_model_that_gives_equal_rewards_is_right_by_chance_alone():
 
 def test_rewards_without_a_deviation_are_refused_and_leave_gain_and_bias():
     reward = make_reward(gain=2.0, bias=0.5)
-    for rewards in ([0.5, 0.5], [0.5, NAN], [0.5]):
+    for rewards in ([0.5, 0.5], [0.5, torch.nan], [0.5]):
         with pytest.raises(UserError, match="^--normalization_samples: the rewards"):
             train_reward.normalize(reward, torch.tensor(rewards))
     assert reward.gain == 2

@@ -94,8 +94,7 @@ def test_a_test_that_cannot_call_a_changed_function_has_not_failed(tmp_path):
         ("u[rows, t].unsqueeze(1))", "u[rows, t].unsqueeze(1), 0.0)"),
         ("-batch.sum_tokens(batch.logprobs)", "-batch.logprobs.sum(1)"),
     ]
-    copy = shutil.copy(ROOT / PPO, tmp_path / "my.py")
-    fork_tools.change_file(copy, *changes)
+    copy = fork_tools.changed_copy(PPO, tmp_path, *changes, name="my.py")
     files = [f"tests/test_{name}.py" for name in ("rollout", "own_changes")]
     status, printed = pytest_with(copy, *files, "-k", "after_the_end or of_a_large_vocabulary")
     assert status == 1, printed

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from run_tools import to_lines, turn
-from tiny_models import make_queries, rows_of, save_tokenizer
+from tiny_models import begin_with, make_queries, rows_of, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -21,8 +21,8 @@ import ppo_rlhf
 import train_reward
 from plumbing import data as data_module
 from plumbing import labels as labels_module
-from plumbing import launch as launch_module
 from plumbing import models as models_module
+from plumbing.launch import UserError
 
 EOS = 0
 BOS = 1
@@ -42,13 +42,6 @@ LABEL = {
     "best": 1,
 }
 READ = ([5], [6], [7])  # PAIR, by read_labels
-
-
-def begin_with(tokenizer, first):
-    """From now on every text begins with this token, which is its BOS."""
-    processor = TemplateProcessing(f"{first} $A", special_tokens=[(first, BOS)])
-    tokenizer.backend_tokenizer.post_processor = processor
-    tokenizer.bos_token = first
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +136,7 @@ def refuse(read, rows, *says, chat=None, **changes):
     flag = "--query_dataset" if read is read_queries else "--label_dataset"
     if isinstance(rows, dict):
         rows = [rows] if read is read_queries else [rows, rows]
-    with pytest.raises(launch_module.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         read(rows, chat, **changes)
     text = " ".join(str(caught.value).split())
     assert text.startswith(flag), text
@@ -176,10 +169,10 @@ def test_what_stands_before_a_text_is_bos_and_what_stands_behind_is_left_out(bos
         assert token_of(text) == numbers[text]
     assert token_of("eos") == 2
     assert token_of(" a") == 3, "it is no word of the vocabulary"
-    with pytest.raises(launch_module.UserError, match="^--truncate_token 'a b' must be one .*3, 4"):
+    with pytest.raises(UserError, match="^--truncate_token 'a b' must be one .*3, 4"):
         token_of("a b")
     tokenizer.eos_token = None
-    with pytest.raises(launch_module.UserError, match="^--truncate_token 'eos' must be one token"):
+    with pytest.raises(UserError, match="^--truncate_token 'eos' must be one token"):
         token_of("eos")
 
 
@@ -198,7 +191,7 @@ def test_one_token_is_the_one_of_that_name_before_what_a_text_alone_begins_with(
     for text, token in {".": 3, "\n": 6, "eos": 0, "</s>": 0, "a": 2}.items():
         assert data_module.token_id("truncate_token", text, tokenizer) == token
     tokenizer, args = start(ppo_rlhf, base_model="bytes", truncate_token="Ġ")
-    with pytest.raises(launch_module.UserError, match="^--truncate_token 'Ġ' must be one token"):
+    with pytest.raises(UserError, match="^--truncate_token 'Ġ' must be one token"):
         # its vocabulary's word for a space
         data_module.token_id("truncate_token", args.truncate_token, tokenizer)
 
@@ -232,7 +225,7 @@ def test_a_text_begins_with_bos_once_and_token_ids_that_are_none_stay():
 
 
 @pytest.mark.parametrize(
-    "text", '["w5", "w6"]; 3; 0.5; [[5]]; [5, 50]; [5, -1]; [5, null]'.split("; ")
+    "text", '["w5", "w6"]; 3; 0.5; [[5]]; [5, 50]; [5, -1]; [5, null]; [5.0]; [true]'.split("; ")
 )
 def test_what_is_neither_text_nor_ids_is_refused_in_a_line(text):
     bad = json.loads(text)
@@ -281,7 +274,7 @@ def test_a_table_is_a_split_that_is_named_or_train():
     bad = {"no": "'csv', .*", "only": "'test'", "set::no": "'json', ", "mixed": "'csv'.*"}
     for name, has in bad.items():
         says = rf"^--query_dataset \S*{name} has \[.*{has}.*\]: name a file, or DATA::split$"
-        with pytest.raises(launch_module.UserError, match=says):
+        with pytest.raises(UserError, match=says):
             load(name)
 
 
@@ -328,7 +321,7 @@ def test_texts_of_files_arrive_as_they_stand_there():
     assert data_module.load_table("query_dataset", "a.csv")["train"]["text"][:] == ["w5", "w6"]
     for line in ("w5, w6,1", "w5,1,"):
         Path("a.csv").write_text(f"text,answer\n{line}\n")
-        with pytest.raises(launch_module.UserError, match="more cells than the first line"):
+        with pytest.raises(UserError, match="more cells than the first line"):
             data_module.load_table("query_dataset", "a.csv")
     row = {"text": "2020-01-01", "when": "2020-01-01T10:00:00Z", "number": 3, "none": None}
     row["messages"] = turn("2021-02-03", "user")
@@ -338,14 +331,16 @@ def test_texts_of_files_arrive_as_they_stand_there():
 
 
 @pytest.mark.parametrize("name", ["a*", "a?", "a[b]"])
-def test_a_folder_whose_name_would_match_others_is_refused(name):
+def test_names_of_files_and_folders_are_no_patterns(name):
+    """A folder's would match others, so it is refused."""
     for folder in (name, "ab"):
         Path(folder).mkdir(exist_ok=True)
-        Path(folder, "train.jsonl").write_text(to_lines({"text": folder}))
-    with pytest.raises(launch_module.UserError, match=r"must not have \*, \? or \[$"):
+        for file in (Path(folder, "train.jsonl"), Path(f"{folder}.jsonl")):
+            file.write_text(to_lines({"text": folder}))
+    with pytest.raises(UserError, match=r"must not have \*, \? or \[$"):
         data_module.load_table("query_dataset", name)
-    read = data_module.load_table("query_dataset", f"{name}/train.jsonl")["train"]
-    assert read["text"][:] == [name]
+    for file in (f"{name}/train.jsonl", f"{name}.jsonl"):
+        assert data_module.load_table("query_dataset", file)["train"]["text"][:] == [name]
 
 
 def test_a_query_is_cut_at_the_first_start_and_the_last_end():
@@ -461,11 +456,6 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin, c
     assert_read(row | {"prompt": "How? ", "chosen": chance}, "How? ", chance, answers[1])
 
 
-def test_what_is_no_text_chat_or_id_is_refused():
-    for ids in ([5.0, 6.0], [True]):
-        refuse(read_queries, {"prompt": ids}, "neither text, nor chat, nor ids of this tokenizer")
-
-
 def test_answers_without_an_end_are_counted_after_they_are_cut(capsys):
     """With `eos` those to which it was added have one."""
     row = PAIR | {"chosen": words(6, 7, 9)}
@@ -492,18 +482,6 @@ def test_labels_have_other_columns_and_numbers():
     eleven = LABEL | {f"sample{i}": [10 + i] for i in reversed(range(11))}
     others = [[10 + i] for i in range(10)]
     assert read_label(eleven | {"best": 10}) == ([5], [20], *others)
-
-
-@pytest.mark.parametrize(("after", "length"), [(0, 2), (1, 2), (2, 4), (4, 5)])
-def test_an_answer_ends_at_the_first_end_that_counts(after, length):
-    answer = [6, 9, 8, 9, 8]
-    row = PAIR | {"chosen": words(*answer)}
-    cut = read_label(row, truncate_token="w9", truncate_after=after)
-    assert cut == ([5], answer[:length], [7])
-    whole = read_label(row, truncate_token="eos", truncate_after=after)
-    assert whole == ([5], [*answer, EOS], [7, EOS])
-    early = PAIR | {"chosen": words(6, EOS)}
-    assert read_label(early, truncate_token="eos", truncate_after=9)[1] == [6, EOS]
 
 
 def test_all_rows_of_a_file_can_be_trained_on():
@@ -811,9 +789,7 @@ def test_a_label_says_if_it_is_from_a_chat(row, is_from_chat):
 def test_a_file_in_another_encoding_is_an_error_of_its_row():
     Path("latin.jsonl").write_bytes(b'{"text": "w5 caf\xe9"}\n' * 2)
     for read, flag in ((read_queries, "query_dataset"), (load_labels, "label_dataset")):
-        with pytest.raises(
-            launch_module.UserError, match=rf"^--{flag} latin.jsonl, row [01]: .*utf-8"
-        ):
+        with pytest.raises(UserError, match=rf"^--{flag} latin.jsonl, row [01]: .*utf-8"):
             read("latin.jsonl")
 
 
@@ -908,7 +884,7 @@ def test_a_function_returns_a_finite_float_for_each_response():
         assert scores.dtype == torch.float32
         assert not scores.requires_grad
     for returned in NO_FLOATS:
-        with pytest.raises(launch_module.UserError, match="^--reward_fn must return "):
+        with pytest.raises(UserError, match="^--reward_fn must return "):
             score(lambda x=returned, **_: x)
 
 

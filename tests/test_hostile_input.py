@@ -181,18 +181,6 @@ def test_these_files_load(name, tmp_path, monkeypatch, capsys):
     assert says in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["b[1].jsonl", "z[1]/train.jsonl"])
-def test_names_of_files_are_no_patterns(name, tmp_path, monkeypatch):
-    other = name.replace("[1]", "1")
-    for path, text in ((tmp_path / name, "w5"), (tmp_path / other, "w6")):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(to_lines({"text": text}))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    table = data_module.load_table("query_dataset", name)
-    assert table["train"]["text"][:] == ["w5"]
-
-
 def test_a_path_is_here_or_beside_the_script(tmp_path, monkeypatch):
     """A link stays one: the files that a hub's cache links to have no endings."""
     (tmp_path / "home/model").mkdir(parents=True)

@@ -18,8 +18,7 @@ import torch
 from fork_tools import PPO, REWARD, RLOO
 from run_tools import read_lines, to_lines
 from safetensors.torch import load_file
-from tiny_models import EOS, save_classifier, save_model
-from tokenizers import processors
+from tiny_models import EOS, begin_with, save_classifier, save_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 BOS = 49
@@ -111,14 +110,11 @@ def save_models(folder):
         save_model(folder / name, name, **config)
         config |= {"reward_gain": 1.3, "reward_bias": -0.4}
         save_classifier(folder / f"{name}-judge", name, **config)
-    for name in ("gpt2", "gpt2-judge"):  # its bos is its eos, and stands before no text
-        tokenizer = AutoTokenizer.from_pretrained(folder / name, bos_token="<|endoftext|>")
-        tokenizer.save_pretrained(folder / name)
-    for name in ("llama", "llama-judge"):
-        tokenizer = AutoTokenizer.from_pretrained(folder / name, bos_token=f"w{BOS}")
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"w{BOS} $A", special_tokens=[(f"w{BOS}", BOS)]
-        )
+    for name in ("gpt2", "gpt2-judge", "llama", "llama-judge"):
+        tokenizer = AutoTokenizer.from_pretrained(folder / name)
+        tokenizer.bos_token = tokenizer.eos_token  # which stands before no text
+        if "llama" in name:
+            begin_with(tokenizer, f"w{BOS}")
         tokenizer.save_pretrained(folder / name)
 
     lm = AutoModelForCausalLM.from_pretrained(folder / "llama")
@@ -162,6 +158,7 @@ def make_tables():
     pairs[7]["rejected"] = "w4 w5 w6 w7 w8 w9 w11"  # the same as far as they are read
     pairs[8]["chosen"] = "w4 w9 w5 w9 w6"  # the second w9, and the second eos, are the end
     pairs[9]["rejected"] = "<|endoftext|> w5 w6 <|endoftext|> w7"
+    pairs[10]["chosen"] = "w6 <|endoftext|>"  # too early, but a second eos is not added
     labels = []
     for i in range(25):
         label = {"query": padded(tokens(1, 8)), "best": 2 * (i % 3 == 1)}

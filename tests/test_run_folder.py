@@ -34,8 +34,8 @@ from safetensors.torch import load_file
 import ppo_rlhf
 import train_reward
 from plumbing import data as data_module
-from plumbing import launch as launch_module
 from plumbing import run as run_module
+from plumbing.launch import UserError
 
 # Moments inside the writing of something: what happens; part of a line in the log of
 # fork_tools.strike, and which of such lines. metrics.jsonl is opened when it is made and after each
@@ -131,7 +131,7 @@ def folder(tmp_path):
 def refuse(folder, script, words, says):
     """The script ends with this error, and changes nothing."""
     before = contents(folder)
-    with pytest.raises(launch_module.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         call(script, words, folder)
     assert contents(folder) == before
 
@@ -283,7 +283,7 @@ def test_a_first_kl_that_is_not_rounding_stops_a_run(script, folder, monkeypatch
         batch.ref_logprobs += 0.002
 
     monkeypatch.setattr(module, "set_logprobs", changed)
-    with pytest.raises(launch_module.UserError, match="^objective/kl is -0.01, its limit 0.005: "):
+    with pytest.raises(UserError, match="^objective/kl is -0.01, its limit 0.005: "):
         call(script, WORDS[script], folder)
     assert len(read_lines(folder / "out/metrics.jsonl")) == 1
     assert checkpoints(folder) == []
@@ -311,9 +311,7 @@ def test_a_reward_function_that_fails_late_or_moves(
     fails = value != "0.5"
     if fails:
         says = re.escape(f"{count} finite floats, not [{', '.join([value] * count)}]")
-        expected = pytest.raises(
-            launch_module.UserError, match=rf"^--reward_fn must return {says}(\n|$)"
-        )
+        expected = pytest.raises(UserError, match=rf"^--reward_fn must return {says}(\n|$)")
     with expected:
         call(script, words, folder)
     assert (folder / "out/samples.jsonl").exists() == (not fails)
@@ -462,7 +460,7 @@ def test_a_folder_that_another_run_has_used_while_the_models_loaded_is_left_as_i
         found.update(contents(folder / "out"))
 
     monkeypatch.setattr(importlib.import_module(script[:-3]), "set_seed", set_seed)
-    with pytest.raises(launch_module.UserError, match=NOT_EMPTY):
+    with pytest.raises(UserError, match=NOT_EMPTY):
         call(script, [*WORDS[script], "--lr", "0.5"], folder)
     assert contents(folder / "out") == found
 
@@ -489,7 +487,7 @@ def test_a_tilde_is_the_home_folder_and_a_link_keeps_its_name(name, path, tmp_pa
     (tmp_path / "new").mkdir()
     Path(chosen).mkdir(parents=True, exist_ok=True)
     Path(chosen, "notes.txt").touch()
-    with pytest.raises(launch_module.UserError, match=f" {tmp_path}/{path} is not empty"):
+    with pytest.raises(UserError, match=f" {tmp_path}/{path} is not empty"):
         run_module.choose_folder(ppo_rlhf.FILE, "tiny", ppo_rlhf.Args(output_dir=name))
     monkeypatch.setattr(run_module, "broadcast_object_list", lambda _: ["of the first process"])
     args.output_dir = None  # and the clocks of processes differ
@@ -534,7 +532,7 @@ def test_every_setting_is_refused_on_resume_or_takes_effect(script, tmp_path):
             assert getattr(args, name) == value
         else:
             says = re.escape(f"--{name} {value}: {tmp_path} was started")
-            with pytest.raises(launch_module.UserError, match=f"^{says} with "):
+            with pytest.raises(UserError, match=f"^{says} with "):
                 run_module.choose_folder(module.FILE, "tiny", args)
 
 
@@ -549,13 +547,11 @@ def test_what_an_older_run_does_not_record_had_its_default(tmp_path):
     run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
     args.temperature = before + 1
     says = f"^--temperature {before + 1}: {tmp_path} was started with {before}$"
-    with pytest.raises(launch_module.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
     args.temperature = before
     (tmp_path / "args.json").write_text(json.dumps({"args": old | {"ent_coef": 0.5}}))
-    with pytest.raises(
-        launch_module.UserError, match=f"^--ent_coef None: {tmp_path} was started with"
-    ):
+    with pytest.raises(UserError, match=f"^--ent_coef None: {tmp_path} was started with"):
         run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
 
 
@@ -627,7 +623,7 @@ def test_what_may_change_takes_effect(tmp_path, monkeypatch, capsys):
     for name, record in records.items():
         assert (folder / "out" / name).read_bytes() == record
     # Beyond --max_kl it stops with a checkpoint, so a higher one goes on exactly.
-    with pytest.raises(launch_module.UserError, match="^update 7 is beyond --max_kl: ") as error:
+    with pytest.raises(UserError, match="^update 7 is beyond --max_kl: ") as error:
         call(PPO, [*words, "--total_episodes", "32", "--max_kl", "1e-9"], folder)
     assert error.value.__notes__[0].startswith("to go on (behind python):")
     assert checkpoints(folder) == ["0000006", "0000007"]
@@ -713,9 +709,7 @@ def test_the_newest_of_two_checkpoints_is_loaded_by_as_many_processes(small, tmp
     two = copy(folder, tmp_path / "two")
     state = two / "checkpoints/0000003/state.json"
     state.write_text(state.read_text().replace('"processes": 1', '"processes": 2'))
-    with pytest.raises(
-        launch_module.UserError, match="^--resume with other processes than the run began with: "
-    ):
+    with pytest.raises(UserError, match="^--resume with other processes than the run began with: "):
         small(two)
 
 
@@ -795,13 +789,13 @@ def test_a_users_copies_of_checkpoints_are_no_checkpoints(small, tmp_path):
 def test_state_that_json_would_change_is_an_error_at_once(value, small, tmp_path):
     """At the start, or after the update that made it. A tensor, a copy's mistake: a TypeError."""
     says = "^run.state must survive JSON: texts as keys, |is not JSON serializable$"
-    with pytest.raises((launch_module.UserError, TypeError), match=says):
+    with pytest.raises((UserError, TypeError), match=says):
         small(tmp_path / "other", updates=1, mine=value)
     assert not (tmp_path / "other/metrics.jsonl").exists()
     opened = small(tmp_path / "other")
     opened.args.checkpoint_every = 9
     opened.state["mine"] = value
-    with pytest.raises((launch_module.UserError, TypeError), match=says):
+    with pytest.raises((UserError, TypeError), match=says):
         opened.end_update()
 
 

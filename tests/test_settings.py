@@ -1,21 +1,22 @@
 """Settings: defaults of all flags, presets, what goes together, and runs of presets."""
 
 import json
+import random
 from dataclasses import fields
 from types import SimpleNamespace
 from unittest import mock
 
 import fork_tools
-import hub_tools
 import huggingface_hub.constants
 import pytest
 import tiny_models as tiny
 from conftest import GOLDEN
 from fork_tools import PPO, REWARD, RLOO, parse
-from hub_tools import LABELS
 from huggingface_hub import HfFileSystem
 from run_tools import call, read_lines, read_metrics, turn
 from tiny_models import BOTH, Stop, values
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 
 import ppo_rlhf
 import rloo_rlhf
@@ -199,22 +200,6 @@ def test_labels_and_queries_are_both_chats_or_both_texts(
 
 
 # --- presets --------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """The cache folder, as HF_HOME sets it. Its files say what the hub would say of names."""
-    folder = tmp_path_factory.mktemp("cache")
-
-    def glob(_, name, **options):
-        found = folder.glob(f"{LABELS}/snapshots/*/{name.partition('preferences/')[2]}")
-        return {name: {"type": "file"}} if any(found) else {}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
-        patch.setattr(HfFileSystem, "glob", glob)
-        patch.setattr(HfFileSystem, "_repo_and_revision_exist", lambda *_: (True, None))
-        yield hub_tools.fill(folder)
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_values_are_those_of_openais_launch_file(task):
     size, of_task, rl, reward = TASKS[task]
@@ -239,6 +224,69 @@ def test_values_are_those_of_openais_launch_file(task):
     assert {name: ppo[name] for name in names} == {name: rloo[name] for name in names}
 
 
+LABELS = "datasets--vwxyzjn--lm-human-preferences"
+PAD = 50_259
+ROWS = 12  # of every table
+EOS = "<|endoftext|>"
+SMALL = values("n_embd=8 n_layer=1 n_head=2 n_positions=1024")
+
+
+def make_tokenizer():
+    """A byte-level tokenizer of GPT-2's size, of bytes and " w256", " w257", ..; EOS is last."""
+    words = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words += [*(f"\u0120w{i}" for i in range(256, 50_256)), EOS]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOS)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def make_label(rng, length, response):
+    """A label as OpenAI's: a padded query of up to `length` tokens, four samples and the best."""
+    query = rng.sample(range(256, 50_256), rng.randrange(length // 4, length + 1))
+    label = {"query": query + [PAD] * (length - len(query)), "best": rng.randrange(4)}
+    for i in range(4):
+        label[f"sample{i}"] = rng.sample(range(50_257), response)
+    return label
+
+
+def snapshot(cache, name):
+    """The folder of a repository's files in the cache."""
+    folder = cache / name / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (cache / name / "refs").mkdir()
+    (cache / name / "refs" / "main").write_text("abc")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A hub cache, as HF_HOME sets it, with a stand-in for every file that a preset names. They say
+    what the hub would say of names."""
+    cache = tmp_path_factory.mktemp("cache")
+    folder = snapshot(cache, "models--gpt2")
+    AutoModelForCausalLM.from_config(GPT2Config(**SMALL)).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    rng = random.Random(0)
+    tables = snapshot(cache, LABELS)
+    for task, (size, *_) in TASKS.items():
+        (tables / task).mkdir()
+        length, response = (64, 24) if size == "5k" else (500, 75)
+        labels = [make_label(rng, length, response) for _ in range(ROWS)]
+        (tables / task / f"offline_{size}.json").write_text(json.dumps(labels))
+
+    def glob(_, name, **options):
+        is_there = (tables / name.partition("preferences/")[2]).exists()
+        return {name: {"type": "file"}} if is_there else {}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+        patch.setattr(HfFileSystem, "glob", glob)
+        patch.setattr(HfFileSystem, "_repo_and_revision_exist", lambda *_: (True, None))
+        yield
+
+
 @pytest.mark.parametrize("task", ["sentiment", "cnndm"])
 def test_every_command_line_runs_offline(task, cache, tmp_path):
     """No query is left out; a label would leave too few. The others are like these."""
@@ -255,8 +303,8 @@ def test_every_command_line_runs_offline(task, cache, tmp_path):
     for like in (task, {"sentiment": "descriptiveness", "cnndm": "tldr"}[task]):
         _, args = parse(ppo_rlhf, [like])
         tokenizer = models_module.load_tokenizer("base_model", args.base_model)
-        queries = data_module.load_queries(args, tokenizer, 2 * hub_tools.ROWS)
-        assert len(queries) == hub_tools.ROWS
+        queries = data_module.load_queries(args, tokenizer, 2 * ROWS)
+        assert len(queries) == ROWS
 
 
 # --- whole runs -----------------------------------------------------------------------------------

@@ -20,9 +20,6 @@ from plumbing.launch import UserError, blame
 from ppo_rlhf import Metrics, make_optimizer
 from tf_adam import AdamTF
 
-SETTINGS = """lr=1e-2 critic_lr=None critic_warmup=0 lr_warmup=0 lr_schedule='linear' adam='tf'
-adam_eps=1e-5 adam_betas=(0.9,0.999) weight_decay=0.0"""
-
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-8])
 @pytest.mark.parametrize("fused", [True, False])
@@ -92,10 +89,6 @@ def test_groups_keep_their_own_settings_and_step_count_and_the_eps_that_was_give
         assert [group["eps"] for group in groups] == [1e-5, 1e-2]
 
 
-def with_settings(**changes):
-    return SimpleNamespace(**values(SETTINGS) | changes)
-
-
 def make_parts(*names):
     return nn.ModuleDict({name: nn.Linear(3, 2) for name in names})
 
@@ -104,7 +97,7 @@ def test_groups_are_matrices_and_the_rest_of_each_part():
     model = make_parts("lm", "value_head", "frozen")
     model["frozen"].requires_grad_(False)
     model.gain = nn.Parameter(torch.ones(1))
-    args = with_settings(weight_decay=0.3, adam_betas=(0.8, 0.95), adam_eps=1e-3)
+    args = ppo_rlhf.Args(weight_decay=0.3, adam_betas=(0.8, 0.95), adam_eps=1e-3)
     optimizer = make_optimizer(model, args)
     names = {id(p): name for name, p in model.named_parameters()}
     made = []
@@ -122,7 +115,7 @@ def test_groups_are_matrices_and_the_rest_of_each_part():
         (["value_head.bias"], 0.0, "value_head"),
     ]
     assert type(optimizer) is AdamTF
-    optimizer = make_optimizer(model, with_settings(adam="torch"))
+    optimizer = make_optimizer(model, ppo_rlhf.Args(adam="torch"))
     assert type(optimizer) is torch.optim.AdamW
 
 
@@ -141,7 +134,7 @@ critic_warmup=2 critic_lr=1.0; 2 0.5 5e-3 0.5
 def test_learning_rates_follow_the_schedule(case):
     changes, numbers = case.split(";")
     update, progress, lr, critic_lr = map(float, numbers.split())
-    args = with_settings(**values(changes))
+    args = ppo_rlhf.Args(lr=1e-2, **values(changes))
     optimizer = make_optimizer(make_parts("lm", "critic", "value_head", "new"), args)
     highest = ppo_rlhf.max_rates(int(update), args)
     ppo_rlhf.set_learning_rates(optimizer, int(update), progress, args, **highest)
@@ -277,21 +270,6 @@ def test_errors_are_explained_by_what_was_asked_and_why_it_failed(error, says):
         raise ValueError("the error") from OSError("the cause")
     with pytest.raises(ZeroDivisionError), blame("--flag", UserError):
         raise ZeroDivisionError
-
-
-def test_states_of_a_trunk_in_bf16_come_in_fp32():
-    """Also of one that ends with a linear layer, which autocast computes in bf16."""
-    layer = nn.Linear(3, 2)
-
-    def forward(ids, **named):
-        assert torch.is_autocast_enabled("cpu")
-        return SimpleNamespace(last_hidden_state=layer(ids))
-
-    ids = torch.randn(4, 3)
-    states = models_module.run_in_bf16(forward, ids).last_hidden_state
-    assert states.dtype == torch.float32
-    assert torch.equal(states, states.bfloat16().float())
-    assert not torch.equal(states, layer(ids))
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -150,6 +150,14 @@ def save_tokenizer(folder: Path):
     special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def begin_with(tokenizer: Any, first: str) -> None:
+    """From now on every text begins with this token, which is the tokenizer's BOS."""
+    special = [(first, tokenizer.convert_tokens_to_ids(first))]
+    processor = processors.TemplateProcessing(f"{first} $A", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = processor
+    tokenizer.bos_token = first
 
 
 def save_model(folder: Path, name: str, auto_class=AutoModelForCausalLM, **changes):
