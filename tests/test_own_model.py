@@ -145,7 +145,7 @@ def test_the_measured_runs_are_those_of_the_records():
     page = (ROOT / PAGE).read_text().replace("\n", " ")
     moved = []
     gained = []
-    for path in (ROOT / "benchmark/studies/four_seeds").glob("PPO-*.jsonl"):
+    for path in (ROOT / "benchmark/studies/films").glob("four_seeds-PPO-*.jsonl"):
         first, *_, last = read_lines(path)[:10]
         assert first["objective/kl"] == 0
         moved.append(last["objective/kl"])

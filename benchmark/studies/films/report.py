@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmark import common, differences, report
@@ -12,8 +13,9 @@ from benchmark.report import ALGORITHMS, Record, Row
 TIE = 0.05  # of judge B's probability
 LEVELS = (1.0, 2.0, 3.0)  # nats
 SHOWN = 20  # openings with their texts
+BETWEEN = "RLOO against PPO"
 MEANS = ("judge", "vader", "reward", "kl", "likelihood", "gemma", "repeats")
-TITLE = "Film reviews: does the judge who made no labels find them more positive?"
+TITLE = "Film reviews: the reward rises with every seed, judge B's probability hardly"
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ def between(record: Record) -> list[Row]:
         found = []
         for one, other in zip(ppo, rloo, strict=False):
             found.append(judged_at(other) - judged_at(one))
-        places = [f"{level:g} nats" for level in LEVELS] + ["the end"]
+        places = [f"KL {level:g}" for level in LEVELS] + ["the end"]
         for where, column in zip(places, np.transpose(found), strict=False):
             leads = column[~np.isnan(column)].tolist()
             if leads:
@@ -126,23 +128,64 @@ def in_a_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "/").replace("<", "&lt;")
 
 
+# --- the earlier study of four seeds --------------------------------------------------------------
+def duel_of(record: Record, run: str) -> Row:
+    """A policy against the starting model, or RLOO against PPO."""
+    if run == BETWEEN:
+        return record["rloo_over_ppo"]
+    return report.look_up(record, f"rows > {run} > duel")
+
+
+def shares(duel: Row) -> dict[str, float]:
+    """The shares of pairs of responses that are won, tied and lost, and the win rate, which counts
+    a tie as half a win."""
+    pairs = 16 * len(duel["won"])  # of each opening
+    won = sum(duel["won"]) / pairs
+    tied = sum(duel["tied"]) / pairs
+    return {"won": won, "tied": tied, "lost": 1 - won - tied, "rate": won + tied / 2}
+
+
+def gain(record: Record, run: str) -> float:
+    """How much a policy's true score is above the starting model's, or RLOO's above PPO's."""
+    scores = {row["run"]: row["true_score"] for row in record["rows"]}
+    if run == BETWEEN:
+        return scores["RLOO"] - scores["PPO"]
+    return scores[run] - scores["starting model"]
+
+
+def four_seeds(*records: Record) -> list[Row]:
+    """All seeds in one row for each algorithm, and for RLOO against PPO."""
+    rows = []
+    for run in (*ALGORITHMS, BETWEEN):
+        found = [shares(duel_of(record, run)) for record in records]
+        row = {"run": run if run == BETWEEN else f"{run} against the starting model"}
+        for name in found[0]:
+            row[name] = differences.with_interval([each[name] for each in found])
+        row["gain"] = differences.with_interval([gain(record, run) for record in records])
+        rows.append(row)
+    return rows
+
+
 # --- the picture ----------------------------------------------------------------------------------
+def draw_gains(axes: Axes, record: Record, key: str, words: str) -> None:
+    """How far each run's mean is above the starting model's; an interval over the openings."""
+    start, *runs = record["rows"]
+    for i, row in enumerate(runs):
+        gain = differences.with_interval(np.subtract(row[key], start[key]))
+        axes.errorbar(gain["mean"], i, xerr=gain["width"], fmt="o", color=ALGORITHMS[row["run"]])
+    axes.axvline(0.0, color="black", linewidth=1)
+    report.label(axes, words)
+
+
 def draw(record: Record) -> Figure:
-    """Judge B's mean over the KL: of each update of each run, and of best of n."""
-    figure, panels = report.new(TITLE, 1, 1, 4.5)
-    axes = panels[0][0]
-    for row in record["rows"][1:]:
-        curve = row["updates"]
-        colour = ALGORITHMS[row["run"]]
-        axes.plot(curve["objective/kl"], curve["judge"], ".-", color=colour, alpha=0.5)
-    kl = [best["kl"] for best in record["best_of"]]
-    scores = [best["judge"] for best in record["best_of"]]
-    axes.plot(kl, scores, "*--", color=report.BEST_OF_N)
-    start = float(np.mean(record["rows"][0]["judge"]))
-    report.line_at(axes, start, "starting model", ":")
-    report.name_colours(axes, ALGORITHMS, ".-")
-    report.name_colours(axes, {"best of 1, 4, 16": report.BEST_OF_N}, "*--")
-    report.label(axes, report.KL, "judge B: probability of positive", "lower right")
+    """Gains in reward and in judge B's probability, of each run."""
+    figure, panels = report.new(TITLE, 1, 2, 3.4, sharey=True)
+    reward, judge = panels[0]
+    draw_gains(reward, record, "reward", "gain in reward (the reward model's)")
+    draw_gains(judge, record, "judge", "gain in judge B's probability of positive")
+    names = [f"{row['run']}, seed {row['seed']}" for row in record["rows"][1:]]
+    reward.set_yticks(range(len(names)), names)
+    reward.invert_yaxis()
     return figure
 
 

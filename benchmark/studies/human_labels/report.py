@@ -5,7 +5,6 @@ from matplotlib.figure import Figure
 
 from benchmark import differences, report
 from benchmark.report import CRITIC, OTHER, Record, Row
-from benchmark.studies.four_seeds.report import both_intervals
 
 RECORDS = tuple(f"seed-{seed}.json" for seed in (1, 2, 3))
 RULES = {
@@ -15,6 +14,7 @@ RULES = {
     "the likelier answer": ("likelihood", 1),
     "the likelier answer, per token": ("token_likelihood", 1),
 }
+DRAWS = 2_000
 SHIFT = 0.12  # between the marks of two seeds
 SHARE = "share of 512 held-out pairs in which people chose this answer,\n"
 SHARE += "with each of three seeds (lines: 95% intervals over pairs)"
@@ -27,6 +27,23 @@ def right(record: Record, rule: str) -> np.ndarray:
     name, sign = RULES[rule]
     margins = sign * np.array(record["margins"][name])
     return (np.sign(margins) + 1) / 2
+
+
+def both_intervals(parts: list[np.ndarray]) -> Row:
+    """The mean of a list (seeds) of numbers (pairs,), its interval by Student's t over the means of
+    the seeds, and that of the protocol: the middle 95 % of the means of draws of both, with
+    replacement."""
+    values = np.array(parts)
+    num_seeds, num_pairs = values.shape
+    random = np.random.default_rng(0)
+    means = []
+    for _ in range(DRAWS):
+        seeds = random.integers(num_seeds, size=(num_seeds, 1))
+        pairs = random.integers(num_pairs, size=values.shape)
+        means.append(values[seeds, pairs].mean())
+    low, high = np.quantile(means, [0.025, 0.975])
+    drawn = {"low": low, "high": high}
+    return differences.with_interval(values.mean(1)) | {"drawn": drawn}
 
 
 def rules(*records: Record) -> list[Row]:

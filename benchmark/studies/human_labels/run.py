@@ -3,7 +3,7 @@
     python benchmark/studies/human_labels/run.py                            # the data from the hub
     python benchmark/studies/human_labels/run.py --data harmless.jsonl.gz --seeds 1 2 3
 
-About half an hour a seed on one core. Needs the weights as four_seeds does. The labels contain
+About half an hour a seed on one core. Needs the weights as films does. The labels contain
 offensive texts by design, so no text of them goes into the records. Writes seed-<seed>.json with a
 number for each held-out pair, and the metrics.jsonl of the run as reward-<seed>.jsonl.
 """
