@@ -109,6 +109,16 @@ def judges(record: Record) -> list[Row]:
     return rows
 
 
+def agreement(record: Record) -> Row:
+    """The correlation of reward and judge B's probability over the starting model's responses, with
+    Fisher's interval."""
+    start = record["rows"][0]
+    found = float(np.corrcoef(start["reward"], start["judge"])[0, 1])
+    width = 1.96 / (len(start["judge"]) - 3) ** 0.5
+    low, high = np.tanh(np.arctanh(found) + np.array([-width, width]))
+    return {"correlation": found, "low": float(low), "high": float(high)}
+
+
 def texts(record: Record) -> list[Row]:
     """The first openings with all texts of the first seed and rate."""
     first = record["rows"][1]
