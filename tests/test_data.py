@@ -847,6 +847,12 @@ def test_labels_of_no_use_are_left_out_and_counted_and_a_tenth_may_be(row, reaso
     refuse(read_labels, [good] * 9 + [row], " has 9 labels for --batch_size 10", **given)
 
 
+def test_an_answer_that_is_the_prompt_alone_is_empty_and_gets_no_end():
+    row = {"prompt": "w5", "chosen": "w5 w6", "rejected": "w5"}
+    given = {"truncate_token": "eos", "truncate_after": 0}
+    refuse(read_labels, row, f"0 of 2 labels are of use: {{'{EMPTY}': 2}}", **given)
+
+
 # --- reward functions -----------------------------------------------------------------------------
 NO_FLOATS = [
     {},
