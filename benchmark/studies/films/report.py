@@ -116,7 +116,11 @@ def agreement(record: Record) -> Row:
     found = float(np.corrcoef(start["reward"], start["judge"])[0, 1])
     width = 1.96 / (len(start["judge"]) - 3) ** 0.5
     low, high = np.tanh(np.arctanh(found) + np.array([-width, width]))
-    return {"correlation": found, "low": float(low), "high": float(high)}
+    return {
+        "correlation": found,
+        "low": float(low),
+        "high": float(high),
+    }
 
 
 def texts(record: Record) -> list[Row]:
@@ -152,7 +156,12 @@ def shares(duel: Row) -> dict[str, float]:
     pairs = 16 * len(duel["won"])  # of each opening
     won = sum(duel["won"]) / pairs
     tied = sum(duel["tied"]) / pairs
-    return {"won": won, "tied": tied, "lost": 1 - won - tied, "rate": won + tied / 2}
+    return {
+        "won": won,
+        "tied": tied,
+        "lost": 1 - won - tied,
+        "rate": won + tied / 2,
+    }
 
 
 def gain(record: Record, run: str) -> float:
