@@ -706,8 +706,8 @@ def sample(
             is_open = ~has_ended
             if reduce(is_open.sum(), "sum") == 0:
                 break
-            if not is_open.any():  # this process waits for others, and keeps one row
-                is_open[0] = True
+            # A process that waits for others keeps one row. (An `if` would wait for the GPU.)
+            is_open[0] |= ~is_open.any()
             kept = is_open.nonzero().squeeze(1)
             cache.batch_select_indices(kept)
             ids = ids[kept]
