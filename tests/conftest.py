@@ -13,14 +13,14 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is tested on a GPU is in benchma
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach a network
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Tests that are started in the background have SIGINT ignored, and runs would ignore it, too.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 GOLDEN = ROOT / "tests" / "golden"
+# Tests that are started in the background have SIGINT ignored, and runs would ignore it, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def golden_files(config: pytest.Config, pattern: str) -> list[Path]:
