@@ -483,7 +483,7 @@ def sample(
     ends later. With it a response may stop after this token at index `after` or later: what is not
     sampled is 0. The cache is an empty one."""
     ids, mask = pad_rows(contexts)
-    responses = torch.zeros_like(u).long()
+    responses = torch.zeros_like(u, dtype=torch.long)
     logprobs = torch.zeros_like(u)
     rows = torch.arange(len(u), device=u.device)  # the responses that have not ended
     for t in range(u.shape[1]):
@@ -526,7 +526,7 @@ def find_end(responses: Tensor, token: int | None, after: int) -> tuple[Tensor, 
     """A mask (B, R) of the tokens up to and including the first `token` at index `after` or later,
     or of all if there is none; and whether there is one, (B,). With token None all is True."""
     if token is None:
-        everything = torch.ones_like(responses).bool()
+        everything = torch.ones_like(responses, dtype=torch.bool)
         return everything, everything.all(1)
     is_end = responses == token
     is_end[:, :after] = False

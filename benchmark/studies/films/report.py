@@ -190,8 +190,8 @@ def draw_gains(axes: Axes, record: Record, key: str, words: str) -> None:
     """How far each run's mean is above the starting model's; an interval over the openings."""
     start, *runs = record["rows"]
     for i, row in enumerate(runs):
-        gain = differences.with_interval(np.subtract(row[key], start[key]))
-        axes.errorbar(gain["mean"], i, xerr=gain["width"], fmt="o", color=ALGORITHMS[row["run"]])
+        found = differences.with_interval(np.subtract(row[key], start[key]))
+        axes.errorbar(found["mean"], i, xerr=found["width"], fmt="o", color=ALGORITHMS[row["run"]])
     axes.axvline(0.0, color="black", linewidth=1)
     report.label(axes, words)
 
