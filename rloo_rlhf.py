@@ -16,9 +16,8 @@ generation engines, several reward models, and what only one published system do
 that are in benchmark/systems/). Read main first: its numbered steps call the functions below it.
 
 tf_adam.py has the optimizer, and plumbing/ what is not about RLHF: the command line, the run's
-folder, models and tables. All else is here. A function (except main) that appears in more than
-one of ppo_rlhf.py, rloo_rlhf.py and train_reward.py is identical in all of them, so some of its
-branches may be unused here.
+folder, models and tables. All else is here. A function (except main) that stands in two of the
+scripts is identical in both, so some of its branches may be unused here.
 
 Shapes: B responses in a process's share of a batch, b in a minibatch or micro-batch, R tokens per
 response, T tokens of query and response together, V tokens in the vocabulary, d hidden units. A
@@ -60,7 +59,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from plumbing.data import Query, hold_out, load_queries, token_id
+from plumbing.data import Query, load_queries, token_id
 from plumbing.labels import load_reward_fn, newest_reward_model
 from plumbing.launch import UserError, blame, make_accelerator, prepare, run_main
 from plumbing.models import (
@@ -241,12 +240,10 @@ def main(preset: str, args: Args) -> None:
     set_seed(args.seed)
     tokenizer = load_tokenizer("base_model", args.base_model)
     truncate_id = token_id("truncate_token", args.truncate_token, tokenizer)
-    num_queries = args.eval_queries + num_updates * args.batch_size // args.rloo_k
-    queries = load_queries(args, tokenizer, num_queries)
-    contexts = [query.for_policy for query in queries]
-    held_out, queries = hold_out(queries, args.eval_queries)
-    # K adjacent rows for each query: see Actor
-    held_out = [query for query in held_out for _ in range(args.rloo_k)]
+    num_queries = num_updates * args.batch_size // args.rloo_k
+    held_out, queries = load_queries(args, tokenizer, args.eval_queries, num_queries)
+    contexts = [query.for_policy for query in held_out + queries]
+    held_out = [query for query in held_out for _ in range(args.rloo_k)]  # K adjacent rows each
     queries = [query for query in queries for _ in range(args.rloo_k)]
     longest = max(map(len, contexts)) + args.response_length
     load = partial(load_model, tokenizer=tokenizer, longest=longest, args=args)
@@ -264,7 +261,7 @@ def main(preset: str, args: Args) -> None:
     before = evaluate(ref, ref, held_out, score_fn, tokenizer, truncate_id, args)
     # A resumed run must have the same first queries. With more --total_episodes it reads more.
     data = contexts[: args.eval_queries + args.batch_size // args.rloo_k]
-    run = Run(accelerator, FILE, args, num_updates, data, {"kl_coef": args.kl_coef})
+    run = Run(accelerator, FILE, args, num_updates, data, state={"kl_coef": args.kl_coef})
     run.start()
     for update in run.updates():
         kl_coef = run.state["kl_coef"]
@@ -340,7 +337,7 @@ def penalize_missing_end(scores: Tensor, found_end: Tensor, args: Args) -> Tenso
     is added to it (--penalty_mode)."""
     without_end = args.penalty_reward_value
     if args.penalty_mode == "add":
-        without_end = scores + without_end
+        without_end = scores + args.penalty_reward_value
     return torch.where(found_end, scores, without_end)
 
 
@@ -390,7 +387,8 @@ def rloo_update(
         groups = micro_batches(torch.arange(len(minibatch)), mini, args.micro_batch_size)
         for i, rows in enumerate(groups, 1):
             micro = select(mini, rows)
-            with average_gradients(accelerator, wrapped, is_last=i == len(groups)):
+            is_last = i == len(groups)
+            with average_gradients(accelerator, wrapped, is_last):
                 all_logprobs, new = forward_response(wrapped, micro, args.temperature)
                 logprobs = new["logprobs"]
                 loss, metrics = rloo_loss(logprobs, micro, args)  # a loss of your own: add it here
@@ -401,7 +399,8 @@ def rloo_update(
             del all_logprobs  # makes room for the next ones
             if step == 0:
                 first_errors.append((logprobs.detach() - micro.logprobs).abs().max())
-        log.add({"gradient_norm": clip_gradients(wrapped, args.max_grad_norm)})
+        gradient_norm = clip_gradients(wrapped, args.max_grad_norm)
+        log.add({"gradient_norm": gradient_norm})
         optimizer.step()
         optimizer.zero_grad()
     log.add({"first_ratio_error": gather(torch.stack(first_errors).max()).max()})
@@ -422,11 +421,12 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 def make_optimizer(model: Module, args: Args) -> Optimizer:
     """AdamTF or AdamW (--adam) over all weights that are trained. Each part of the model, like
     `lm`, has a parameter group of matrices, which alone have --weight_decay, and one of others."""
-    weights = defaultdict(list)  # by part of the model, and whether they are matrices
+    weights = defaultdict(list)
     for name, p in model.named_parameters():
         if p.requires_grad:
             part = name.partition(".")[0]
-            weights[part, p.dim() > 1].append(p)
+            is_matrix = p.dim() > 1
+            weights[part, is_matrix].append(p)
     groups = []
     for (part, is_matrix), params in weights.items():
         decay = args.weight_decay if is_matrix else 0.0
@@ -452,9 +452,9 @@ def set_learning_rates(
 def average_gradients(
     accelerator: Accelerator, model: Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
-    """A context for the backward pass of a micro-batch. Processes average their gradients only at
-    the last micro-batch of a step. If weights are sharded (by modules with `reshard`) they do it
-    at each one: otherwise every process would hold whole gradients until then."""
+    """A context for the backward pass of a micro-batch. Processes average gradients at the last one
+    of a step only. If weights are sharded (by modules with `reshard`) they do it at each one:
+    otherwise every process would hold whole gradients until then."""
     if is_last or hasattr(model, "reshard"):
         return contextlib.nullcontext()
     return accelerator.no_sync(model)
@@ -534,7 +534,7 @@ STREAM_SAMPLES, STREAM_ROWS = 1, 4
 
 def shuffle(rows: np.ndarray, rank: int, update: int, args: Args) -> Tensor:
     """The row numbers of an update's minibatches, (num_epochs, num_minibatches, b). Each epoch
-    permutes `rows`: numbers (B,), or a matrix, of which each line stays together."""
+    permutes `rows`: numbers (B,), or a matrix (B / K, K) whose lines stay together."""
     generator = np.random.default_rng([args.seed, STREAM_ROWS, rank, update])
     epochs = [generator.permutation(rows) for _ in range(args.num_epochs)]
     return torch.tensor(np.array(epochs)).view(args.num_epochs, args.num_minibatches, -1)
@@ -575,9 +575,8 @@ def rollout(
 def set_logprobs(
     batch: Batch, policy: Module, ref: Module, minibatches: Tensor, args: Args
 ) -> None:
-    """Sets `logprobs` and `ref_logprobs`, and a field for all else that the policy's model predicts
-    (`values`). Each of the minibatches (num_minibatches, b) goes through the models in its
-    micro-batches."""
+    """Sets `logprobs`, `ref_logprobs`, and a field of its name for whatever else the policy returns
+    (`values`). Each of the minibatches (num_minibatches, b) is read in its micro-batches."""
     fields = defaultdict(lambda: torch.zeros_like(batch.sampled_logprobs))  # (B, R), filled below
     for minibatch in minibatches:
         for rows in micro_batches(minibatch, batch, args.micro_batch_size):
@@ -639,8 +638,7 @@ def sample(
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). The sum is
     in fp64: in fp32 the steps of rare tokens would be rounded away. (u has 24 bits, so what is far
-    rarer than 6e-8 is still rounded.) For NaN, clamp gives the last token, and the run is stopped
-    later."""
+    rarer than 6e-8 still is.) NaN gives the last token, and a later check stops the run."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
     return tokens.clamp(max=probs.shape[1] - 1)
@@ -760,7 +758,7 @@ class Actor(Module):
     ) -> dict[str, Tensor]:
         """`logits` (b, last, V), in fp32, at the last tokens of ids (b, T). A cache is for
         sampling."""
-        shared = ids.shape[1] - last  # tokens of a query but its last; 0 once the cache has them
+        shared = ids.shape[1] - last  # a query but for its last token; 0 once it is in the cache
         if shared > 0 and (self.reads_once or cache is not None):
             queries = ids[:: self.k, :shared]  # each once
             cache = read_queries(self.lm, queries, mask[:: self.k, :shared], self.k, cache)
@@ -792,9 +790,9 @@ def micro_batches(rows: Tensor, batch: Batch, size: int) -> tuple[Tensor, ...]:
 
 # --- models ---------------------------------------------------------------------------------------
 def load_reward_model(load: Callable, name: str, args: Args) -> Callable:
-    """A function from queries and responses, in lists of tokens, to scores (B,)."""
+    """A function from queries and responses, in lists of tokens, to scores (B,). Here and below,
+    `load` is load_model of plumbing/models.py, with the tokenizer, length and args of main."""
     model = freeze(load("reward_model", name, AutoModelForSequenceClassification), args.dtype)
-    model = model.to(PartialState().device)
     return partial(score_by_model, model, reward_head(model), args.micro_batch_size)
 
 
@@ -807,7 +805,7 @@ def load_policy_and_reference(
     if args.lora_rank:
         # before `freeze` holds weights in bf16: adapters get the dtype of their weights
         lm = with_adapters(ref, args.lora_rank, args.lora_alpha)
-    ref = freeze(ref, args.dtype).to(PartialState().device)
+    ref = freeze(ref, args.dtype)
     if not args.lora_rank:  # only now, with the reference on its GPU: the host never holds both
         lm = load("base_model", args.base_model, AutoModelForCausalLM)
     return lm, ref
@@ -820,7 +818,7 @@ def check_settings(args: Args, num_processes: int, k: int) -> None:
     if args.batch_size % divisor or args.micro_batch_size % k:
         raise UserError(
             f"--batch_size {args.batch_size} must be a multiple of {divisor} (processes x "
-            f"minibatches x responses per query), and --micro_batch_size "
+            "minibatches x responses per query), and --micro_batch_size "
             f"{args.micro_batch_size} of {k} (responses per query)"
         )
     if args.truncate_token and args.truncate_after >= args.response_length:

@@ -7,10 +7,10 @@ the paragraph before its section 2.1. With m, v the moving averages and t the st
     TensorFlow   p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)
 
 Multiplied out, they differ in epsilon alone: TensorFlow's is PyTorch's with
-eps / sqrt(1 - beta2^t), 32 times larger at the first step for beta2 = 0.999. At eps = 1e-5 and the
-small gradients of a language model that damps the first updates a lot: Huang et al. 2024 ("The N
-Implementation Details of RLHF with PPO") measured an approxkl of 3.7e-4 with TensorFlow's Adam
-against 2.4e-3 with PyTorch's on the same rollouts.
+eps / sqrt(1 - beta2^t), 32 times larger at the first step for beta2 = 0.999. With eps = 1e-5 and
+the small gradients of a language model, this makes the first updates much smaller: Huang et al.
+2024 ("The N Implementation Details of RLHF with PPO") measured an approxkl of 3.7e-4 with
+TensorFlow's Adam, and of 2.4e-3 with PyTorch's, on the same rollouts.
 """
 
 import math

@@ -16,9 +16,8 @@ perhaps a prompt. The result, reward_model/, is a Hugging Face folder of a class
 the logit; gain and bias are reward_gain and reward_bias of its config.json.
 
 tf_adam.py has the optimizer, and plumbing/ what is not about RLHF: the command line, the run's
-folder, models and tables. All else is here. A function (except main) that appears in more than
-one of ppo_rlhf.py, rloo_rlhf.py and train_reward.py is identical in all of them, so some of its
-branches may be unused here.
+folder, models and tables. All else is here. A function (except main) that stands in two of the
+scripts is identical in both, so some of its branches may be unused here.
 
 Shapes: b labels in a micro-batch, N responses in each (b N rows, label by label), B rows of any
 kind, R tokens in a response, T in a row, V in the vocabulary, d hidden units.
@@ -204,15 +203,15 @@ def main(preset: str, args: Args) -> None:
     labels, held_out = load_labels(args, tokenizer)
     num_updates = len(labels) // args.batch_size
     # The first half sets gain and bias before the training, the second half after it.
-    queries = load_queries(args, tokenizer, 2 * args.normalization_samples)
+    _, queries = load_queries(args, tokenizer, 0, 2 * args.normalization_samples)
     if args.normalization_samples and labels[0].is_from_chat != is_chat(queries[0].prompt):
         raise UserError("--label_dataset and --query_dataset: both need chats, or both texts")
     longest = max(len(query.for_policy) for query in queries) + args.response_length
     for label in labels + held_out:
-        longest = max(longest, len(label.query + max(label.responses, key=len)))
+        longest = max(longest, len(label.query) + max(map(len, label.responses)))
     load = partial(load_model, "base_model", args.base_model)
     ref_lm = load(AutoModelForCausalLM, tokenizer, longest, args)
-    ref_lm = freeze(ref_lm, args.dtype).to(accelerator.device)
+    ref_lm = freeze(ref_lm, args.dtype)
     model = load(AutoModelForSequenceClassification, tokenizer, longest, args)
     set_seed(args.seed)
     if "SequenceClassification" not in str(model.config.architectures):  # a language model
@@ -226,7 +225,8 @@ def main(preset: str, args: Args) -> None:
     if end is not None and tokenizer.decode([end], skip_special_tokens=True):
         end = None  # it is not skipped, so it is an ordinary token
     if args.normalization_samples:
-        normalize(reward, reference_rewards(accelerator, reward, ref_lm, queries, 0, end, args))
+        rewards = reference_rewards(accelerator, reward, ref_lm, queries, 0, end, args)
+        normalize(reward, rewards)
     # `wrapped` is what is trained: it averages gradients over processes. `reward` is inside.
     wrapped, reward, optimizer = prepare(accelerator, reward, make_optimizer(reward, args))
 
@@ -256,7 +256,8 @@ def main(preset: str, args: Args) -> None:
 
     # 4. normalize again
     if args.normalization_samples:
-        normalize(reward, reference_rewards(accelerator, reward, ref_lm, queries, 1, end, args))
+        rewards = reference_rewards(accelerator, reward, ref_lm, queries, 1, end, args)
+        normalize(reward, rewards)
 
     # 5. evaluate and save
     samples = evaluate_labels(reward, held_out, tokenizer)
@@ -304,13 +305,15 @@ def reward_update(
     log = Metrics()
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
     for i, rows in enumerate(groups, 1):
-        with average_gradients(accelerator, wrapped, is_last=i == len(groups)):
+        is_last = i == len(groups)
+        with average_gradients(accelerator, wrapped, is_last):
             rewards, best, is_hit = label_rewards(wrapped, [labels[row] for row in rows])
             # -log softmax(rewards) at the best of N; for a pair -log sigmoid(chosen - rejected)
             losses = cross_entropy(rewards, best, reduction="none")  # (b,)
             accelerator.backward(losses.sum() / len(labels))
         log.add({"train/loss": losses, "train/accuracy": is_hit})
-    log.add({"train/gradient_norm": clip_gradients(wrapped, args.max_grad_norm)})
+    gradient_norm = clip_gradients(wrapped, args.max_grad_norm)
+    log.add({"train/gradient_norm": gradient_norm})
     optimizer.step()
     optimizer.zero_grad()
     return log
@@ -340,8 +343,7 @@ def reference_rewards(
 ) -> Tensor:
     """Rewards of --normalization_samples samples of the reference, gathered from all processes. A
     sample is scored at the first `end` at index --truncate_after or later, or at its last token.
-    Draw 0 (before the training) and 1 (after it) have other uniforms, and other queries if there
-    are enough."""
+    Draws 0 and 1, before and after training, have other uniforms and, if possible, queries."""
     total = args.normalization_samples
     my_rows = torch.arange(total).chunk(accelerator.num_processes)[accelerator.process_index]
     u = uniforms(args.seed, draw, total, args.response_length)
@@ -368,15 +370,14 @@ def evaluate_labels(
     rows = []
     for label in labels:
         rewards, _, is_hit = label_rewards(reward, [label])
-        rows.append(
-            {
-                "query": tokenizer.decode(label.query),
-                "responses": tokenizer.batch_decode(label.responses),
-                "best": label.best,
-                "rewards": rewards[0].tolist(),
-                "is_hit": is_hit.item(),
-            }
-        )
+        row = {
+            "query": tokenizer.decode(label.query),
+            "responses": tokenizer.batch_decode(label.responses),
+            "best": label.best,
+            "rewards": rewards[0].tolist(),
+            "is_hit": is_hit.item(),
+        }
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -384,11 +385,12 @@ def evaluate_labels(
 def make_optimizer(model: Module, args: Args) -> Optimizer:
     """AdamTF or AdamW (--adam) over all weights that are trained. Each part of the model, like
     `lm`, has a parameter group of matrices, which alone have --weight_decay, and one of others."""
-    weights = defaultdict(list)  # by part of the model, and whether they are matrices
+    weights = defaultdict(list)
     for name, p in model.named_parameters():
         if p.requires_grad:
             part = name.partition(".")[0]
-            weights[part, p.dim() > 1].append(p)
+            is_matrix = p.dim() > 1
+            weights[part, is_matrix].append(p)
     groups = []
     for (part, is_matrix), params in weights.items():
         decay = args.weight_decay if is_matrix else 0.0
@@ -414,9 +416,9 @@ def set_learning_rates(
 def average_gradients(
     accelerator: Accelerator, model: Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
-    """A context for the backward pass of a micro-batch. Processes average their gradients only at
-    the last micro-batch of a step. If weights are sharded (by modules with `reshard`) they do it
-    at each one: otherwise every process would hold whole gradients until then."""
+    """A context for the backward pass of a micro-batch. Processes average gradients at the last one
+    of a step only. If weights are sharded (by modules with `reshard`) they do it at each one:
+    otherwise every process would hold whole gradients until then."""
     if is_last or hasattr(model, "reshard"):
         return contextlib.nullcontext()
     return accelerator.no_sync(model)
@@ -515,8 +517,7 @@ def sample(
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). The sum is
     in fp64: in fp32 the steps of rare tokens would be rounded away. (u has 24 bits, so what is far
-    rarer than 6e-8 is still rounded.) For NaN, clamp gives the last token, and the run is stopped
-    later."""
+    rarer than 6e-8 still is.) NaN gives the last token, and a later check stops the run."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
     return tokens.clamp(max=probs.shape[1] - 1)
@@ -572,9 +573,8 @@ def save_reward_model(
     parent: str,
 ) -> None:
     """Writes reward_model/, a Hugging Face folder, and results.json."""
-    # transformers scores a text at its last token that is not padding. If eos were the padding, it
-    # would skip an eos at the end. So then the folder names no padding token, and whoever loads it
-    # with transformers scores one text at a time.
+    # transformers scores a text at its last token that is not padding. If eos is the padding, that
+    # skips an eos at the end. So the folder then names no padding: score one text at a time.
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = None
     model.config.pad_token_id = tokenizer.pad_token_id

@@ -52,7 +52,8 @@ def responses_per_query(args: Any) -> int:
 
 def load_queries(tokenizer: Any, args: Any, count: int) -> list[Any]:
     """Up to `count` of --query_dataset, in the order of args.seed."""
-    return data_module.load_queries(args, tokenizer, count)
+    _, queries = data_module.load_queries(args, tokenizer, 0, count)
+    return queries
 
 
 def loader(tokenizer: Any, longest: int, args: Any) -> Callable:

@@ -1,5 +1,4 @@
-"""Tables in the layouts that people have, and their texts, chats and queries as token ids. Nothing
-here knows an algorithm."""
+"""Tables; their texts, chats and queries as token ids. Nothing here knows an algorithm."""
 
 import functools
 import json
@@ -39,28 +38,31 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
     :config, ::split or :config:split. If it names a split, only that is returned, as `train`."""
     name = local_path(name)
     what = f"--{flag} {name}"
-    path, config, split = split_name(name)
-    path = local_path(path)
-
-    kind = KINDS.get(Path(name.removesuffix(".gz")).suffix)
-    source = {"path": path, "name": config or None}  # a folder, or a data set on the hub
-    if kind:
-        source = {"path": kind, "data_files": escape(name)}
     if os.path.isfile(name) and not os.path.getsize(name):
         raise UserError(f"{what} is empty")
-    if not kind and os.path.exists(path) and escape(path) != path:
-        raise UserError(f"{what}: a folder's name must not have *, ? or [")
+    kind = None if os.path.isdir(name) else KINDS.get(Path(name.removesuffix(".gz")).suffix)
+    if kind:
+        split = ""
+        source = {"path": kind, "data_files": escape(name)}
+    else:  # a folder, or a data set on the hub
+        path, config, split = split_name(name)
+        path = local_path(path)
+        source = {"path": path, "name": config or None}
+        if os.path.isfile(path):
+            raise UserError(f"{what}: name a file alone; it ends in {[*KINDS]}, or these and .gz")
+        if os.path.exists(path) and escape(path) != path:
+            raise UserError(f"{what}: a folder's name must not have *, ? or [")
     with blame(what):
         splits = datasets.load_dataset(**source)
         options = keeping_texts(next(iter(splits.values())), name if kind else None)
         if options:
             splits = datasets.load_dataset(**source, **options)
 
-    # datasets reads one kind of files in a folder, and is silent about the others.
-    files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
-    kinds = {KINDS.get(file.suffix) for file in files} - {None}
-    if not kind and (len(kinds) > 1 or (split or "train") not in splits):
-        raise UserError(f"{what} has {[*kinds, *splits]}: name a file, or DATA::split")
+    if not kind:  # datasets reads one kind of files in a folder, and is silent about the others
+        files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
+        kinds = {KINDS.get(file.suffix) for file in files} - {None}
+        if len(kinds) > 1 or (split or "train") not in splits:
+            raise UserError(f"{what} has {[*kinds, *splits]}: name a file, or DATA::split")
     return {"train": splits[split]} if split else splits
 
 
@@ -228,13 +230,13 @@ def token_id(flag: str, text: str | None, tokenizer: PreTrainedTokenizerBase) ->
     if text is None:
         return None
     ids = tokenizer.encode(text, add_special_tokens=False)
-    # Llama 2's tokenizer encodes `.` with a space before it, which is another token.
     named = tokenizer.get_vocab().get(text)
+    # Llama 2's tokenizer adds a space in front: with `.` it is one token, with a line feed two.
     if text == "eos":
         ids = [tokenizer.eos_token_id]
     elif named is not None and tokenizer.decode([named]) == text:
         ids = [named]
-    elif tokenizer.decode(ids[-1:]) == text:  # a line feed has a space before it, too
+    elif tokenizer.decode(ids[-1:]) == text:
         ids = ids[-1:]
     if len(ids) != 1 or ids[0] is None:
         raise UserError(f"--{flag} {text!r} must be one token, but is tokens {ids}")
@@ -242,19 +244,20 @@ def token_id(flag: str, text: str | None, tokenizer: PreTrainedTokenizerBase) ->
 
 
 # --- queries --------------------------------------------------------------------------------------
-def load_queries(args: Any, tokenizer: PreTrainedTokenizerBase, num_queries: int) -> list[Query]:
-    """Up to `num_queries` queries (at least one) of --query_dataset, in an order drawn from --seed.
-    Prints how many rows were read, and why some were dropped."""
+def load_queries(
+    args: Any, tokenizer: PreTrainedTokenizerBase, num_held_out: int, num_queries: int
+) -> tuple[list[Query], list[Query]]:
+    """Up to `num_held_out` different queries of --query_dataset, and up to `num_queries` others (at
+    least one), in an order drawn from --seed. Prints why rows were dropped."""
     begin = bos(tokenizer)
     prefix = encode(args.query_prefix or "", tokenizer)
     suffix = encode(args.query_suffix or "", tokenizer)
     start = token_id("start_text", args.start_text, tokenizer)
     end = token_id("end_text", args.end_text, tokenizer)
-    long = args.long_queries
-    if long is None:
-        long = "drop" if end is None else "keep_start"
+    long = args.long_queries or ("drop" if end is None else "keep_start")
     table = load_table("query_dataset", args.query_dataset)["train"]
     dropped = Counter()
+    held_out = {}
     queries = []
     for i in np.random.default_rng([args.seed, STREAM_QUERIES]).permutation(len(table)).tolist():
         with blame(f"--query_dataset {args.query_dataset}, row {i}", UnicodeError):
@@ -268,23 +271,30 @@ def load_queries(args: Any, tokenizer: PreTrainedTokenizerBase, num_queries: int
                 )
             tokens = encode(prompt, tokenizer)
         query, cause = cut_query(tokens, args.query_length, start, end, long)
+        context = begin + prefix + query + suffix
+        candidate = Query(begin + query, context, row, prompt)
+        if tuple(context) in held_out:
+            cause = cause or "like one that is held out"
         if cause:
             dropped[cause] += 1
+        elif len(held_out) < num_held_out:
+            held_out[tuple(context)] = candidate
         else:
-            context = begin + prefix + query + suffix
-            queries.append(Query(begin + query, context, row, prompt))
+            queries.append(candidate)
             if len(queries) >= num_queries:
                 break
+    used = [*held_out.values(), *queries]
     if not queries:
+        dropped["held out"] = len(held_out)
         raise UserError(f"--query_dataset: no query is left of {len(table)} rows: {dict(dropped)}")
     say(
-        f"--query_dataset: {len(table)} rows, {len(queries) + dropped.total()} read, "
-        f"{len(queries)} used, dropped {dict(dropped)}, first "
-        f"{tokenizer.decode(queries[0].for_policy)!r}"
+        f"--query_dataset: {len(table)} rows, {len(used) + dropped.total()} read, "
+        f"{len(used)} used, dropped {dict(dropped)}, first "
+        f"{tokenizer.decode(used[0].for_policy)!r}"
     )
-    if dropped.total() > len(queries):
+    if dropped.total() > len(used):
         say("WARNING: more than half of the rows that were read are dropped")
-    return queries
+    return list(held_out.values()), queries
 
 
 def cut_query(
@@ -308,13 +318,3 @@ def cut_query(
             return [], "without --end_text"
         tokens = tokens[: len(tokens) - tokens[::-1].index(end)]
     return tokens, ""
-
-
-def hold_out(queries: list[Query], count: int) -> tuple[list[Query], list[Query]]:
-    """The first `count` queries, held out, and all that differ from them."""
-    held_out = queries[:count]
-    contexts = {tuple(query.for_policy) for query in held_out}
-    others = [query for query in queries if tuple(query.for_policy) not in contexts]
-    if not others:
-        raise UserError(f"--eval_queries {count}: no query is left to train on")
-    return held_out, others

@@ -166,17 +166,19 @@ def read_preference(row: dict, column: str | None, tokenizer: PreTrainedTokenize
         # Texts in unknown columns are an error: one of them may be the prompt.
         prompt = prompt_of(row, column)
     else:
+        shared = os.path.commonprefix(answers)
+        if shared in answers:  # one of them has nothing more
+            return ["", "", ""]
         # The common beginning may end within a word: that piece is left to the answers.
-        prompt = re.sub(r"(\s|\A)\S*\Z", "", os.path.commonprefix(answers))
+        prompt = re.sub(r"(\s|\A)\S*\Z", "", shared)
     begin = prompt
     if is_chat(prompt):
         begin = render(prompt, tokenizer, add_generation_prompt=True)
         answers = [render_answer(answer, prompt, tokenizer) for answer in answers]
-        for answer in answers:
-            if not answer.startswith(begin):
-                raise UserError(f"an answer's chat is {answer!r}, and does not continue {begin!r}")
     if isinstance(begin, str) and all(answer.startswith(begin) for answer in answers):
         answers = [answer.removeprefix(begin) for answer in answers]
+    elif is_chat(prompt):
+        raise UserError(f"an answer's chat does not continue {begin!r}: {answers}")
     return [prompt, *answers]
 
 
@@ -222,9 +224,9 @@ def cut_preference(
 def cut_answer(tokens: list[int], end: int | None, args: Any) -> list[int]:
     """An answer up to its first `end` at index --truncate_after or later, as in PPO; if there is
     none, --truncate_token eos adds one. Then at most --response_length tokens of that."""
-    ends = [i for i, x in enumerate(tokens) if x == end and i >= args.truncate_after]
-    if ends:
-        tokens = tokens[: ends[0] + 1]
+    after = args.truncate_after
+    if end in tokens[after:]:
+        tokens = tokens[: tokens.index(end, after) + 1]
     elif tokens and args.truncate_token == "eos" and tokens[-1] != end:
         tokens = [*tokens, end]
     return tokens[: args.response_length]
@@ -280,7 +282,7 @@ def call_reward_fn(
             completions.append(text)
     named = columns | {"prompts": prompts, "completions": completions}
     try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # it may switch gradients off
+        with torch.enable_grad():  # it may switch gradients off
             rewards = function(**copy.deepcopy(named))  # and change what it gets
     except Exception as error:
         error.add_note("This error comes from the function of --reward_fn.")

@@ -1,5 +1,4 @@
-"""Models and tokenizers from Hugging Face folders: loading and checking, precision, adapters, and
-one forward pass for all scripts. Nothing here knows an algorithm."""
+"""Models and tokenizers of Hugging Face folders. Nothing here knows an algorithm."""
 
 import copy
 import os
@@ -117,14 +116,14 @@ def with_adapters(model: PreTrainedModel, rank: int, alpha: float) -> PreTrained
 
 
 def freeze(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
-    """The model, whose weights are not trained. With dtype "bf16" its linear layers are held in
-    bf16, in half the memory; autocast would round them anyway. Biases, the head, embeddings and
-    norms stay in fp32."""
+    """The model on its device, with weights that are not trained. With dtype "bf16" its linear
+    layers are held in bf16, in half the memory; autocast would round them anyway. Biases, the head,
+    embeddings and norms stay in fp32."""
     model.requires_grad_(False)
     for module in model.base_model.modules():
         if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D):
             module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
-    return model
+    return model.to(PartialState().device)
 
 
 def forward(
@@ -155,8 +154,7 @@ def forward(
     with head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])):
         output = run(logits_to_keep=last)
     output.last_hidden_state = states[0]
-    # A few models give all logits. The others' are not cut: a view takes memory in the backward
-    # pass.
+    # A few models give all logits. Others' are not cut: a view takes memory in the backward pass.
     if output.logits.shape[1] > last:
         output.logits = output.logits[:, -last:]
     return output
@@ -210,9 +208,8 @@ def load_model(
     longest: int,
     args: Any,
 ) -> PreTrainedModel:
-    """The model that the flag names: on the CPU, in fp32, and in eval mode, so without dropout, as
-    the original. It computes as --dtype and --gradient_checkpointing say. If --base_model has no
-    reward head, it gets a random one."""
+    """The model that the flag names: on the CPU, in fp32, without dropout, as the original. It
+    computes as --dtype and --gradient_checkpointing say. A missing reward head is random."""
     name = local_path(name)
     what = f"--{flag} {name}"
     vocabulary = tokenizer.get_vocab()
@@ -237,19 +234,23 @@ def load_model(
         )
     if flag == "base_model":
         info["missing_keys"].discard("score.weight")
+        if "label_dataset" in vars(args):  # train_reward.py may go on with a reward model
+            info["unexpected_keys"].discard("score.weight")
     check_weights(model, info, head, what)
+    if hasattr(model.config, "output_router_logits"):  # for a loss that cannot read a cache
+        model.config.output_router_logits = False
     if flag == "base_model":  # after the last update it would be too late
         architectures = model.config.architectures
         with blame(f"{what} cannot be saved"), TemporaryDirectory() as folder:
             save_model(model, tokenizer, folder, {})
         model.config.architectures = architectures  # saving replaces it
 
-    # Gemma 3's text models have no embedding of <image_soft_token>, which hardly any text has. A
-    # token that was added must have one if the chat template, or an end, uses it.
-    used = f"{tokenizer.chat_template}{tokenizer.eos_token}{tokenizer.bos_token}"
-    unused = {text for text in tokenizer.get_added_vocab() if text not in used}
+    # Added tokens may lack an embedding, if no template and no end uses them (Gemma 3's images).
+    ends = f"{tokenizer.bos_token}{tokenizer.eos_token}{args.truncate_token}"
+    used = f"{tokenizer.chat_template}{ends}"
+    added = tokenizer.get_added_vocab()
     with blame(what):
-        top = max(vocabulary[text] for text in vocabulary.keys() - unused)
+        top = max(i for text, i in vocabulary.items() if text not in added or text in used)
         check_model(model, top, longest)
     patch_layers(model, args.dtype, max(vocabulary.values()) + 1)
     if args.gradient_checkpointing:
@@ -267,9 +268,9 @@ def check_weights(model: PreTrainedModel, info: dict, head: str, what: str) -> N
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
     if head == "score" and not hasattr(model, head):
         raise UserError(f"{what}: a {kind} is not supported, as it has no `score`")
-    # What is left over may belong to another head, or be the attention mask of an old file
+    # What is left over may be another head (no reward model's) or the attention mask of an old file
     # (attn.bias), but nothing else of a layer (`h.3.`) or of this head (a bias).
-    left_over = rf"\.\d+\.(?!.*\b(attn|attention)\.(masked_)?bias$)|^{head}\."
+    left_over = rf"\.\d+\.(?!.*\b(attn|attention)\.(masked_)?bias$)|^({head}|score)\."
     wrong = {key for key in info["unexpected_keys"] if re.search(left_over, key)}
     wrong |= info["missing_keys"]
     wrong |= {str(key) for key in info["mismatched_keys"]}
@@ -295,9 +296,9 @@ def save_model(
 
 
 def check_model(model: PreTrainedModel, top: int, longest: int) -> None:
-    """UserError for too few embeddings, or too short a window; and for a model whose trunk gives
-    other states for a padded text, read through a cache, than for the text alone. This is a first
-    test, on tokens of no meaning; check_update of PPO and RLOO tests the run's own texts."""
+    """UserError for too few embeddings, too short a window, or a trunk that gives other states for
+    a padded text, read through a cache, than for the text alone. It reads tokens of no meaning;
+    check_update of PPO and RLOO tests the run's own texts."""
     size = model.get_input_embeddings().num_embeddings
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if top >= size or longest > window:

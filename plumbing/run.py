@@ -1,5 +1,4 @@
-"""The folder of a run: its lock, records, checkpoints and samples. Nothing here knows an
-algorithm."""
+"""The folder of a run: lock, records, checkpoints, samples. Nothing here knows an algorithm."""
 
 import contextlib
 import json
@@ -48,25 +47,27 @@ def check_folder(folder: Path, args: Any) -> None:
     """UserError if the folder has other files than those of a run to be resumed, or if that run had
     other settings."""
     files = {file.name for file in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
+    if not files:
+        return
     would_start_anew = "samples.jsonl" in files and not complete_checkpoints(folder)
-    if files and ("args.json" not in files or would_start_anew or not args.resume):
+    if not args.resume or "args.json" not in files or would_start_anew:
         raise UserError(
             f"--output_dir {folder} is not empty: choose another, or --resume if it has checkpoints"
         )
-    if files:
-        before = vars(type(args)()) | json.loads((folder / "args.json").read_text())["args"]
-        for name, value_before in before.items():
-            value = getattr(args, name, None)  # a copy may have lost a setting
-            # --reward_model None: the newest is chosen later, and Run.start compares it.
-            is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
-            if not is_open and not is_same(value, value_before):
-                raise UserError(f"--{name} {value}: {folder} was started with {value_before}")
+    defaults = vars(type(args)())  # of settings that a copy has got since then
+    settings = json.loads((folder / "args.json").read_text())["args"]
+    for name, before in (defaults | settings).items():
+        value = getattr(args, name, None)  # a copy may have lost a setting
+        # --reward_model None: the newest is chosen later, and Run.start compares it.
+        is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
+        if not is_open and not is_same(value, before):
+            raise UserError(f"--{name} {value}: {folder} was started with {before}")
 
 
 def is_same(value: Any, before: Any) -> bool:
     """Whether a setting is as it was. A file may have moved with its folder, like a project."""
-    if type(value) is type(before) is str and os.path.isabs(before) and not os.path.exists(before):
-        return Path(value).parts[-2:] == Path(before).parts[-2:]
+    if os.path.isabs(str(before)) and not os.path.exists(before):
+        return Path(str(value)).parts[-2:] == Path(before).parts[-2:]
     return json.dumps(value, default=str) == json.dumps(before, default=str)
 
 
@@ -206,17 +207,18 @@ class Run:
         self.state["update"] += 1
         made = self.state["update"]
         state = self.state_as_json()
-        stops, states = zip(*gather_object([(self.stopped_at, state)]), strict=True)
-        if len(set(states)) > 1:
+        gathered = gather_object([(self.stopped_at, state)])
+        if any(other != state for _, other in gathered):
             raise UserError(f"run.state differs between processes, gather it first: {state}")
+        is_stopped = any(stopped_at for stopped_at, _ in gathered)  # a signal may reach one only
         every = self.args.checkpoint_every or self.num_updates
-        if broken_limit or any(stops) or made % every == 0 or made == self.num_updates:
+        if broken_limit or is_stopped or made % every == 0 or made == self.num_updates:
             self.save_checkpoint(self.folder / f"checkpoints/{made:07d}", state)
         if broken_limit:
             error = UserError(f"update {made} is beyond {broken_limit}: see docs/metrics.md")
             error.add_note(self.how_to_go_on())
             raise error
-        if any(stops):  # a signal may reach one process only
+        if is_stopped:
             say(f"stopped by a signal; {self.how_to_go_on()}")
             raise SystemExit(130)
 
@@ -286,11 +288,9 @@ def save_policy(
     if not accelerator.is_main_process:
         return
     for part, module in accelerator.unwrap_model(wrapped).named_children():
-        own = {
-            name: weights[f"{part}.{name}"]
-            for name in module.state_dict()
-            if name not in getattr(module, "all_tied_weights_keys", ())  # tied: saved once
-        }
+        tied = getattr(module, "all_tied_weights_keys", ())  # these are saved once
+        names = [name for name in module.state_dict() if name not in tied]
+        own = {name: weights[f"{part}.{name}"] for name in names}
         with writing(parent):
             if hasattr(module, "save_pretrained"):
                 folder = "policy" if part == "lm" else part

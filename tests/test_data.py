@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from run_tools import to_lines, turn
-from tiny_models import begin_with, make_queries, rows_of, save_tokenizer
+from tiny_models import begin_with, rows_of, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -99,7 +99,7 @@ def start(script, chat=None, **changes):
 def read_queries(rows, chat=None, part="for_reward", **changes):
     """What is made of these rows, in the order of its tokens."""
     tokenizer, args = start(ppo_rlhf, chat, query_dataset=rows, **changes)
-    queries = data_module.load_queries(args, tokenizer, 1_000)
+    _, queries = data_module.load_queries(args, tokenizer, 0, 1_000)
     return sorted(getattr(query, part) for query in queries)
 
 
@@ -330,6 +330,20 @@ def test_texts_of_files_arrive_as_they_stand_there():
     assert read[0] == read[1] == row
 
 
+def test_a_folder_may_be_named_like_a_file_and_a_file_of_another_kind_is_refused():
+    """Spark and others write folders of this form. datasets would not find either."""
+    Path("a.parquet").mkdir()
+    Path("a.parquet/_SUCCESS").touch()
+    datasets.Dataset.from_list([{"text": "w5"}]).to_parquet("a.parquet/part-0000.snappy.parquet")
+    assert data_module.load_table("query_dataset", "a.parquet")["train"]["text"][:] == ["w5"]
+    Path("a.jsonl").write_text(to_lines({"text": "w5"}))
+    for name in ("a.tsv", "a.JSONL", "a.jsonl.zst"):
+        Path(name).write_text(to_lines({"text": "w5"}))
+    for name in ("a.tsv", "a.JSONL", "a.jsonl.zst", "a.jsonl::train"):
+        with pytest.raises(UserError, match=f"^--query_dataset .*{name}: name a file alone; it en"):
+            data_module.load_table("query_dataset", name)
+
+
 @pytest.mark.parametrize("name", ["a*", "a?", "a[b]"])
 def test_names_of_files_and_folders_are_no_patterns(name):
     """A folder's would match others, so it is refused."""
@@ -372,7 +386,7 @@ def test_the_seed_orders_queries_and_more_than_are_needed_are_not_read():
     orders = {}
     for seed, need in itertools.product((1, 2), (40, 25, 0)):
         tokenizer, args = start(ppo_rlhf, query_dataset=rows, seed=seed)
-        queries = data_module.load_queries(args, tokenizer, need)
+        _, queries = data_module.load_queries(args, tokenizer, 0, need)
         tokens = [query.for_reward[0] for query in queries]
         assert tokens == orders.setdefault(seed, tokens)[: max(need, 1)]
     assert set(orders[1]) == set(orders[2]) == set(range(5, 45))
@@ -380,12 +394,18 @@ def test_the_seed_orders_queries_and_more_than_are_needed_are_not_read():
 
 
 def test_no_query_is_held_out_and_trained_on():
-    queries = make_queries(rows_of("5 / 6 / 7 / 5 / 8 / 6"))
-    for i, query in enumerate(queries):
-        query.columns = {"row": i}
-    held_out, others = data_module.hold_out(queries, 2)
-    assert held_out == queries[:2]
-    assert others == [queries[2], queries[4]]
+    """Held-out queries are all different. Others take the places of those that are like them."""
+    rows = [{"text": f"w{i}"} for i in (5, 5, 5, 5, 6, 6, 6, 7, 8, 9)]
+    tokenizer, args = start(ppo_rlhf, query_dataset=rows)
+    texts = []
+    for need in (2, 3):
+        both = data_module.load_queries(args, tokenizer, 2, need)
+        held_out, others = [[query.prompt for query in queries] for queries in both]
+        assert len(set(held_out)) == 2
+        assert len(others) == need
+        assert not set(held_out) & set(others)
+        texts.append(held_out + others)
+    assert texts[0] == texts[1][:4]  # a longer run reads the same, and more
 
 
 def test_a_table_without_a_query_is_refused():
@@ -393,8 +413,8 @@ def test_a_table_without_a_query_is_refused():
     refuse(read_queries, {"words": "w5"}, says)
     says = "--query_dataset: no query is left of 1 rows: "
     for text in (None, ""):
-        refuse(read_queries, {"text": text}, says + "{'empty': 1}")
-    refuse(read_queries, {"text": words(*[5] * 9)}, says + "{'longer than --query_length': 1}")
+        refuse(read_queries, {"text": text}, says + "{'empty': 1, 'held out': 0}")
+    refuse(read_queries, {"text": words(*[5] * 9)}, says + "{'longer than --query_length': 1, ")
 
 
 def test_dropped_rows_are_counted_by_cause(capsys):
@@ -555,9 +575,9 @@ def test_a_label_asks_what_ppo_asks_and_answers_are_what_the_whole_chat_adds(lay
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_template_that_does_not_continue_the_generation_prompt_is_refused(layout):
-    says = "--label_dataset label_dataset.jsonl, row 0: an answer's chat is '<|im_start|>"
+    says = "--label_dataset label_dataset.jsonl, row 0: an answer's chat does not continue '"
     row, _ = LAYOUTS[layout]
-    refuse(read_labels, row, says, "does not continue", "<think>", chat=THINKING)
+    refuse(read_labels, row, says, "<think>", chat=THINKING)
 
 
 def test_an_end_of_a_chat_ends_answers():
@@ -811,6 +831,7 @@ OF_NO_ANSWER = """
 {"prompt": "w5 w5 w5 w5 w5 w5 w5 w5 w5", "chosen": "w6", "rejected": "w7"}
 {"prompt": "", "chosen": "w6", "rejected": "w7"}
 {"chosen": "w6 w8", "rejected": "w7 w8"}
+{"chosen": "w5 w6 w7", "rejected": "w5 w6"}
 {"query": [5], "sample0": [6], "sample1": [], "best": 1}
 {"query": [5], "sample0": [6], "sample1": [50259], "best": 1}
 {"query": [5], "sample0": null, "sample1": [7], "best": 1}
@@ -941,7 +962,7 @@ def test_a_function_gets_chats_where_the_table_has_chats():
 
     rows = [{"messages": FAR + TALL}]
     tokenizer, args = start(ppo_rlhf, CHATML, query_dataset=rows)
-    queries = data_module.load_queries(args, tokenizer, 1)
+    _, queries = data_module.load_queries(args, tokenizer, 0, 1)
     text = tokenizer(YARDS[0]["content"], add_special_tokens=False).input_ids
     labels_module.call_reward_fn(keep, tokenizer, queries, [[*text, EOS]])
     assert seen == [[FAR], [YARDS], [FAR + TALL]]

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from conftest import ROOT
 from fork_tools import MODEL, PPO, REWARD, RLOO, SCRIPTS, UPDATES, WORDS, kit, parse, plain, succeed
 from run_tools import assert_same_metrics, read_lines
-from tiny_models import loader, save_classifier
+from tiny_models import begin_with, loader, save_classifier
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo_rlhf
@@ -162,6 +162,10 @@ def test_texts_are_scored_in_a_batch_as_the_documents_say():
     logit = model.score(model.base_model(text).last_hidden_state[:, -1]).item()
     expected = model.config.reward_gain * logit + model.config.reward_bias
     assert batch.tolist()[-1] == pytest.approx(expected, abs=1e-4)
+    begin_with(tokenizer, "w1")  # samples.jsonl has the BOS in its texts
+    with torch.no_grad():
+        (reward,) = found["score"](model, tokenizer, ["w1 w2"]).tolist()
+    assert reward == pytest.approx(expected, abs=1e-4)
 
 
 def test_eos_is_not_the_padding_of_a_reward_model(tmp_path):

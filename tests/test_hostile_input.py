@@ -141,7 +141,11 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     # tables; `a::queries.jsonl` is not queries.jsonl
     *((PPO, f"--query_dataset {name}", "@.") for name in NO_TABLES.split()),
     (PPO, "--query_dataset empty.jsonl", "@is empty$"),
-    (PPO, "--query_dataset few.jsonl --eval_queries 2", "@no query is left to train on"),
+    (
+        PPO,
+        "--query_dataset few.jsonl --eval_queries 2",
+        "--query_dataset: no query is left of 2 rows: .*2}",
+    ),
     (REWARD, "--num_labels 50", "@--label_dataset has 20 rows$"),
     (REWARD, "--normalization_samples 1", "--normalization_samples: .* mean .* deviation 0"),
     # the run's folder
@@ -176,7 +180,8 @@ def test_these_files_load(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     args = ppo_rlhf.Args(query_dataset=name, start_text=None, end_text=None)
     tokenizer = AutoTokenizer.from_pretrained(kit() / "model")
-    assert len(data_module.load_queries(args, tokenizer, 99)) == 16
+    _, queries = data_module.load_queries(args, tokenizer, 0, 99)
+    assert len(queries) == 16
     says = "--query_dataset: 17 rows, 17 read, 16 used, dropped {'empty': 1}, first 'w"
     assert says in capsys.readouterr().out
 

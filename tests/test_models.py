@@ -287,6 +287,22 @@ def test_a_missing_head_is_refused(tmp_path):
         load(tmp_path)
 
 
+def test_a_reward_model_is_no_policy(tmp_path):
+    """Its head is its embedding, so nothing is missing."""
+    tiny.save_classifier(tmp_path, "gpt2")
+    with pytest.raises(UserError, match=r"^--base_model .* do not fit a GPT2LMH.*: score.weight$"):
+        load(tmp_path)
+
+
+def test_experts_whose_config_asks_for_a_loss_of_theirs_can_be_sampled(tmp_path):
+    """Models that were trained with one have this in their config. It cannot read a cache."""
+    torch.manual_seed(0)
+    lm = load(tiny.save_model(tmp_path, "mixtral", output_router_logits=True))
+    rows = random_rows((4, 7), seed=1)
+    _, logprobs = tiny.sample(tiny.make_policy(lm, 1), rows, torch.full((2, 3), 0.5), 1.0)
+    assert logprobs.isfinite().all()
+
+
 def test_a_new_head_is_no_fault_but_another_number_of_layers_or_labels_is(tmp_path):
     folder = tiny.save_model(tmp_path, "gpt2")
     load(folder, classifier=True)
@@ -402,7 +418,7 @@ def main_until(module, last, folder, **flags):
     queries = tiny.make_queries([[1], [2], [3]])
     args = module.Args(eval_queries=1, output_dir=str(folder / "out"), **flags)
     with (
-        mock.patch.object(module, "load_queries", lambda *_: queries),
+        mock.patch.object(module, "load_queries", lambda *_: (queries[:1], queries[1:])),
         mock.patch.object(module, "load_reward_model", lambda *_: None),
         mock.patch.object(module, "load_reward_fn", lambda *_: None),
         mock.patch.object(module, last, side_effect=tiny.Stop) as called,
@@ -494,7 +510,7 @@ small, large = sys.argv[1:3]
 load(small)
 before = peak()
 device = mock.Mock(device=torch.device("meta"))  # as a GPU: it takes none of the host's memory
-with mock.patch.object(ppo_rlhf, "PartialState", lambda: device):
+with mock.patch.object(models, "PartialState", lambda: device):
     lm, ref = load(large)
 print((peak() - before) / lm.num_parameters())
 """
@@ -649,6 +665,10 @@ def test_an_added_token_without_an_embedding_is_no_fault_unless_something_has_it
     assert lm(ids).logits.shape[-1] == VOCABULARY
     with pytest.raises(UserError, match=f"a text has token {VOCABULARY}, of which the model has"):
         lm(ids + 1)
+    args.truncate_token = "<soft>"  # no response would ever end
+    with pytest.raises(UserError, match=f"token ids go up to {VOCABULARY}, with 50 embeddings"):
+        load_model("base_model", args.base_model, AutoModelForCausalLM)
+    args.truncate_token = None
     tokenizer.chat_template = "{{ messages[0].content + '<soft>' }}"
     with pytest.raises(UserError, match=f"token ids go up to {VOCABULARY}, with 50 embeddings"):
         load_model("base_model", args.base_model, AutoModelForCausalLM)

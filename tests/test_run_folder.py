@@ -382,10 +382,10 @@ def test_what_prints_with_its_address_is_no_other_data(tmp_path, monkeypatch):
     load_labels = train_reward.load_labels
 
     def queries_with_objects(*args):
-        queries = load_queries(*args)
+        held_out, queries = load_queries(*args)
         for query in queries:
             query.columns["image"] = object()
-        return queries
+        return held_out, queries
 
     def labels_with_objects(*args):
         labels, held_out = load_labels(*args)

@@ -131,7 +131,7 @@ def test_the_window_holds_every_response(module, longest, tmp_path):
     queries = [data_module.Query([1], [i, i], {}) for i in range(4)]
     queries[longest].for_policy = [longest] * 9
     with (
-        mock.patch.object(module, "load_queries", lambda *_: queries),
+        mock.patch.object(module, "load_queries", lambda *_: (queries[:1], queries[1:])),
         mock.patch.object(module, "load_reward_model") as load_reward,
         mock.patch.object(module, "load_policy_and_reference", side_effect=Stop) as load_both,
         pytest.raises(Stop),
@@ -162,7 +162,7 @@ def test_the_window_holds_every_label_and_every_sample(sizes, held_out, query, l
     queries = [data_module.Query([1], [1] * size, {}) for size in (1, query, 1)]
     args = train_reward.Args(response_length=5, batch_size=1, output_dir=str(tmp_path / "out"))
     with (
-        mock.patch.object(train_reward, "load_queries", lambda *_: queries),
+        mock.patch.object(train_reward, "load_queries", lambda *_: ([], queries)),
         mock.patch.object(train_reward, "load_labels", lambda *_: both),
         mock.patch.object(train_reward, "load_model") as load,
         pytest.raises(Stop),
@@ -191,7 +191,7 @@ def test_labels_and_queries_are_both_chats_or_both_texts(
     given = {"normalization_samples": num_samples, "output_dir": str(tmp_path / "out")}
     says = "^--label_dataset and --query_dataset: both need chats, or both texts$"
     with (
-        mock.patch.object(train_reward, "load_queries", lambda *_: queries),
+        mock.patch.object(train_reward, "load_queries", lambda *_: ([], queries)),
         mock.patch.object(train_reward, "load_labels", lambda *_: (labels, [])),
         mock.patch.object(train_reward, "load_model", side_effect=Stop),
         pytest.raises(Stop) if fits else pytest.raises(UserError, match=says),
@@ -303,7 +303,7 @@ def test_every_command_line_runs_offline(task, cache, tmp_path):
     for like in (task, {"sentiment": "descriptiveness", "cnndm": "tldr"}[task]):
         _, args = parse(ppo_rlhf, [like])
         tokenizer = models_module.load_tokenizer("base_model", args.base_model)
-        queries = data_module.load_queries(args, tokenizer, 2 * ROWS)
+        _, queries = data_module.load_queries(args, tokenizer, 0, 2 * ROWS)
         assert len(queries) == ROWS
 
 

@@ -165,7 +165,7 @@ def replay(recording, args, shake=0):
         "sample": sample,
         "token_id": token_id,
         "load_tokenizer": lambda *_: tokenizer,
-        "load_queries": lambda *_: queries,
+        "load_queries": lambda *_: (queries[:1], queries[1:]),
         "load_reward_model": lambda *_: score,
         "newest_reward_model": lambda *_: None,
         "Metrics": type("Noted", (Noting,), {"kind": script.Metrics}),

@@ -64,6 +64,36 @@ def claims(record: Record) -> list[Row]:
     return rows
 
 
+def start_again(record: Record) -> Row:
+    """The mean of judge B's probability over more draws of the starting model's responses, and the
+    smallest gain of a run over it, in standard errors over the openings."""
+    again = record["start_again"]
+    errors = []
+    for run in record["rows"][1:]:
+        gain = np.subtract(run["judge"], again["judge"])
+        error = gain.std(ddof=1) / len(gain) ** 0.5
+        errors.append(float(gain.mean() / error))
+    return {
+        "mean": float(np.mean(again["judge"])),
+        "least_in_errors": min(errors),
+    }
+
+
+def over_more_draws(record: Record) -> list[Row]:
+    """The gains of the runs over those draws."""
+    start = start_again(record)["mean"]
+    rows = []
+    for (algorithm, rate), runs in report.group(record["rows"][1:], "run", "lr").items():
+        gains = [float(np.mean(run["judge"])) - start for run in runs]
+        row = {
+            "name": f"{algorithm}, {short(rate)}",
+            "each": ", ".join(f"{gain:+.3f}" for gain in gains),
+            "gain": interval(gains),
+        }
+        rows.append(row)
+    return rows
+
+
 def interval(values: list[float]) -> Any:
     """Mean and interval over seeds; of fewer than three the mean alone."""
     return differences.of_seeds(values) or {"mean": float(np.mean(values))}

@@ -43,6 +43,7 @@ SENTENCES = 1_000  # held out to test the judges
 PAIRS = 1_200  # of sentences, for judge A
 LABELS = 832  # of which the last 64 are held out
 OF_EACH = 4  # responses of a label
+DRAWS = 16  # more responses of the starting model to each held-out opening
 QUERY, RESPONSE, READ = 8, 20, 48  # tokens; the last of a text that judge A reads
 WORDS = 40  # of a review that judge B learns from, at either end
 ROWS = 64  # of a pass
@@ -366,6 +367,17 @@ def measure(
     return each, texts
 
 
+def start_again(reader: Reader, judge: JudgeB, data: Data) -> dict[str, Any]:
+    """Judge B's mean for each held-out opening, over more draws of the starting model."""
+    openings = reader.openings(data.held_out)
+    found = []
+    for draw in range(1, DRAWS + 1):
+        responses = reader.sample(openings, draw=10**7 + draw)
+        found.append(judge(reader.texts(openings, responses)))
+    means = np.mean(found, 0).round(4).tolist()
+    return {"commit": common.commit(), "draws": DRAWS, "judge": means}
+
+
 def best_of(reader: Reader, reward: str, judge: JudgeB, data: Data) -> Rows:
     """The starting model's best responses by the reward model."""
     openings = reader.openings(data.held_out[:64])
@@ -442,6 +454,7 @@ def main() -> None:
             "judge B on sentences": auc(judge(sentences), liked),
         },
         "best_of": best_of(reader, reward, judge, data),
+        "start_again": start_again(reader, judge, data),
     }
     each, texts = measure(reader, args.base_model, reward, judge, data, args)
     rows = [{"run": "starting model", "commit": common.commit()} | each]
