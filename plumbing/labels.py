@@ -166,11 +166,11 @@ def read_preference(row: dict, column: str | None, tokenizer: PreTrainedTokenize
         # Texts in unknown columns are an error: one of them may be the prompt.
         prompt = prompt_of(row, column)
     else:
-        shared = os.path.commonprefix(answers)
-        if shared in answers:  # one of them has nothing more
-            return ["", "", ""]
         # The common beginning may end within a word: that piece is left to the answers.
+        shared = os.path.commonprefix(answers)
         prompt = re.sub(r"(\s|\A)\S*\Z", "", shared)
+        if prompt and shared in answers:  # one of them has nothing more
+            return ["", "", ""]
     begin = prompt
     if is_chat(prompt):
         begin = render(prompt, tokenizer, add_generation_prompt=True)
