@@ -17,7 +17,7 @@ def start(record: Record) -> Row:
     """The true score of the starting model on the held-out queries, as a mean over seeds; and what
     training added to it, at least and at most."""
     before = {row["seed"]: row["true_score_before"] for row in record["rows"]}
-    gains = [row["true_score_after"] - row["true_score_before"] for row in record["rows"]]
+    gains = [row["true_score"] - row["true_score_before"] for row in record["rows"]]
     return {
         "true_score": float(np.mean(list(before.values()))),
         "least": min(gains),
@@ -30,9 +30,25 @@ def gains(record: Record) -> Row:
     what training added to it. Means over seeds, and the interval of what was added."""
     row: Row = {"start": start(record)["true_score"]}
     for (algorithm,), runs in report.group(record["rows"], "algorithm").items():
-        after = [run["true_score_after"] for run in runs]
-        added = [run["true_score_after"] - run["true_score_before"] for run in runs]
+        after = [run["true_score"] for run in runs]
+        added = [run["true_score"] - run["true_score_before"] for run in runs]
         row[algorithm] = {"after": np.mean(after)} | differences.with_interval(added)
+    return row
+
+
+def best_of_128(record: Record) -> Row:
+    """The true score of the best of 128 responses of the starting model, by the reward models that
+    the policies learn from, and its KL. How far each policy ends above that of its seed."""
+    found = {row["seed"]: row["true_score"][-1] for row in record["best_of_n"]}
+    row: Row = {
+        "mean": float(np.mean(list(found.values()))),
+        "low": min(found.values()),
+        "high": max(found.values()),
+        "kl": record["best_of_n"][0]["kl"][-1],
+    }
+    for (algorithm,), group in report.group(record["rows"], "algorithm").items():
+        above = [run["true_score"] - found[run["seed"]] for run in group]
+        row[algorithm] = differences.with_interval(above)
     return row
 
 
@@ -54,25 +70,23 @@ def draw_bands(axes: Axes, record: Record, kind: str) -> None:
     axes.set_xlim(0, record["args"]["episodes"])
 
 
-def draw_true_score(axes: Axes, record: Record, others: Record, what: str) -> None:
+def draw_true_score(axes: Axes, record: Record, what: str) -> None:
     """The true score of PPO and RLOO over episodes, beside no training and best of n."""
     draw_bands(axes, record, "true_score")
-    best = report.best_of_n(others)[1][-1]
-    report.line_at(axes, best, "best of 128, no training (other reward models)", "--")
-    before = [row["true_score_before"] for row in record["rows"] if "true_score_before" in row]
-    level = float(np.mean(before))
+    best = report.best_of_n(record)[1][-1]
+    report.line_at(axes, best, "best of 128, no training (same reward models)", "--")
+    level = start(record)["true_score"]
     report.line_at(axes, level, "starting model (held-out queries)", ":", report.START)
     report.label(axes, "episodes (responses trained on)", what, ylim=(0, 1))
 
 
-def readme(record: Record, others: Record) -> Figure:
-    """The true score of PPO and RLOO beside best of 128, with the range of three other reward
-    models: the first picture of README.md."""
+def readme(record: Record) -> Figure:
+    """The true score of PPO and RLOO beside best of 128 by the same reward models: the first
+    picture of README.md."""
     text = "One RLOO response becomes as good as the best of 128 of the starting model, PPO nearly"
     figure, panels = report.new(text, 1, 1, 3.7)
     axes = panels[0, 0]
-    rows = [row for row in others["best_of_n"] if row["labels"] == "4000"]
-    best = [row["true_score"][-1] for row in rows]
+    best = [row["true_score"][-1] for row in record["best_of_n"]]
     axes.axhspan(
         min(best),
         max(best),
@@ -80,12 +94,12 @@ def readme(record: Record, others: Record) -> Figure:
         alpha=0.3,
         linewidth=0,
     )
-    draw_true_score(axes, record, others, "true score of training responses")
+    draw_true_score(axes, record, "true score of training responses")
     for choice, shift in (("default", -26), ("RLOO, K 4", 10)):
         x, y = report.over_episodes(record, choice, "true_score")
         point = (x[-6], y.mean(0)[-6])
         report.note(axes, NAMES[choice], point, (0, shift), CHOICES[choice])
-    words = "best of 128, starting model (mean and range of 3 other reward models)"
+    words = "best of 128, starting model (mean and range of 3 seeds)"
     report.note(axes, words, (200, max(best)), (0, 6), "black")
     before = axes.lines[-1].get_ydata()[0]
     report.note(
@@ -105,12 +119,12 @@ def readme(record: Record, others: Record) -> Figure:
     return figure
 
 
-def curves(record: Record, others: Record) -> Figure:
+def curves(record: Record) -> Figure:
     """True score, reward and KL of the default run."""
     text = "Both algorithms raise the true score, and level off as the KL nears its target"
     figure, panels = report.new(text, 1, 3, 3.6)
     first, second, last = panels[0]
-    draw_true_score(first, record, others, report.TRUE_SCORE)
+    draw_true_score(first, record, report.TRUE_SCORE)
     draw_bands(second, record, "reward")
     draw_bands(last, record, "kl")
     report.label(second, "episodes", "reward (reward model's score)")
@@ -123,8 +137,5 @@ def curves(record: Record, others: Record) -> Figure:
     return figure
 
 
-RECORDS = ("../choices/full.json", "../overoptimisation/tiny.json")
-PICTURES = {
-    "readme.png": (readme, *RECORDS),
-    "curves.png": (curves, *RECORDS),
-}
+RECORDS = ("runs.json",)
+PICTURES = {"readme.png": (readme, *RECORDS), "curves.png": (curves, *RECORDS)}

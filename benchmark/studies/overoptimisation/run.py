@@ -30,14 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import datasets
 import numpy as np
-from scipy.special import comb
 
 import ppo_rlhf
 import rloo_rlhf
 import train_reward
 from benchmark import common
 from benchmark.differences import at_levels, interval, smooth
-from benchmark.judge import Judge
+from benchmark.judge import Judge, best_of_n
 from benchmark.runs import Choice, begin, make_parser, run, slug
 
 SCRIPTS = {"PPO": ppo_rlhf, "RLOO": rloo_rlhf}
@@ -132,7 +131,7 @@ def train(
     return row
 
 
-def best_of_n(task: tuple[int, list[str], int, Path]) -> list[dict[str, Any]]:
+def best_of_seed(task: tuple[int, list[str], int, Path]) -> list[dict[str, Any]]:
     """Reward and true score of the best of n = 1, 2, 4, .. of the starting model's responses, by
     each of a seed's reward models."""
     seed, sources, pool, folder = task
@@ -140,32 +139,7 @@ def best_of_n(task: tuple[int, list[str], int, Path]) -> list[dict[str, Any]]:
     for source in sources:
         reward = reward_folder(source, seed, folder) / "reward_model"
         judges[source] = Judge(seed, reward, num_queries=128)
-    judge = judges[sources[0]]
-    draws = [judge.responses(judge.ref, 10**6 + i) for i in range(pool)]
-    rows = [rloo_rlhf.truncated(batch) for batch in draws]
-    true_scores = np.array([judge.true_scores(x) for x in rows]).T  # (queries, pool)
-    rows = []
-    for source in sources:
-        rewards = np.array([judges[source].rewards(x) for x in draws]).T
-        order = rewards.argsort(1)
-        sorted_rewards = np.take_along_axis(rewards, order, 1)
-        sorted_true_scores = np.take_along_axis(true_scores, order, 1)
-        points = []
-        n = 1
-        while n <= pool // 2:
-            # Of the pool's r-th smallest to be the best of n.
-            share = comb(np.arange(pool), n - 1) / comb(pool, n)
-            point = {
-                "n": n,
-                "kl": float(np.log(n) - (n - 1) / n),
-                "reward": float((sorted_rewards * share).sum(1).mean()),
-                "true_score": float((sorted_true_scores * share).sum(1).mean()),
-            }
-            points.append(point)
-            n *= 2
-        curve = {name: [point[name] for point in points] for name in points[0]}
-        rows.append({"labels": source, "seed": seed} | curve)
-    return rows
+    return [row | {"seed": seed} for row in best_of_n(judges, pool)]
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -271,7 +245,7 @@ def main() -> None:
         asked = []
         if args.pool:
             asked = [(seed, args.labels, args.pool, folder) for seed in args.seeds]
-        best = [row for rows in pool.imap(best_of_n, asked, 1) for row in rows]
+        best = [row for rows in pool.imap(best_of_seed, asked, 1) for row in rows]
     accuracies = {(model["labels"], model["seed"]): model["accuracy"] for model in models}
     for row in runs:
         row["accuracy"] = accuracies[row["labels"], row["seed"]]
