@@ -248,7 +248,7 @@ def load_queries(
     args: Any, tokenizer: PreTrainedTokenizerBase, num_held_out: int, num_queries: int
 ) -> tuple[list[Query], list[Query]]:
     """Up to `num_held_out` different queries of --query_dataset, and up to `num_queries` others (at
-    least one), in an order drawn from --seed. Prints why rows were dropped."""
+    least one), none like those, in an order drawn from --seed. Prints why rows were dropped."""
     begin = bos(tokenizer)
     prefix = encode(args.query_prefix or "", tokenizer)
     suffix = encode(args.query_suffix or "", tokenizer)
