@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
     save_model(place / MODEL)
     save_data(place / DATA)
     found = commands(PAGE)
-    assert [words[0] for words in found] == [REWARD, PPO, RLOO, PPO]
+    assert [words[0] for words in found] == [REWARD, PPO, RLOO, PPO, RLOO]
     for script, *words in found:
         printed = fork_tools.succeed(script, words + SMALLER[script].split(), place)
         name = words[words.index("--output_dir") + 1]
@@ -83,6 +83,23 @@ def test_every_run_of_the_page_ends(folder):
         assert (folder / f"runs/{name}/samples.jsonl").exists()
     results = json.loads((folder / "runs/qwen_reward/results.json").read_text())
     assert 0 <= results["test/accuracy"] <= 1
+
+
+def test_the_best_of_each_four_responses_is_kept(folder, monkeypatch):
+    """By the page's code, from responses of the starting model."""
+    monkeypatch.chdir(folder)
+    (code,) = re.findall(
+        r"```python\n(import json\n\nbest = .*?)```", (ROOT / PAGE).read_text(), re.S
+    )
+    exec(compile(code, PAGE, "exec"), {})
+    responses = read_lines(folder / "runs/qwen_best/samples.jsonl")
+    assert all(row["response"] == row["response_after"] for row in responses)
+    kept = read_lines(folder / "best.jsonl")
+    assert len(kept) == 2
+    for row in kept:
+        scores = [other["score"] for other in responses if other["query"] == row["query"]]
+        assert len(scores) == 4
+        assert row["score"] == max(scores)
 
 
 def test_what_is_printed_is_what_the_page_says_to_look_for(folder):

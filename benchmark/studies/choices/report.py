@@ -17,7 +17,6 @@ CHOSEN_SHORT += ("fixed KL coefficient", "rewards not whitened", "PyTorch's Adam
 CHOSEN_SHORT += ("no ratio clipping", "8 minibatches (default: 1)")
 WARMED_UP = "critic from the reward model, warmed up"
 MATTERS_SHORT = (WARMED_UP, "8 minibatches (default: 1)")
-MATTERS_SHORT += ("settings of InstructGPT",)
 MATTERS_FULL = ("1 epoch (default: 4)", "critic from the reward model", "no value function", "GRPO")
 MASKED = ("truncated tokens masked", "settings of Qwen", "settings of Llama 2")
 MASKED += ("settings of DeepSpeed-Chat", "settings of TRL 0.9", "settings of InstructGPT")

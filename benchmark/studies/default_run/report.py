@@ -5,7 +5,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmark import differences, report
+from benchmark.differences import scores_of
 from benchmark.report import CHOICES, NAMES, Record, Row
+
+DEFAULT = 2e-4  # the learning rate
+LEVELS = (2, 4, 6)  # nats
 
 
 def seeds(record: Record) -> list[Row]:
@@ -50,6 +54,48 @@ def best_of_128(record: Record) -> Row:
         above = [run["true_score"] - found[run["seed"]] for run in group]
         row[algorithm] = differences.with_interval(above)
     return row
+
+
+def pairs(*records: Record) -> list[tuple[Row, Row]]:
+    """RLOO's and PPO's full runs of a seed with the default's settings."""
+    found = []
+    for record in records:
+        rows = [row for row in record["rows"] if row.get("lr", DEFAULT) == DEFAULT]
+        found += report.pairs_of("RLOO, K 4", "default", record | {"rows": rows})
+    return found
+
+
+def beside(*records: Record) -> list[Row]:
+    """True scores of PPO and RLOO where they first pass each level of KL, as the mean of these, and
+    at the end; and their difference. Each seed counts once, with the mean of its pairs."""
+    of_seed = {}
+    for rloo, ppo in pairs(*records):
+        scores = np.array([scores_of(ppo, LEVELS), scores_of(rloo, LEVELS)])
+        of_seed.setdefault(ppo["seed"], []).append(scores)
+    scores = np.array([np.mean(found, 0) for found in of_seed.values()])  # (seeds, 2, levels + 1)
+    columns = {f"at {level} nats": scores[..., i] for i, level in enumerate(LEVELS)}
+    columns["mean of these"] = scores[..., :-1].mean(2)
+    columns["at the end"] = scores[..., -1]
+    rows = []
+    for where, of_both in columns.items():
+        ppo, rloo = of_both.T
+        row = {"where": where, "ppo": ppo.mean(), "rloo": rloo.mean(), "seeds": len(of_both)}
+        rows.append(row | differences.with_interval(rloo - ppo))
+    return rows
+
+
+def tally(*records: Record) -> Row:
+    """How many pairs there are, in how many RLOO ends higher, by how much at least and at most, and
+    in how many it ends farther from the starting model."""
+    found = pairs(*records)
+    leads = [rloo["true_score"] - ppo["true_score"] for rloo, ppo in found]
+    return {
+        "pairs": len(found),
+        "higher": sum(lead > 0 for lead in leads),
+        "least": min(leads),
+        "most": max(leads),
+        "farther": sum(rloo["kl"] > ppo["kl"] for rloo, ppo in found),
+    }
 
 
 def draw_bands(axes: Axes, record: Record, kind: str) -> None:

@@ -114,17 +114,20 @@ def fresh_sets(record: Record) -> list[Row]:
     seeds = record["args"]["seeds"]
     none, default = WORDS
     rows = []
-    for name, algorithms in (("PPO", ["PPO"]), ("RLOO", ["RLOO"]), ("mean", ["PPO", "RLOO"])):
+    for name, algorithms in (("PPO", ["PPO"]), ("RLOO", ["RLOO"]), ("both", ["PPO", "RLOO"])):
         row: Row = {"name": name, "sets": len(seeds)}
         for kind in HELD_OUT_KINDS:
-            without = [np.mean([of_run[x, none, seed][kind] for x in algorithms]) for seed in seeds]
-            with_it = [
-                np.mean([of_run[x, default, seed][kind] for x in algorithms]) for seed in seeds
-            ]
-            leads = np.subtract(without, with_it)
-            row[kind] = {"none": np.mean(without), "default": np.mean(with_it)}
+            values = {}
+            for coef in (none, default):
+                table = [[of_run[x, coef, seed][kind] for x in algorithms] for seed in seeds]
+                values[coef] = np.mean(table, 1)  # (seeds,)
+            leads = values[none] - values[default]
+            row[kind] = {
+                "none": values[none].mean(),
+                "default": values[default].mean(),
+                "more": int((leads > 0).sum()),
+            }
             row[kind] |= differences.with_interval(leads)
-            row[kind]["more"] = int((leads > 0).sum())
         rows.append(row)
     return rows
 

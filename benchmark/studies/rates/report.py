@@ -68,6 +68,15 @@ def rates(record: Record) -> list[Row]:
     return rows
 
 
+def at_end(record: Record) -> Row:
+    """How far the other rates end from the default's, at least and at most: mean differences."""
+    found: Row = {}
+    for row in rates(record):
+        if row.get("end"):
+            found.setdefault(row["algorithm"], []).append(row["end"]["mean"])
+    return {name: {"least": max(ends), "most": min(ends)} for name, ends in found.items()}
+
+
 def rule(record: Record) -> list[Row]:
     """For each rate with all seeds whether it passes the protocol's rule, and the mean of its six
     gains."""
