@@ -1,4 +1,4 @@
-"""PPO from human preferences for language models.
+"""PPO from human preferences for language models: a clipped loss, a value head and GAE.
 
 A policy continues queries, and a reward model (train_reward.py) scores the continuations. The
 policy moves towards higher scores, while a penalty on the KL divergence keeps it near the
@@ -89,8 +89,7 @@ class Args:
     # Continue the run in --output_dir (required), or start it if the folder has none
     resume: bool = False
     checkpoint_every: NonNegativeInt = 25  # Updates between checkpoints (0: only at the end)
-    # Held-out queries, answered before and after the training (RLOO: --rloo_k times each)
-    eval_queries: PositiveInt = 64
+    eval_queries: PositiveInt = 64  # Held-out queries, answered before and after the training
     track: bool = False  # Also log to Weights & Biases (WANDB_MODE=offline works)
 
     # models
@@ -103,8 +102,8 @@ class Args:
     reward_fn: str | None = None
     # tf32: GPUs multiply matrices in TF32. bf16: autocast, and frozen linear layers held in bf16
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
-    # Recompute activations in the backward pass: less memory, a third more time (RLOO and
-    # train_reward.py: more than that, as each response reads its query again)
+    # Recompute activations in the backward pass: less memory, a third more time (more than that
+    # where several responses share a query, as each then reads it again)
     gradient_checkpointing: bool = False
     # Train LoRA adapters of this rank in place of the policy's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
@@ -154,7 +153,6 @@ class Args:
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
 
     # rewards
-
     kl_coef: NonNegativeFloat = 0.15  # Coefficient of the KL penalty at the start
     # KL (k1, in nats per response) that the coefficient is adapted to reach (None: fixed)
     adaptive_kl_target: PositiveFloat | None = 6.0
@@ -210,9 +208,9 @@ PRESETS = {
 
 @dataclass
 class Batch:
-    """B responses of R tokens, and what follows from them. The fields below are set in this order;
-    `values`, `rewards` and `returns` only in PPO. Sampled log-probabilities come token by token
-    through a cache, the others from passes over whole responses."""
+    """B responses of R tokens, and what follows from them. The fields are set in this order.
+    `sampled_logprobs` are computed token by token with a cache, the others in one pass over whole
+    responses."""
 
     contexts: TokenRows  # B lists of the tokens before each response
     responses: Tensor  # (B, R), as sampled
@@ -226,9 +224,9 @@ class Batch:
     values: Tensor | None = None  # (B, R), predicted before each token
     scores: Tensor | None = None  # (B,)
     rewards: Tensor | None = None  # (B, R), before whitening
-    advantages: Tensor | None = None  # (B, R), new in each minibatch; in RLOO (B,)
+    advantages: Tensor | None = None  # of tokens (B, R), or of responses (B,)
     returns: Tensor | None = None  # (B, R), new in each minibatch
-    loss_weights: Tensor | None = None  # (b, R), 1 where the loss is averaged; in RLOO (b,)
+    loss_weights: Tensor | None = None  # 1 where the loss is averaged; shaped like advantages
 
     def sum_tokens(self, x: Tensor) -> Tensor:
         """Sums (B,) of x (B, R) over each response's tokens that count."""
@@ -268,7 +266,7 @@ def main(preset: str, args: Args) -> None:
     # The reference is the untrained policy, also when a run is resumed.
     before = evaluate(ref, ref, held_out, score_fn, tokenizer, truncate_id, args)
     # A resumed run must have the same first queries. With more --total_episodes it reads more.
-    data = contexts[: args.eval_queries + args.batch_size]
+    data = contexts[: args.eval_queries + num_queries // num_updates]
     run = Run(accelerator, FILE, args, num_updates, data, state={"kl_coef": args.kl_coef})
     run.start()
     for update in run.updates():
@@ -277,11 +275,11 @@ def main(preset: str, args: Args) -> None:
         # 1. rollout: responses to the queries; their log-probabilities, by policy and reference
         start = update * args.batch_size + rank * share
         my_queries = [queries[i % len(queries)] for i in range(start, start + share)]
-        u = uniforms(args.seed, update + 1, args.batch_size, args.response_length)
-        batch = rollout(policy, my_queries, u.split(share)[rank], truncate_id, args)
+        noise = uniforms(args.seed, update + 1, args.batch_size, args.response_length)
+        batch = rollout(policy, my_queries, noise.split(share)[rank], truncate_id, args)
         epochs = shuffle(np.arange(share), rank, update, args)  # (epochs, minibatches, b)
-        # The rows go through the first epoch's micro-batches. So padding and rounding are the
-        # same in the first optimizer step, where every ratio is 1, on a CPU exactly.
+        # These are the micro-batches of the first epoch, so padding and rounding are the same in
+        # the first optimizer step. There every ratio is 1, on a CPU exactly.
         set_logprobs(batch, policy, ref, epochs[0], args)
 
         # 2. score: of the response up to its truncate token, with a penalty if there is none
@@ -305,7 +303,7 @@ def main(preset: str, args: Args) -> None:
                 "objective/found_end": batch.found_end,
                 "objective/length": batch.lengths,
                 "objective/kl": kl,
-                "objective/entropy": -batch.sum_tokens(batch.logprobs),  # of samples
+                "objective/entropy": -batch.sum_tokens(batch.logprobs),  # estimated from samples
                 "objective/non_score_reward": -kl_coef * kl,
                 "sampling_error": sampling_error(batch),
             }
@@ -321,7 +319,7 @@ def main(preset: str, args: Args) -> None:
         check_update(update, metrics, args)
 
         # 6. adapt the KL coefficient; leave a checkpoint
-        if update >= args.critic_warmup:  # until then the KL is 0
+        if update >= args.critic_warmup:  # earlier updates do not move the policy
             run.state["kl_coef"] = adapt_kl_coef(kl_coef, metrics["objective/kl"], args)
         broken_limit = "--max_kl" if abs(metrics["objective/kl"]) > args.max_kl else ""
         run.end_update(broken_limit)  # stops the run if a limit is named
@@ -336,7 +334,7 @@ def main(preset: str, args: Args) -> None:
 
 # --- the algorithm --------------------------------------------------------------------------------
 def score_responses(score_fn: Callable, queries: list[Query], batch: Batch, args: Args) -> Tensor:
-    """Scores (B,), for training and for evaluations."""
+    """Scores (B,) of responses up to their truncate token, with the penalty where there is none."""
     scores = score_fn(queries, truncated(batch))
     return penalize_missing_end(scores, batch.found_end, args)
 
@@ -377,8 +375,7 @@ def gae(
     values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantages A (Schulman et al. 2016, arXiv:1506.02438) and returns A + V, (b, R)
-    each: A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t. The value after the
-    last token is 0. Outside mask all is 0."""
+    each: A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t; 0 outside mask."""
     values = values * mask
     rewards = rewards * mask
     advantages = torch.zeros_like(values)
@@ -462,9 +459,10 @@ def ppo_update(
             micro = select(mini, rows)
             is_last = i == len(groups)
             with average_gradients(accelerator, wrapped, is_last):
-                all_logprobs, new = forward_response(wrapped, micro, args.temperature)
-                logprobs = new["logprobs"]
-                policy_loss, value_loss, metrics = ppo_loss(logprobs, new["values"], micro, args)
+                all_logprobs, predicted = forward_response(wrapped, micro, args.temperature)
+                logprobs = predicted["logprobs"]
+                values = predicted["values"]
+                policy_loss, value_loss, metrics = ppo_loss(logprobs, values, micro, args)
                 loss = policy_loss + args.vf_coef * value_loss  # a loss of your own: add it here
                 accelerator.backward((loss * micro.loss_weights).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
@@ -511,22 +509,21 @@ def make_optimizer(model: Module, args: Args) -> Optimizer:
 
 
 def set_learning_rates(
-    optimizer: Optimizer, update: int, progress: float, args: Args, **lrs: float
+    optimizer: Optimizer, update: int, progress: float, args: Args, **max_lrs: float
 ) -> None:
     """Sets the rates for all optimizer steps of this update (updates count from 0): the highest
     rate, times the warm-up, times the linear decay to 0. `progress`, in [0, 1), is the share of the
-    run that is over; `lrs` has the highest rates of parts for which it is not --lr."""
+    run that is over. `max_lrs` has the highest rates of those parts where it is not --lr."""
     factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
     if args.lr_schedule == "linear":
         factor *= 1 - progress
     for group in optimizer.param_groups:
-        group["lr"] = factor * lrs.get(group["part"], args.lr)
+        group["lr"] = factor * max_lrs.get(group["part"], args.lr)
 
 
 def max_rates(update: int, args: Args) -> dict[str, float]:
-    """The highest learning rates of policy, value head and critic. While --critic_warmup lasts the
-    policy does not move, but Adam's averages and the gradient norm include its gradients."""
-    policy_lr = 0.0 if update < args.critic_warmup else args.lr
+    """The highest learning rates of policy, value head and critic, which are parts of the model."""
+    policy_lr = 0.0 if update < args.critic_warmup else args.lr  # Adam's averages still move
     critic_lr = args.lr if args.critic_lr is None else args.critic_lr
     return {"lm": policy_lr, "value_head": critic_lr, "critic": critic_lr}
 
@@ -544,20 +541,21 @@ def average_gradients(
 
 def clip_gradients(model: Module, max_norm: float | None) -> Tensor:
     """Scales the gradients down to max_norm, if it is given. Returns their norm before that."""
-    return full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    return full_tensor(norm)
 
 
 class Metrics:
-    """Means of what is logged of an update, over all processes. All of them must add the same names
-    in the same order."""
+    """Means, over all processes, of what one update logs. Every process must add the same names in
+    the same order."""
 
     def __init__(self) -> None:
         self.sums = defaultdict(float)
         self.counts = defaultdict(float)
 
     def add(self, terms: dict[str, Tensor], mask: Tensor | None = None) -> None:
-        """Adds the elements of each term, or those where mask, of the same shape, is 1. Sums over
-        many calls are in fp64, so that they lose little."""
+        """Adds the elements of each term; with a mask of the same shape only those where it is 1.
+        Totals are kept in fp64, since fp32 would lose digits over many calls."""
         device = PartialState().device  # an offloaded gradient norm is on the CPU
         for name, term in terms.items():
             weights = torch.ones_like(term) if mask is None else mask
@@ -574,9 +572,9 @@ class Metrics:
 
 
 # --- checks ---------------------------------------------------------------------------------------
-# The largest differences from the log-probabilities of set_logprobs that rounding explains:
-# (first_ratio_error, sampling_error). The first is that of the first optimizer step, at any token.
-# The second is that of sampling, token by token through a cache, as the mean of any response.
+# Limits of (first_ratio_error, sampling_error), in nats; larger differences are not rounding. Both
+# compare with the log-probabilities of set_logprobs: the first error those in the first optimizer
+# step, token by token; the second those that sampling computed with its cache, as response means.
 TOLERANCES = {"fp32": (1e-3, 1e-3), "tf32": (0.01, 0.05), "bf16": (0.02, 0.3)}
 
 
@@ -633,18 +631,18 @@ def uniforms(seed: int, draw: int, batch: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def rollout(
-    policy: Module, queries: list[Query], u: Tensor, truncate_id: int | None, args: Args
+    policy: Module, queries: list[Query], noise: Tensor, truncate_id: int | None, args: Args
 ) -> Batch:
-    """Responses to the queries, from uniforms u (B, R)."""
+    """Responses to the queries, from uniform noise (B, R)."""
     contexts = [query.for_policy for query in queries]
     cache = Cache(config=policy.lm.config)
     after = args.truncate_after
     end = truncate_id if args.mask_truncated else None  # None samples R tokens, as all count
     # autocast discards its bf16 copies of trained weights when the outermost autocast block ends.
     # This disabled block is the outermost one, so weights are cast once and not at every token.
-    with torch.autocast(u.device.type, enabled=False):
+    with torch.autocast(noise.device.type, enabled=False):
         responses, sampled_logprobs = sample(
-            policy, cache, contexts, u, args.temperature, end, after
+            policy, cache, contexts, noise, args.temperature, end, after
         )
     until_end, found_end = find_end(responses, truncate_id, after)
     lengths = until_end.sum(1)
@@ -678,24 +676,24 @@ def sample(
     policy: Callable,
     cache: Cache,
     contexts: TokenRows,
-    u: Tensor,
+    noise: Tensor,
     temperature: float,
     end: int | None = None,
     after: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
-    the log-probabilities of their tokens. Without `end` all have R tokens; find_end finds their
-    ends later. With it a response may stop after this token at index `after` or later: what is not
-    sampled is 0. The cache is an empty one."""
+    """Samples responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniform noise
+    (B, R). Returns them and the log-probabilities of their tokens. The cache must be empty. Without
+    `end` all responses have R tokens, and find_end cuts them later. With `end`, a response may stop
+    after that token, at index `after` or later. Tokens that were not sampled are 0."""
     ids, mask = pad_rows(contexts)
-    responses = torch.zeros_like(u, dtype=torch.long)
-    logprobs = torch.zeros_like(u)
-    rows = torch.arange(len(u), device=u.device)  # the responses that have not ended
-    for t in range(u.shape[1]):
+    responses = torch.zeros_like(noise, dtype=torch.long)
+    logprobs = torch.zeros_like(noise)
+    rows = torch.arange(len(noise), device=noise.device)  # the responses that have not ended
+    for t in range(noise.shape[1]):
         logits = policy(ids, mask, cache=cache)["logits"][:, -1]
         probs = (logits / temperature).softmax(-1)  # (B, V)
         # From now on the model reads only the newest token: the cache has all before it.
-        ids = inverse_cdf(probs, u[rows, t].unsqueeze(1))
+        ids = inverse_cdf(probs, noise[rows, t].unsqueeze(1))
         mask = pad(mask, (0, 1), value=True)
         responses[rows, t] = ids.squeeze(1)
         logprobs[rows, t] = probs.gather(1, ids).log().squeeze(1)
@@ -718,9 +716,9 @@ def sample(
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). The sum is
-    in fp64: in fp32 the steps of rare tokens would be rounded away. (u has 24 bits, so what is far
-    rarer than 6e-8 still is.) NaN gives the last token, and a later check stops the run."""
+    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1), which is
+    uniform. The sum is in fp64, as fp32 would round away rare tokens. (u has 24 bits, so tokens
+    far rarer than 6e-8 are hardly ever drawn.) NaN gives the last token, which a check finds."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
     return tokens.clamp(max=probs.shape[1] - 1)
@@ -767,7 +765,7 @@ def score_by_model(
     queries: list[Query],
     responses: TokenRows,
 ) -> Tensor:
-    """Scores (B,) of a classifier with one label, by its reward_head, at the responses' ends."""
+    """Scores (B,) of a reward model: its reward_head reads the state at each response's end."""
     texts = [query.for_reward + row for query, row in zip(queries, responses, strict=True)]
     scores = []
     for i in range(0, len(texts), micro_batch_size):
@@ -788,8 +786,8 @@ def evaluate(
 ) -> dict[str, list]:
     """The columns of samples.jsonl for these queries: response, score (with its penalty, as in
     training) and KL. All calls and all processes use the same uniforms."""
-    u = uniforms(args.seed, 0, len(queries), args.response_length)
-    batch = rollout(policy, queries, u, truncate_id, args)
+    noise = uniforms(args.seed, 0, len(queries), args.response_length)
+    batch = rollout(policy, queries, noise, truncate_id, args)
     set_logprobs(batch, policy, ref, torch.arange(len(queries))[None], args)  # one minibatch
     scores = score_responses(score_fn, queries, batch, args)
     kl = batch.sum_tokens(batch.logprobs - batch.ref_logprobs)
@@ -866,9 +864,9 @@ def reward_head(classifier: PreTrainedModel) -> nn.Linear:
 
 
 def micro_batches(rows: Tensor, batch: Batch, size: int) -> tuple[Tensor, ...]:
-    """The row numbers in groups of up to `size`, sorted by length, so that little is padded. But
-    responses to one query must stay together. So each counts as long as the longest of them, and
-    the sort is stable."""
+    """Splits row numbers into groups of at most `size`, sorted by length to save padding. Responses
+    to one query must stay together. So each of them counts as long as the longest, and the sort is
+    stable."""
     longest = defaultdict(int)  # by query
     for i in rows:
         query = tuple(batch.contexts[i])
@@ -915,12 +913,13 @@ def load_critic(load: Callable, args: Args) -> PreTrainedModel | None:
 def check_settings(args: Args, num_processes: int, k: int) -> None:
     """UserError for settings that do not go together. k responses to a query stay together."""
     divisor = num_processes * args.num_minibatches * k
-    if args.batch_size % divisor or args.micro_batch_size % k:
+    if args.batch_size % divisor:
         raise UserError(
             f"--batch_size {args.batch_size} must be a multiple of {divisor} (processes x "
-            "minibatches x responses per query), and --micro_batch_size "
-            f"{args.micro_batch_size} of {k} (responses per query)"
+            "minibatches x responses per query)"
         )
+    if args.micro_batch_size % k:
+        raise UserError(f"--micro_batch_size {args.micro_batch_size} must be a multiple of {k}")
     if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(
             f"--truncate_after {args.truncate_after} must be below "

@@ -98,8 +98,8 @@ class Args:
     base_model: str = "tiny/model"  # Reward model and reference start from it: a folder or hub id
     # tf32: GPUs multiply matrices in TF32. bf16: autocast, and frozen linear layers held in bf16
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
-    # Recompute activations in the backward pass: less memory, a third more time (RLOO and
-    # train_reward.py: more than that, as each response reads its query again)
+    # Recompute activations in the backward pass: less memory, a third more time (more than that
+    # where several responses share a query, as each then reads it again)
     gradient_checkpointing: bool = False
 
     # the task
@@ -210,8 +210,7 @@ def main(preset: str, args: Args) -> None:
     for label in labels + held_out:
         longest = max(longest, len(label.query) + max(map(len, label.responses)))
     load = partial(load_model, "base_model", args.base_model)
-    ref_lm = load(AutoModelForCausalLM, tokenizer, longest, args)
-    ref_lm = freeze(ref_lm, args.dtype)
+    ref_lm = freeze(load(AutoModelForCausalLM, tokenizer, longest, args), args.dtype)
     model = load(AutoModelForSequenceClassification, tokenizer, longest, args)
     set_seed(args.seed)
     if "SequenceClassification" not in str(model.config.architectures):  # a language model
@@ -285,9 +284,9 @@ def label_rewards(reward: Module, labels: list[Comparison]) -> tuple[Tensor, Ten
     it has the highest reward, (b,). Responses count up to their last token."""
     ids, mask = pad_rows([label.query for label in labels])
     # To pad responses on the right: reverse them, pad on the left, reverse back.
-    backwards = [response[::-1] for label in labels for response in label.responses]
-    turned, is_real = pad_rows(backwards)
-    rewards = reward(ids, mask, turned.flip(1), is_real.flip(1))  # (b N,)
+    reversed_rows = [response[::-1] for label in labels for response in label.responses]
+    reversed_ids, reversed_mask = pad_rows(reversed_rows)
+    rewards = reward(ids, mask, reversed_ids.flip(1), reversed_mask.flip(1))  # (b N,)
     rewards = rewards.view(len(labels), -1)
     best = torch.tensor([label.best for label in labels], device=ids.device)
     return rewards, best, rewards.argmax(1) == best
@@ -346,14 +345,14 @@ def reference_rewards(
     Draws 0 and 1, before and after training, have other uniforms and, if possible, queries."""
     total = args.normalization_samples
     my_rows = torch.arange(total).chunk(accelerator.num_processes)[accelerator.process_index]
-    u = uniforms(args.seed, draw, total, args.response_length)
+    noise = uniforms(args.seed, draw, total, args.response_length)
     rewards = []
     for rows in my_rows.split(args.micro_batch_size):
         my_queries = [queries[(draw * total + i) % len(queries)] for i in rows]
         contexts = [query.for_policy for query in my_queries]
         cache = Cache(config=ref_lm.config)
         policy = partial(forward, ref_lm, last=1)
-        responses, _ = sample(policy, cache, contexts, u[rows], args.temperature)
+        responses, _ = sample(policy, cache, contexts, noise[rows], args.temperature)
         until_end, _ = find_end(responses, end, args.truncate_after)
         ids, mask = pad_rows([query.for_reward for query in my_queries])
         rewards.append(reward(ids, mask, responses, until_end))
@@ -401,16 +400,16 @@ def make_optimizer(model: Module, args: Args) -> Optimizer:
 
 
 def set_learning_rates(
-    optimizer: Optimizer, update: int, progress: float, args: Args, **lrs: float
+    optimizer: Optimizer, update: int, progress: float, args: Args, **max_lrs: float
 ) -> None:
     """Sets the rates for all optimizer steps of this update (updates count from 0): the highest
     rate, times the warm-up, times the linear decay to 0. `progress`, in [0, 1), is the share of the
-    run that is over; `lrs` has the highest rates of parts for which it is not --lr."""
+    run that is over. `max_lrs` has the highest rates of those parts where it is not --lr."""
     factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
     if args.lr_schedule == "linear":
         factor *= 1 - progress
     for group in optimizer.param_groups:
-        group["lr"] = factor * lrs.get(group["part"], args.lr)
+        group["lr"] = factor * max_lrs.get(group["part"], args.lr)
 
 
 def average_gradients(
@@ -426,20 +425,21 @@ def average_gradients(
 
 def clip_gradients(model: Module, max_norm: float | None) -> Tensor:
     """Scales the gradients down to max_norm, if it is given. Returns their norm before that."""
-    return full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    return full_tensor(norm)
 
 
 class Metrics:
-    """Means of what is logged of an update, over all processes. All of them must add the same names
-    in the same order."""
+    """Means, over all processes, of what one update logs. Every process must add the same names in
+    the same order."""
 
     def __init__(self) -> None:
         self.sums = defaultdict(float)
         self.counts = defaultdict(float)
 
     def add(self, terms: dict[str, Tensor], mask: Tensor | None = None) -> None:
-        """Adds the elements of each term, or those where mask, of the same shape, is 1. Sums over
-        many calls are in fp64, so that they lose little."""
+        """Adds the elements of each term; with a mask of the same shape only those where it is 1.
+        Totals are kept in fp64, since fp32 would lose digits over many calls."""
         device = PartialState().device  # an offloaded gradient norm is on the CPU
         for name, term in terms.items():
             weights = torch.ones_like(term) if mask is None else mask
@@ -475,24 +475,24 @@ def sample(
     policy: Callable,
     cache: Cache,
     contexts: TokenRows,
-    u: Tensor,
+    noise: Tensor,
     temperature: float,
     end: int | None = None,
     after: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniforms u (B, R), and
-    the log-probabilities of their tokens. Without `end` all have R tokens; find_end finds their
-    ends later. With it a response may stop after this token at index `after` or later: what is not
-    sampled is 0. The cache is an empty one."""
+    """Samples responses (B, R) ~ softmax(logits / temperature) to B contexts, from uniform noise
+    (B, R). Returns them and the log-probabilities of their tokens. The cache must be empty. Without
+    `end` all responses have R tokens, and find_end cuts them later. With `end`, a response may stop
+    after that token, at index `after` or later. Tokens that were not sampled are 0."""
     ids, mask = pad_rows(contexts)
-    responses = torch.zeros_like(u, dtype=torch.long)
-    logprobs = torch.zeros_like(u)
-    rows = torch.arange(len(u), device=u.device)  # the responses that have not ended
-    for t in range(u.shape[1]):
+    responses = torch.zeros_like(noise, dtype=torch.long)
+    logprobs = torch.zeros_like(noise)
+    rows = torch.arange(len(noise), device=noise.device)  # the responses that have not ended
+    for t in range(noise.shape[1]):
         logits = policy(ids, mask, cache=cache)["logits"][:, -1]
         probs = (logits / temperature).softmax(-1)  # (B, V)
         # From now on the model reads only the newest token: the cache has all before it.
-        ids = inverse_cdf(probs, u[rows, t].unsqueeze(1))
+        ids = inverse_cdf(probs, noise[rows, t].unsqueeze(1))
         mask = pad(mask, (0, 1), value=True)
         responses[rows, t] = ids.squeeze(1)
         logprobs[rows, t] = probs.gather(1, ids).log().squeeze(1)
@@ -515,9 +515,9 @@ def sample(
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1). The sum is
-    in fp64: in fp32 the steps of rare tokens would be rounded away. (u has 24 bits, so what is far
-    rarer than 6e-8 still is.) NaN gives the last token, and a later check stops the run."""
+    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1), which is
+    uniform. The sum is in fp64, as fp32 would round away rare tokens. (u has 24 bits, so tokens
+    far rarer than 6e-8 are hardly ever drawn.) NaN gives the last token, which a check finds."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
     return tokens.clamp(max=probs.shape[1] - 1)

@@ -98,6 +98,7 @@ def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any
     """A script's Batch of responses (B, R), all of whose tokens count, before any forward pass."""
     mask = torch.ones_like(responses, dtype=torch.bool)
     zeros = torch.zeros(responses.shape)
+    values = {"values": zeros.clone()} if hasattr(script.Batch, "values") else {}  # PPO's
     return script.Batch(
         contexts=contexts,
         responses=responses,
@@ -108,7 +109,7 @@ def make_batch(script: Any, contexts: list[list[int]], responses: Tensor) -> Any
         sampled_logprobs=zeros.clone(),
         logprobs=zeros.clone(),
         ref_logprobs=zeros.clone(),
-        values=zeros.clone(),
+        **values,
     )
 
 

@@ -259,7 +259,8 @@ def load_queries(
     dropped = Counter()
     held_out = {}
     queries = []
-    for i in np.random.default_rng([args.seed, STREAM_QUERIES]).permutation(len(table)).tolist():
+    order = np.random.default_rng([args.seed, STREAM_QUERIES]).permutation(len(table))
+    for i in order.tolist():
         with blame(f"--query_dataset {args.query_dataset}, row {i}", UnicodeError):
             with blame("cannot be read"):  # like a damaged picture
                 row = table[i]
@@ -288,9 +289,8 @@ def load_queries(
         dropped["held out"] = len(held_out)
         raise UserError(f"--query_dataset: no query is left of {len(table)} rows: {dict(dropped)}")
     say(
-        f"--query_dataset: {len(table)} rows, {len(used) + dropped.total()} read, "
-        f"{len(used)} used, dropped {dict(dropped)}, first "
-        f"{tokenizer.decode(used[0].for_policy)!r}"
+        f"--query_dataset: {len(table)} rows, {len(used) + dropped.total()} read, {len(used)} used,"
+        f" dropped {dict(dropped)}, first {tokenizer.decode(used[0].for_policy)!r}"
     )
     if dropped.total() > len(used):
         say("WARNING: more than half of the rows that were read are dropped")

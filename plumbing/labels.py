@@ -122,6 +122,8 @@ def read_label(
         query, *responses = [encode(x, tokenizer) for x in (prompt, *samples)]
         return Comparison(query, responses, best, is_chat(prompt), row)
     prompt, *answers = read_preference(row, column, tokenizer)
+    if all(answers) and isinstance(prompt, str) and answers[0] != row["chosen"]:
+        counts["with a prompt that both answers began with"] += 1
     query, *responses = cut_preference(prompt, answers, end, tokenizer, args)
     for answer in responses:
         if answer and end is not None and end not in answer[args.truncate_after :]:

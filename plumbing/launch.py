@@ -61,6 +61,8 @@ def writing(folder: Path | str) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, SafetensorError) as error:  # torch's and safetensors' own
+            if type(error) not in (RuntimeError, SafetensorError):  # out of memory, for example
+                raise
             # `from None`, because `blame` would show the cause in place of these words
             raise OSError(f"the disk may be full ({error})") from None
 

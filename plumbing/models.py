@@ -162,8 +162,7 @@ def forward(
 
 def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
     """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
-    # At least 2 tokens: RLOO reads all but the last in a pass of its own. With FSDP either every
-    # process makes this pass, or none.
+    # At least 2, or else one process alone may have no pass over all but the last token (RLOO's).
     longest = max(2, *map(len, rows))
     padded = [[-1] * (longest - len(row)) + row for row in rows]
     ids = torch.tensor(padded, device=PartialState().device)
@@ -212,8 +211,9 @@ def load_model(
     computes as --dtype and --gradient_checkpointing say. A missing reward head is random."""
     name = local_path(name)
     what = f"--{flag} {name}"
+    is_base = flag == "base_model"
     vocabulary = tokenizer.get_vocab()
-    if flag != "base_model" and load_tokenizer(flag, name).get_vocab() != vocabulary:
+    if not is_base and load_tokenizer(flag, name).get_vocab() != vocabulary:
         raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
     head = "lm_head"
     options = {}
@@ -232,14 +232,15 @@ def load_model(
             output_loading_info=True,
             **options,
         )
-    if flag == "base_model":
-        info["missing_keys"].discard("score.weight")
+    if is_base:
+        if "SequenceClassification" not in str(model.config.architectures):
+            info["missing_keys"].discard("score.weight")
         if "label_dataset" in vars(args):  # train_reward.py may go on with a reward model
             info["unexpected_keys"].discard("score.weight")
     check_weights(model, info, head, what)
     if hasattr(model.config, "output_router_logits"):  # for a loss that cannot read a cache
         model.config.output_router_logits = False
-    if flag == "base_model":  # after the last update it would be too late
+    if is_base:  # after the last update it would be too late
         architectures = model.config.architectures
         with blame(f"{what} cannot be saved"), TemporaryDirectory() as folder:
             save_model(model, tokenizer, folder, {})
@@ -297,8 +298,7 @@ def save_model(
 
 def check_model(model: PreTrainedModel, top: int, longest: int) -> None:
     """UserError for too few embeddings, too short a window, or a trunk that gives other states for
-    a padded text, read through a cache, than for the text alone. It reads tokens of no meaning;
-    check_update of PPO and RLOO tests the run's own texts."""
+    a padded text, read through a cache, than for the text alone. The text has no meaning."""
     size = model.get_input_embeddings().num_embeddings
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if top >= size or longest > window:

@@ -44,8 +44,7 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
 
 
 def check_folder(folder: Path, args: Any) -> None:
-    """UserError if the folder has other files than those of a run to be resumed, or if that run had
-    other settings."""
+    """UserError unless the folder is empty, or has a run of the same settings to be resumed."""
     files = {file.name for file in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
     if not files:
         return
@@ -96,7 +95,7 @@ class Run:
     state: dict
     # What each process carries for itself, in checkpoints too; on the CPU when a run is resumed.
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    stopped_at: float = 0.0  # when the first signal came
+    stopped_at: float = 0.0  # when the first signal came; `start` sets the other attributes
 
     def start(self) -> None:
         """Starts the run, or continues it at its newest checkpoint. The order matters: the folder
@@ -158,7 +157,8 @@ class Run:
             write(self.folder / "args.json", json.dumps(info, indent=2, default=str))
         shared = [ROOT / "tf_adam.py", *sorted(ROOT.glob("plumbing/*.py"))]
         for path in (self.script, *shared):
-            copy = self.folder / (path.relative_to(ROOT) if path in shared else path.name)
+            name = path.relative_to(ROOT) if path in shared else path.name
+            copy = self.folder / name
             copy.parent.mkdir(exist_ok=True)
             if is_new or not copy.exists():  # the script may have another name now
                 write(copy, path.read_text())

@@ -163,8 +163,8 @@ FAULTS = {
         "position_ids=positions[:, -ids.shape[1] :] + (ids.shape[1] == 1 < len(ids))",
     ),
     "a temperature off by 10 %": (
-        "contexts, u, args.temperature",
-        "contexts, u, 1.1 * args.temperature",
+        "contexts, noise, args.temperature",
+        "contexts, noise, 1.1 * args.temperature",
     ),
 }
 

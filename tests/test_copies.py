@@ -91,7 +91,7 @@ def test_a_test_that_cannot_call_a_changed_function_has_not_failed(tmp_path):
     given = "def inverse_cdf(probs: Tensor, u: Tensor)"
     changes = [
         (given, given.replace("u: Tensor", "u: Tensor, least: float")),
-        ("u[rows, t].unsqueeze(1))", "u[rows, t].unsqueeze(1), 0.0)"),
+        ("noise[rows, t].unsqueeze(1))", "noise[rows, t].unsqueeze(1), 0.0)"),
         ("-batch.sum_tokens(batch.logprobs)", "-batch.logprobs.sum(1)"),
     ]
     copy = fork_tools.changed_copy(PPO, tmp_path, *changes, name="my.py")

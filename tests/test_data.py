@@ -476,6 +476,14 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin, c
     assert_read(row | {"prompt": "How? ", "chosen": chance}, "How? ", chance, answers[1])
 
 
+def test_prompts_that_both_answers_repeat_are_taken_off_and_counted(capsys):
+    repeated = {"prompt": "w5", "chosen": "w5 w6", "rejected": "w5 w7"}
+    read = read_labels([repeated, PAIR, repeated | {"rejected": "w7"}])
+    assert read == [READ, READ, ([5], [5, 6], [7])]
+    counted = "{'with a prompt that both answers began with': 1}"
+    assert f"--label_dataset: 3 of 3 rows {counted}\n" in capsys.readouterr().out
+
+
 def test_answers_without_an_end_are_counted_after_they_are_cut(capsys):
     """With `eos` those to which it was added have one."""
     row = PAIR | {"chosen": words(6, 7, 9)}

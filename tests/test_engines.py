@@ -82,7 +82,7 @@ def test_adapters_are_trained_in_shards_as_by_ddp(script, tmp_path):
 
 
 # What makes all responses of the second process end at their first token, and counts its passes.
-DRAWN = "        ids = inverse_cdf(probs, u[rows, t].unsqueeze(1))\n"
+DRAWN = "        ids = inverse_cdf(probs, noise[rows, t].unsqueeze(1))\n"
 FORCED = """        if end is not None and PartialState().process_index == 1:
             ids = torch.full_like(ids, end)
         with open(f"passes-{PartialState().process_index}", "a") as file:

@@ -117,7 +117,7 @@ NO_TABLES = "no/such evil.pkl a::queries.jsonl queries.doc nowhere.jsonl"
 CASES = [  # @: the last flag, its value and a colon, at the beginning of the line
     (PPO, "--num_minibatches 4 --batch_size 6", "@must be a multiple of 4 "),
     (RLOO, "--rloo_k 2 --num_minibatches 2 --batch_size 6", "@must be a multiple of 4 "),
-    (RLOO, "--rloo_k 4", r"--batch_size .*, and --micro_batch_size \d+ of 4 \(responses per query"),
+    (RLOO, "--rloo_k 4 --batch_size 8 --micro_batch_size 2", "--micro_batch_size 2 must be a mult"),
     (PPO, "--truncate_token w1 --truncate_after 5", "@must be below --response_length"),
     (PPO, "--reward_fn functions:broken --reward_model none", "--critic reward needs --re"),
     (PPO, ["--truncate_token", ""], "--truncate_token '' must be one token"),

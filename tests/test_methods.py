@@ -51,7 +51,7 @@ OF_SCRIPT = {
 TWO_PROCESSES = "--num_minibatches 1 --num_epochs 2"
 TWO_UPDATES = "--total_episodes 24"
 FLATTER = 1.3  # a sampler that is not the trained model: its temperature, over the latter's
-SAMPLED = "policy, cache, contexts, u, args.temperature, "
+SAMPLED = "policy, cache, contexts, noise, args.temperature, "
 pytestmark = pytest.mark.long
 
 

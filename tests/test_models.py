@@ -287,6 +287,16 @@ def test_a_missing_head_is_refused(tmp_path):
         load(tmp_path)
 
 
+def test_a_reward_model_without_its_head_gets_no_new_one(tmp_path):
+    """Only a language model does."""
+    file = tiny.save_classifier(tmp_path, "gpt2") / "model.safetensors"
+    weights = load_file(file)
+    del weights["score.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"^--base_model .* do not fit a GPT2For.*: score.weight$"):
+        load(tmp_path, classifier=True)
+
+
 def test_a_reward_model_is_no_policy(tmp_path):
     """Its head is its embedding, so nothing is missing."""
     tiny.save_classifier(tmp_path, "gpt2")

@@ -88,9 +88,8 @@ def test_every_run_of_the_page_ends(folder):
 def test_the_best_of_each_four_responses_is_kept(folder, monkeypatch):
     """By the page's code, from responses of the starting model."""
     monkeypatch.chdir(folder)
-    (code,) = re.findall(
-        r"```python\n(import json\n\nbest = .*?)```", (ROOT / PAGE).read_text(), re.S
-    )
+    page = (ROOT / PAGE).read_text()
+    (code,) = re.findall(r"```python\n(import json\n\nbest .*?)```", page, re.S)
     exec(compile(code, PAGE, "exec"), {})
     responses = read_lines(folder / "runs/qwen_best/samples.jsonl")
     assert all(row["response"] == row["response_after"] for row in responses)

@@ -34,6 +34,7 @@ from safetensors.torch import load_file
 import ppo_rlhf
 import train_reward
 from plumbing import data as data_module
+from plumbing import launch
 from plumbing import run as run_module
 from plumbing.launch import UserError
 
@@ -165,6 +166,11 @@ def checkpoints(folder):
 
 
 # --- kills and signals ----------------------------------------------------------------------------
+def test_an_error_of_the_gpu_is_not_called_a_full_disk():
+    with pytest.raises(torch.OutOfMemoryError), launch.writing("out"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 @pytest.mark.parametrize("what", ["model.safetensors", "optimizer.bin"])
 def test_a_file_that_the_system_cuts_off_is_one_line_and_loses_nothing(what, folder):
     """By a real limit, not a simulated one: safetensors and torch have errors of their own."""
