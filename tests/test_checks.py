@@ -94,9 +94,10 @@ def test_first_ratio_is_exactly_one(module, dtype, name, num_minibatches, mask_t
         assert torch.equal(batch.responses * batch.loss_mask, whole * batch.loss_mask)
     assert torch.equal(batch.logprobs, batch.ref_logprobs)
     assert batch.loss_mask.all() != mask_truncated
-    batch.rewards = torch.randn(u.shape)
     if module is rloo_rlhf:
         batch.advantages = torch.randn(len(u))
+    else:
+        batch.rewards = torch.randn(u.shape)
 
     metrics = first_epoch(module, policy, batch, epochs, args)
     assert metrics["first_ratio_error"] == 0
@@ -137,9 +138,10 @@ def test_a_loss_of_another_shape_is_an_error(module, monkeypatch):
     args = module.Args(response_length=3)
     policy = make_policy(tiny.make_lm("gpt2"), getattr(args, "rloo_k", 1))
     batch = tiny.roll_out(module, policy, args, EIGHT[:2])
-    batch.rewards = torch.ones(batch.responses.shape)
     if module is rloo_rlhf:
         batch.advantages = torch.ones(len(batch.responses))
+    else:
+        batch.rewards = torch.ones(batch.responses.shape)
     found = getattr(module, name)
 
     def changed(*given):
