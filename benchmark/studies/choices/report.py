@@ -18,8 +18,7 @@ CHOSEN_SHORT += ("no ratio clipping", "8 minibatches (default: 1)")
 WARMED_UP = "critic from the reward model, warmed up"
 MATTERS_SHORT = (WARMED_UP, "8 minibatches (default: 1)")
 MATTERS_FULL = ("1 epoch (default: 4)", "critic from the reward model", "no value function", "GRPO")
-MASKED = ("truncated tokens masked", "settings of Qwen", "settings of Llama 2")
-MASKED += ("settings of DeepSpeed-Chat", "settings of TRL 0.9", "settings of InstructGPT")
+MASKED = ("truncated tokens masked",)
 DIFFERENCE = "difference in true score at the same KL (better \N{RIGHTWARDS ARROW})"
 PASSES = "bold name: significant after Holm's correction"
 FULL = "Full runs: 12,800 episodes, 3 seeds"
@@ -79,9 +78,10 @@ def base_of(choice: str) -> str:
 
 
 def tested(record: Record) -> list[Row]:
-    """The table of a record, in which intervals take into account that rows share runs. `bold`
-    marks what Holm's correction keeps."""
-    rows = [row | {"pair": (row["choice"], base_of(row["choice"]))} for row in record["table"]]
+    """The table of a record without whole recipes, whose KL is not comparable. Intervals take into
+    account that rows share runs. `bold` marks what Holm's correction keeps."""
+    table = [row for row in record["table"] if not row["choice"].startswith("settings of")]
+    rows = [row | {"pair": (row["choice"], base_of(row["choice"]))} for row in table]
     differences.add_tests(rows, "equal_kl", differences.freedom_of(rows, "equal_kl"))
     for row in rows:
         row["bold"] = "**" if row["equal_kl_pooled_holds"] else ""
@@ -94,19 +94,9 @@ def smaller(record: Record) -> Row:
     return {row["choice"]: -(row["equal_kl"] or 0) for row in record["table"]}
 
 
-def ranked(record: Record) -> list[Row]:
+def choices(record: Record) -> list[Row]:
     """The choices of a record by their effect."""
     return sorted(tested(record), key=by_effect)
-
-
-def choices(record: Record) -> list[Row]:
-    """The same without whole recipes."""
-    return [row for row in ranked(record) if not row["choice"].startswith("settings of")]
-
-
-def recipes(record: Record) -> list[Row]:
-    """The recipes, and the default."""
-    return [row for row in ranked(record) if row["choice"].startswith(("settings of", "default"))]
 
 
 def pooled(record: Record) -> Row:
@@ -152,29 +142,12 @@ def at_once(*records: Record) -> Row:
     return {"comparisons": len(names), "kept": len(kept), "names": kept}
 
 
-def smoothed(record: Record) -> Row:
-    """What changes if true scores at a KL are those of curves whose points are means of three: the
-    largest move of a difference, and how many Holm's method keeps then."""
-    levels = record["table"][0]["levels"]
-    rows = []
-    moves = []
-    for line in compared(record):
-        pairs_of_line = report.pairs_of(*line["pair"], record)
-        leads = [mean(at_equal_kl(*pair, levels, width=3)) for pair in pairs_of_line]
-        found = [lead for lead in leads if lead is not None]
-        moves.append(abs(float(np.mean(found)) - line["equal_kl"]))
-        rows.append({"pair": line["pair"], "equal_kl_differences": found})
-    differences.add_tests(rows, "equal_kl", differences.freedom_of(rows, "equal_kl"))
-    kept = sum(row["equal_kl_pooled_holds"] for row in rows)
-    return {"moved": max(moves), "kept": kept}
-
-
 def matters(short: Record, full: Record) -> list[Row]:
     """The choices that most readers ask for, each beside what it is compared with. Short runs come
     before full ones."""
     rows = []
     for record, names in ((short, MATTERS_SHORT), (full, MATTERS_FULL)):
-        of_choice = {row["choice"]: row for row in ranked(record)}
+        of_choice = {row["choice"]: row for row in choices(record)}
         for name in names:
             base = of_choice[base_of(name)]
             more = {"episodes": record["args"]["episodes"], "base": base}
