@@ -4,6 +4,17 @@ from typing import Any
 
 from benchmark.report import Record, Row
 
+# What the pages call the contenders of a record.
+CODES = {
+    "ours-ppo": "ours, PPO",
+    "ours-critic-ppo": "ours, PPO with a value model",
+    "ours-rloo": "ours, RLOO",
+    "plain-ppo": "plain, PPO",
+    "plain-rloo": "plain, RLOO",
+    "trl-ppo": "TRL, PPO",
+    "trl-rloo": "TRL, RLOO",
+}
+
 
 def phases(*records: Record) -> list[Row]:
     """Updates against plain PyTorch, as ratios of one run."""
@@ -68,7 +79,7 @@ def peaks(*records: Record) -> list[Row]:
         shape = record["args"]["shape"]
         for row in record["rows"]:
             name = row["contender"]
-            both = found.setdefault(name, {"contender": name})
+            both = found.setdefault(name, {"contender": name, "code": CODES[name]})
             both[shape] = row["peak_bytes"] / 2**30
     return sorted(found.values(), key=lambda row: row["contender"].rpartition("-")[2])
 
@@ -92,7 +103,7 @@ def chats(*records: Record) -> list[Row]:
         for name, row in of_contender.items():
             theirs = of_contender[f"trl-{name.rpartition('-')[2]}"]
             kept = sum(record["kept"][name]) / len(record["kept"][name])
-            found = {"name": name, "seconds": row["median_seconds"]}
+            found = {"code": CODES[name], "seconds": row["median_seconds"]}
             found["kept"] = kept / record["args"]["batch_size"]
             if not name.startswith("trl"):
                 found["ratio"] = {}

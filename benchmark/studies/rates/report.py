@@ -1,5 +1,7 @@
 """Rows and pictures of this study: `python benchmark/report.py rates`."""
 
+from collections.abc import Callable
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -125,6 +127,17 @@ def score_after(run: Row, share: float) -> float:
 def same_time(record: Record) -> list[Row]:
     """PPO and RLOO of a seed at the default's rate, after a quarter, a half and all of the time of
     the RLOO run."""
+    return same_cost(record, lambda ppo, rloo: rloo["seconds"] / ppo["seconds"])
+
+
+def same_operations(record: Record, counted: Record) -> list[Row]:
+    """The same for floating-point operations."""
+    ppo, rloo = (row["gigaflops"] for row in counted["rows"])
+    return same_cost(record, lambda *_: rloo / ppo)
+
+
+def same_cost(record: Record, cost: Callable[[Row, Row], float]) -> list[Row]:
+    """The same for what an update of RLOO costs relatively to one of PPO."""
     at_default = [run for run in record["rows"] if run["lr"] == DEFAULT]
     runs = report.group(at_default, "seed")
     rows = []
@@ -132,8 +145,8 @@ def same_time(record: Record) -> list[Row]:
         found = []
         for pair in runs.values():
             ppo, rloo = sorted(pair, key=lambda run: run["algorithm"])
-            time = share * rloo["seconds"] / ppo["seconds"]  # both make as many updates
-            found.append((score_after(ppo, time), score_after(rloo, share)))
+            of_ppo = share * cost(ppo, rloo)  # both make as many updates
+            found.append((score_after(ppo, of_ppo), score_after(rloo, share)))
         ppo, rloo = np.mean(found, 0)
         leads = [after - before for before, after in found]
         rows.append({"share": share, "ppo": ppo, "rloo": rloo, "lead": of_seeds(leads)})
