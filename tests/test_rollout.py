@@ -201,4 +201,4 @@ def test_rows_are_selected_from_tensors_and_from_lists(module):
     assert found.responses.tolist() == [[2], [0]]
     assert found.texts == ["c", "a"]
     assert found.features.tolist() == [[[8, 9, 10, 11]], [[0, 1, 2, 3]]]
-    assert found.rewards is None
+    assert found.ref_logprobs is None

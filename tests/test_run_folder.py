@@ -330,8 +330,8 @@ def test_a_reward_function_that_fails_late_or_moves(
 
 def test_sampling_that_fails_on_one_process_ends_the_run(folder):
     """The other one waits for it in the middle of a response, so they do not save together."""
-    place = "    for t in range(u.shape[1]):\n"
-    fails = "        if t == 9 and len(u) == 2 and PartialState().process_index:\n"
+    place = "    for t in range(noise.shape[1]):\n"
+    fails = "        if t == 9 and len(noise) == 2 and PartialState().process_index:\n"
     change = (place, f"{place}{fails}            raise MemoryError\n")
     script = fork_tools.changed_copy(PPO, folder, change, name="mine.py")
     words = [*WORDS[PPO], "--mask_truncated", "--response_length", "16", "--eval_queries", "3"]
