@@ -139,7 +139,7 @@ def at_once(*records: Record) -> Row:
             found.append(p)
     is_kept = differences.holm(found)
     kept = [name for name, holds in zip(names, is_kept, strict=True) if holds]
-    return {"comparisons": len(names), "kept": len(kept), "names": kept}
+    return {"comparisons": len(names), "kept": len(kept), "words": "; ".join(kept)}
 
 
 def matters(short: Record, full: Record) -> list[Row]:

@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmark import differences, report
-from benchmark.differences import scores_of
+from benchmark.differences import at_levels, scores_of
 from benchmark.report import CHOICES, NAMES, Record, Row
 
 DEFAULT = 2e-4  # the learning rate
@@ -42,7 +42,8 @@ def gains(record: Record) -> Row:
 
 def best_of_128(record: Record) -> Row:
     """The true score of the best of 128 responses of the starting model, by the reward models that
-    the policies learn from, and its KL. How far each policy ends above that of its seed."""
+    the policies learn from, and its KL. How far each policy ends above that of its seed, and its
+    true score in training where it first passes that KL."""
     found = {row["seed"]: row["true_score"][-1] for row in record["best_of_n"]}
     row: Row = {
         "mean": float(np.mean(list(found.values()))),
@@ -53,6 +54,8 @@ def best_of_128(record: Record) -> Row:
     for (algorithm,), group in report.group(record["rows"], "algorithm").items():
         above = [run["true_score"] - found[run["seed"]] for run in group]
         row[algorithm] = differences.with_interval(above)
+        there = [at_levels(run["fine_curve"], row["kl"]) for run in group]
+        row[algorithm] |= {"there": np.mean(there), "below": -np.mean(above)}
     return row
 
 

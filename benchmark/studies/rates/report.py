@@ -64,19 +64,21 @@ def rates(record: Record) -> list[Row]:
                 ends.append(score_at_end(run) - score_at_end(of_default))
                 equal_kl.append(gain(run, of_default))
             row["higher"] = sum(end > 0 for end in ends)
-            row["end"] = of_seeds(ends)
-            row["equal_kl"] = of_seeds(equal_kl)
+            for kind, values in (("end", ends), ("equal_kl", equal_kl)):
+                row[kind] = of_seeds(values)
+                if row[kind]:
+                    row[kind]["lower"] = -row[kind]["mean"]
         rows.append(row)
     return rows
 
 
 def at_end(record: Record) -> Row:
-    """How far the other rates end from the default's, at least and at most: mean differences."""
+    """How much lower the other rates end, at least and at most: mean differences."""
     found: Row = {}
     for row in rates(record):
         if row.get("end"):
-            found.setdefault(row["algorithm"], []).append(row["end"]["mean"])
-    return {name: {"least": max(ends), "most": min(ends)} for name, ends in found.items()}
+            found.setdefault(row["algorithm"], []).append(row["end"]["lower"])
+    return {name: {"least": min(ends), "most": max(ends)} for name, ends in found.items()}
 
 
 def rule(record: Record) -> list[Row]:

@@ -158,5 +158,5 @@ def picture(record: Record) -> Figure:
     return figure
 
 
-TITLE = "At the same KL only DAPO (bold) differs significantly; at the end, score follows KL"
+TITLE = "Default settings: at the same KL only DAPO (bold) differs significantly from RLOO"
 PICTURES = {"methods.png": (picture, "methods.json")}
