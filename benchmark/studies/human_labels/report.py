@@ -56,25 +56,6 @@ def rules(*records: Record) -> list[Row]:
     return rows
 
 
-def of_four(pairs: float) -> float:
-    """How often a reward that is right in this share of pairs names the best of four, if rewards
-    and preferences are jointly normal. By draws."""
-    correlation = np.sin(np.pi * (pairs - 0.5))
-    random = np.random.default_rng(0)
-    liked, noise = random.normal(size=(2, 400_000, 4))
-    rewards = correlation * liked + np.sqrt(1 - correlation**2) * noise
-    return (rewards.argmax(1) == liked.argmax(1)).mean()
-
-
-def choice_of_four(*records: Record) -> list[Row]:
-    """What the reward models' accuracies would be as a choice of one in four."""
-    row = rules(*records)[0]
-    found = {"rule": row["rule"], "pairs": row["mean"]}
-    for name in ("mean", "low", "high"):
-        found[name] = of_four(row[name])
-    return [found]
-
-
 def ahead(*records: Record) -> list[Row]:
     """How much more often the reward model is right than each other rule, on the same pairs."""
     model, *others = RULES
@@ -82,15 +63,6 @@ def ahead(*records: Record) -> list[Row]:
     for rule in others:
         found = [right(record, model) - right(record, rule) for record in records]
         rows.append({"rule": rule} | both_intervals(found))
-    return rows
-
-
-def runs(*records: Record) -> list[Row]:
-    """Time and memory of each run, and the accuracy in the last updates of its training."""
-    rows = []
-    for record in records:
-        row = record["rows"][0]
-        rows.append(row | {"minutes": row["seconds"] / 60, "gib": row["memory"] / 2**30})
     return rows
 
 
