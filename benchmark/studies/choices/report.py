@@ -17,7 +17,7 @@ CHOSEN_SHORT += ("fixed KL coefficient", "rewards not whitened", "PyTorch's Adam
 CHOSEN_SHORT += ("no ratio clipping", "8 minibatches (default: 1)")
 WARMED_UP = "critic from the reward model, warmed up"
 MATTERS_SHORT = (WARMED_UP, "8 minibatches (default: 1)")
-MATTERS_FULL = ("1 epoch (default: 4)", "critic from the reward model", "no value function", "GRPO")
+MATTERS_FULL = ("1 epoch (default: 4)", "critic from the reward model", "GRPO")
 MASKED = ("truncated tokens masked",)
 DIFFERENCE = "difference in true score at the same KL (better \N{RIGHTWARDS ARROW})"
 PASSES = "bold name: significant after Holm's correction"
@@ -257,12 +257,12 @@ def planned(record: Record) -> list[Row]:
 
 
 def starts(record: Record) -> list[Row]:
-    """The kinds of runs of protocol.md: true scores at each level and at the end, KL at the end."""
+    """The kinds of runs of protocol.md: true scores at each level of KL."""
     rows = []
     for line in record["table"]:
         runs = report.runs_of(record, line["choice"])
         scores = np.array([scores_of(run, SHORT_LEVELS) for run in runs])
-        at = [mean(column) for column in scores.T]
+        at = [mean(column) for column in scores.T[:-1]]
         rows.append(line | {"name": STARTS.get(line["choice"], "RLOO"), "at": at})
     return rows
 
