@@ -132,7 +132,7 @@ def draw_true_score(axes: Axes, record: Record, what: str) -> None:
 def readme(record: Record) -> Figure:
     """The true score of PPO and RLOO beside best of 128 by the same reward models: the first
     picture of README.md."""
-    text = "One RLOO response becomes as good as the best of 128 of the starting model, PPO nearly"
+    text = "One response of RLOO scores like the best of 128 of the starting model; PPO nearly does"
     figure, panels = report.new(text, 1, 1, 3.7)
     axes = panels[0, 0]
     best = [row["true_score"][-1] for row in record["best_of_n"]]
