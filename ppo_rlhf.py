@@ -265,7 +265,8 @@ def main(preset: str, args: Args) -> None:
     wrapped, policy, optimizer = prepare(accelerator, policy, make_optimizer(policy, args))
     # The reference is the untrained policy, also when a run is resumed.
     before = evaluate(ref, ref, held_out, score_fn, tokenizer, truncate_id, args)
-    # A resumed run must have the same first queries. With more --total_episodes it reads more.
+    # A resumed run must have the same held-out queries, and the same ones in the first update.
+    # Those after it may be more, with more --total_episodes.
     data = contexts[: args.eval_queries + num_queries // num_updates]
     run = Run(accelerator, FILE, args, num_updates, data, state={"kl_coef": args.kl_coef})
     run.start()

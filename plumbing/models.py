@@ -162,7 +162,7 @@ def forward(
 
 def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
     """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
-    # At least 2, or else one process alone may have no pass over all but the last token (RLOO's).
+    # At least 2: RLOO has a pass over all but the last, and no process may be without it.
     longest = max(2, *map(len, rows))
     padded = [[-1] * (longest - len(row)) + row for row in rows]
     ids = torch.tensor(padded, device=PartialState().device)

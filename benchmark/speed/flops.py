@@ -2,8 +2,8 @@
 
     python benchmark/speed/flops.py --reward_model runs/NAME/reward_model   # writes flops.json
 
-PyTorch counts those of matrix products and of nothing else, which is nearly all. An update's are a
-quarter of what six updates need more than two.
+PyTorch counts those of matrix products alone, which are nearly all. Runs of two and of six updates
+are counted. A quarter of their difference is what one update needs.
 """
 
 import contextlib

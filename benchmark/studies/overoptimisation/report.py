@@ -14,7 +14,6 @@ from benchmark.report import ALGORITHMS, BEST_OF_N, TRUE_SCORE, Record, Row, gro
 
 HELD_OUT = 512  # labels, on which accuracies are measured
 KINDS = ("true_score", "reward", "kl")
-HELD_OUT_KINDS = ("repetitive", "likelihood", "true_score", "kl")
 WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 # Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
 SHOWN = (("128", "PPO", 0.0, 3), ("4000:0.5", "RLOO", 0.0, 2))
@@ -102,34 +101,6 @@ def sets_of_labels(record: Record) -> Row:
         "sets": len(more),
         "p": p,
     }
-
-
-def fresh_sets(record: Record) -> list[Row]:
-    """By protocol.md, for each algorithm and for the mean of both: what 512 responses to held-out
-    queries are without and with the penalty, as means over sets of labels; and how much more it is
-    without, within sets."""
-    of_run = {}
-    for row in record["rows"]:
-        of_run[row["algorithm"], row["kl_coef"], row["seed"]] = row["held_out"]
-    seeds = record["args"]["seeds"]
-    none, default = WORDS
-    rows = []
-    for name, algorithms in (("PPO", ["PPO"]), ("RLOO", ["RLOO"]), ("both", ["PPO", "RLOO"])):
-        row: Row = {"name": name, "sets": len(seeds)}
-        for kind in HELD_OUT_KINDS:
-            values = {}
-            for coef in (none, default):
-                table = [[of_run[x, coef, seed][kind] for x in algorithms] for seed in seeds]
-                values[coef] = np.mean(table, 1)  # (seeds,)
-            leads = values[none] - values[default]
-            row[kind] = {
-                "none": values[none].mean(),
-                "default": values[default].mean(),
-                "more": int((leads > 0).sum()),
-            }
-            row[kind] |= differences.with_interval(leads)
-        rows.append(row)
-    return rows
 
 
 def collapse(record: Record) -> list[Row]:

@@ -139,7 +139,8 @@ def same_operations(record: Record, counted: Record) -> list[Row]:
 
 
 def same_cost(record: Record, cost: Callable[[Row, Row], float]) -> list[Row]:
-    """The same for what an update of RLOO costs relatively to one of PPO."""
+    """PPO and RLOO of a seed at the same cost. `cost` is that of an update of RLOO, if one of PPO
+    costs 1."""
     at_default = [run for run in record["rows"] if run["lr"] == DEFAULT]
     runs = report.group(at_default, "seed")
     rows = []
