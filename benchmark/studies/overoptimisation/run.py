@@ -126,9 +126,20 @@ def train(
     sample, *_ = common.read_lines(out / "samples.jsonl")
     row["samples"] = [{"query": sample["query"], "response": sample["response_after"]}]
     judge = Judge(seed, reward)
-    found = judge(judge.actor(out / "policy"))
-    row["held_out"] = {name: float(np.mean(values)) for name, values in found.items()}
+    row["held_out"] = means(judge(judge.actor(out / "policy")))
     return row
+
+
+def means(found: dict[str, np.ndarray]) -> dict[str, float]:
+    """Of what a judge finds in responses to held-out queries."""
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def starting_model(task: tuple[str, int, Path]) -> dict[str, Any]:
+    """The starting model's responses to held-out queries, as a judge reads them."""
+    source, seed, _ = task
+    judge = Judge(seed, reward_folder(*task) / "reward_model")
+    return {"labels": source, "seed": seed, "held_out": means(judge(judge.ref))}
 
 
 def best_of_seed(task: tuple[int, list[str], int, Path]) -> list[dict[str, Any]]:
@@ -242,6 +253,7 @@ def main() -> None:
             ends = f"KL {row['kl'][-1]:.1f}, true score {row['true_score'][-1]:.2f}"
             sys.stdout.write(f"{words}: {ends}\n")
             sys.stdout.flush()
+        starting = pool.map(starting_model, named, 1)
         asked = []
         if args.pool:
             asked = [(seed, args.labels, args.pool, folder) for seed in args.seeds]
@@ -259,6 +271,7 @@ def main() -> None:
     more = {
         "best_of_n": best,
         "reward_models": models,
+        "starting_models": starting,
         "true_score_before": start,
         "table": table,
     }
