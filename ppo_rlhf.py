@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather, reduce, set_seed
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, confloat, conint
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import pad
@@ -57,9 +57,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from plumbing.data import Query, load_queries, token_id
-from plumbing.labels import load_reward_fn, newest_reward_model
-from plumbing.launch import UserError, blame, make_accelerator, prepare, run_main
+from plumbing.data import Query, load_queries
+from plumbing.labels import end_token_id, load_reward_fn, newest_reward_model
+from plumbing.launch import UserError, make_accelerator, prepare, run_main
 from plumbing.models import (
     Cache,
     TokenRows,
@@ -75,6 +75,7 @@ from plumbing.run import Run, choose_folder, save_policy, write_samples
 from tf_adam import AdamTF
 
 FILE = Path(__file__).resolve()
+Beta = confloat(ge=0, lt=1)
 
 
 @dataclass
@@ -102,8 +103,7 @@ class Args:
     reward_fn: str | None = None
     # tf32: GPUs multiply matrices in TF32. bf16: autocast, and frozen linear layers held in bf16
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
-    # Recompute activations in the backward pass: less memory, a third more time (more than that
-    # where several responses share a query, as each then reads it again)
+    # Recompute activations in the backward pass: less memory, at least a third more time
     gradient_checkpointing: bool = False
     # Train LoRA adapters of this rank in place of the policy's weights (0: train all weights)
     lora_rank: NonNegativeInt = 0
@@ -125,7 +125,7 @@ class Args:
     # One token: a query is cut back to its last occurrence, or dropped without one (None: off)
     end_text: str | None = "."
     response_length: PositiveInt = 24  # Tokens sampled per response
-    temperature: PositiveFloat = 0.7  # Logits of tokens are divided by it
+    temperature: PositiveFloat = 0.7  # Divides logits, wherever probabilities are computed
     # The token that ends a response (`eos`: the tokenizer's; None: every response is complete)
     truncate_token: str | None = "."
     truncate_after: NonNegativeInt = 16  # The token ends a response only at this index or later
@@ -148,7 +148,7 @@ class Args:
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
     adam: Literal["tf", "torch"] = "tf"
     adam_eps: PositiveFloat = 1e-5  # Adam's epsilon
-    adam_betas: tuple[float, float] = (0.9, 0.999)  # Decay rates of Adam's two averages
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.999)  # Decay rates of Adam's two averages
     weight_decay: NonNegativeFloat = 0.0  # Decoupled, as in AdamW; for matrices only
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
 
@@ -167,8 +167,8 @@ class Args:
     vf_coef: NonNegativeFloat = 0.1  # Weight of the value loss
     gamma: NonNegativeFloat = 1.0  # Discount per token
     lam: NonNegativeFloat = 0.95  # Lambda of generalised advantage estimation
-    whiten_rewards: bool = True  # Scale rewards to variance 1, but keep their mean
-    whiten_advantages: bool = True  # Shift and scale advantages to mean 0, variance 1
+    whiten_rewards: bool = True  # Scale rewards of a minibatch to variance 1, but keep their mean
+    whiten_advantages: bool = True  # Scale advantages of a minibatch to mean 0 and variance 1
     # What the value head reads: the policy's trunk (shared), or a second trunk, trained whole, that
     # starts as the one of --base_model (policy) or of --reward_model (reward)
     critic: Literal["shared", "policy", "reward"] = "shared"
@@ -176,8 +176,8 @@ class Args:
     critic_warmup: NonNegativeInt = 0  # First updates in which only value head and critic learn
 
 
-# Settings of OpenAI's launch.py, or of the scripts it starts. Queries in the label files are cut
-# already: no start_text, no end_text.
+# Settings of OpenAI's launch.py, or of the scripts it starts (RLOO has PPO's). Queries in the label
+# files are cut already: no start_text, no end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = Args(base_model="gpt2", start_text=None, end_text=None, total_episodes=1_000_000)
 BOOKS = replace(OPENAI, query_length=64, batch_size=512, lr=1e-5, kl_horizon=10_000)  # BookCorpus
@@ -208,9 +208,9 @@ PRESETS = {
 
 @dataclass
 class Batch:
-    """B responses of R tokens, and what follows from them. The fields are set in this order.
-    `sampled_logprobs` are computed token by token with a cache, the others in one pass over whole
-    responses."""
+    """B responses of R tokens, and what follows from them. The fields are set in this order,
+    the last of them in each minibatch. `sampled_logprobs` are computed token by token with a cache,
+    the others in one pass over whole responses."""
 
     contexts: TokenRows  # B lists of the tokens before each response
     responses: Tensor  # (B, R), as sampled
@@ -240,14 +240,14 @@ def main(preset: str, args: Args) -> None:
     num_updates = math.ceil(args.total_episodes / args.batch_size)
     check_settings(args, accelerator.num_processes, k=1)
     if args.critic_warmup >= num_updates:
-        raise UserError(f"--critic_warmup must be below {num_updates} updates")
+        raise UserError(f"--critic_warmup {args.critic_warmup} must be below {num_updates} updates")
     args.output_dir = choose_folder(FILE, preset, args)
     share = args.batch_size // accelerator.num_processes  # responses of this process in an update
 
     # data and models; most of what cannot run fails here, before anything is written
     set_seed(args.seed)
     tokenizer = load_tokenizer("base_model", args.base_model)
-    truncate_id = token_id("truncate_token", args.truncate_token, tokenizer)
+    truncate_id = end_token_id(args, tokenizer)
     num_queries = num_updates * args.batch_size
     held_out, queries = load_queries(args, tokenizer, args.eval_queries, num_queries)
     contexts = [query.for_policy for query in held_out + queries]
@@ -265,8 +265,8 @@ def main(preset: str, args: Args) -> None:
     wrapped, policy, optimizer = prepare(accelerator, policy, make_optimizer(policy, args))
     # The reference is the untrained policy, also when a run is resumed.
     before = evaluate(ref, ref, held_out, score_fn, tokenizer, truncate_id, args)
-    # A resumed run must have the same held-out queries, and the same ones in the first update.
-    # Those after it may be more, with more --total_episodes.
+    # --resume compares these: the held-out queries, and those of the first update. Others may
+    # follow them if --total_episodes is larger.
     data = contexts[: args.eval_queries + num_queries // num_updates]
     run = Run(accelerator, FILE, args, num_updates, data, state={"kl_coef": args.kl_coef})
     run.start()
@@ -293,11 +293,11 @@ def main(preset: str, args: Args) -> None:
         batch.rewards = at_last_token(batch.scores, batch.loss_mask) - kl_coef * token_kl
 
         # 4. update: learning rates, and the optimizer steps
-        set_learning_rates(optimizer, update, update / num_updates, args, **max_rates(update, args))
-        log = ppo_update(accelerator, wrapped, optimizer, batch, epochs, args)
+        set_learning_rates(optimizer, update, update / num_updates, args, **max_lrs(update, args))
+        means = ppo_update(accelerator, wrapped, optimizer, batch, epochs, args)
 
         # 5. log: means over the responses (B,) of all processes, and what the update has added
-        log.add(
+        means.add(
             {
                 "objective/scores": batch.scores,
                 "objective/score_total": batch.rewards.sum(1),
@@ -309,7 +309,7 @@ def main(preset: str, args: Args) -> None:
                 "sampling_error": sampling_error(batch),
             }
         )
-        metrics = log.reduce()
+        metrics = means.reduce()
         metrics |= {
             "objective/kl_coef": kl_coef,
             "episode": (update + 1) * args.batch_size,
@@ -322,8 +322,8 @@ def main(preset: str, args: Args) -> None:
         # 6. adapt the KL coefficient; leave a checkpoint
         if update >= args.critic_warmup:  # earlier updates do not move the policy
             run.state["kl_coef"] = adapt_kl_coef(kl_coef, metrics["objective/kl"], args)
-        broken_limit = "--max_kl" if abs(metrics["objective/kl"]) > args.max_kl else ""
-        run.end_update(broken_limit)  # stops the run if a limit is named
+        is_beyond = abs(metrics["objective/kl"]) > args.max_kl
+        run.end_update(f"objective/kl is beyond --max_kl {args.max_kl:g}" if is_beyond else "")
 
     # 7. save and evaluate
     save_policy(accelerator, wrapped, tokenizer, args.output_dir)
@@ -343,10 +343,9 @@ def score_responses(score_fn: Callable, queries: list[Query], batch: Batch, args
 def penalize_missing_end(scores: Tensor, found_end: Tensor, args: Args) -> Tensor:
     """Scores (B,). Where there is no truncate token, --penalty_reward_value replaces the score or
     is added to it (--penalty_mode)."""
-    without_end = args.penalty_reward_value
     if args.penalty_mode == "add":
-        without_end = scores + args.penalty_reward_value
-    return torch.where(found_end, scores, without_end)
+        return torch.where(found_end, scores, scores + args.penalty_reward_value)
+    return torch.where(found_end, scores, args.penalty_reward_value)
 
 
 def at_last_token(scores: Tensor, mask: Tensor) -> Tensor:
@@ -441,15 +440,15 @@ def ppo_update(
 ) -> "Metrics":
     """Makes all optimizer steps on one batch, and returns what is logged of them. epochs
     (num_epochs, num_minibatches, b) says which rows are in which minibatch."""
-    log = Metrics()
+    means = Metrics()
     first_errors = []
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
         set_advantages(mini, args)  # whitens each process's minibatch alone, as the original does
         mean, variance = moments(mini.returns, mini.loss_mask)
-        log.add({"returns/mean": mean, "returns/var": variance})
+        means.add({"returns/mean": mean, "returns/var": variance})
         mean, variance = moments(mini.values, mini.loss_mask)
-        log.add({"val/mean": mean, "val/var": variance})
+        means.add({"val/mean": mean, "val/var": variance})
 
         # The loss is the mean over the minibatches of all processes. Each micro-batch adds its
         # share. DDP and FSDP then average over processes, which num_processes undoes.
@@ -459,7 +458,7 @@ def ppo_update(
         for i, rows in enumerate(groups, 1):
             micro = select(mini, rows)
             is_last = i == len(groups)
-            with average_gradients(accelerator, wrapped, is_last):
+            with defer_averaging(accelerator, wrapped, is_last):
                 all_logprobs, predicted = forward_response(wrapped, micro, args.temperature)
                 logprobs = predicted["logprobs"]
                 values = predicted["values"]
@@ -467,17 +466,17 @@ def ppo_update(
                 loss = policy_loss + args.vf_coef * value_loss  # a loss of your own: add it here
                 accelerator.backward((loss * micro.loss_weights).sum() * loss_scale)
             # All metrics are from before the step, so at step 0 every ratio is 1.
-            log.add(metrics | {"loss/total": loss}, micro.loss_weights)
-            log.add({"policy/entropy": entropy(all_logprobs.detach())}, micro.loss_mask)
+            means.add(metrics | {"loss/total": loss}, micro.loss_weights)
+            means.add({"policy/entropy": entropy(all_logprobs.detach())}, micro.loss_mask)
             del all_logprobs  # makes room for the next ones
             if step == 0:
                 first_errors.append((logprobs.detach() - micro.logprobs).abs().max())
         gradient_norm = clip_gradients(wrapped, args.max_grad_norm)
-        log.add({"gradient_norm": gradient_norm})
+        means.add({"gradient_norm": gradient_norm})
         optimizer.step()
         optimizer.zero_grad()
-    log.add({"first_ratio_error": gather(torch.stack(first_errors).max()).max()})
-    return log
+    means.add({"first_ratio_error": gather(torch.stack(first_errors).max()).max()})
+    return means
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
@@ -505,8 +504,7 @@ def make_optimizer(model: Module, args: Args) -> Optimizer:
         decay = args.weight_decay if is_matrix else 0.0
         groups.append({"params": params, "part": part, "weight_decay": decay})
     optimizer = AdamTF if args.adam == "tf" else AdamW
-    with blame("optimizer"):
-        return optimizer(groups, args.lr, betas=args.adam_betas, eps=args.adam_eps)
+    return optimizer(groups, args.lr, betas=args.adam_betas, eps=args.adam_eps)
 
 
 def set_learning_rates(
@@ -522,19 +520,19 @@ def set_learning_rates(
         group["lr"] = factor * max_lrs.get(group["part"], args.lr)
 
 
-def max_rates(update: int, args: Args) -> dict[str, float]:
+def max_lrs(update: int, args: Args) -> dict[str, float]:
     """The highest learning rates of policy, value head and critic, which are parts of the model."""
     policy_lr = 0.0 if update < args.critic_warmup else args.lr  # Adam's averages still move
     critic_lr = args.lr if args.critic_lr is None else args.critic_lr
     return {"lm": policy_lr, "value_head": critic_lr, "critic": critic_lr}
 
 
-def average_gradients(
+def defer_averaging(
     accelerator: Accelerator, model: Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
-    """A context for the backward pass of a micro-batch. Processes average gradients at the last one
-    of a step only. If weights are sharded (by modules with `reshard`) they do it at each one:
-    otherwise every process would hold whole gradients until then."""
+    """A context for the forward and backward pass of a micro-batch. Processes average gradients at
+    the last one of a step only. If weights are sharded (by modules with `reshard`) they do it at
+    each one: otherwise every process would hold whole gradients until then."""
     if is_last or hasattr(model, "reshard"):
         return contextlib.nullcontext()
     return accelerator.no_sync(model)
@@ -573,9 +571,9 @@ class Metrics:
 
 
 # --- checks ---------------------------------------------------------------------------------------
-# Limits of (first_ratio_error, sampling_error), in nats; larger differences are not rounding. Both
-# compare with the log-probabilities of set_logprobs: the first error those in the first optimizer
-# step, token by token; the second those that sampling computed with its cache, as response means.
+# Limits of (first_ratio_error, sampling_error), in nats; larger differences are not rounding. The
+# first compares set_logprobs with the first optimizer step, token by token. The second compares it
+# with sampling, which reads a cache: means over a response.
 TOLERANCES = {"fp32": (1e-3, 1e-3), "tf32": (0.01, 0.05), "bf16": (0.02, 0.3)}
 
 
@@ -716,12 +714,12 @@ def sample(
     return responses, logprobs
 
 
-def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1), which is
-    uniform. The sum is in fp64, as fp32 would round away rare tokens. (u has 24 bits, so tokens
+def inverse_cdf(probs: Tensor, noise: Tensor) -> Tensor:
+    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes noise (B, 1), which
+    is uniform. The sum is in fp64: fp32 would round away rare tokens. (Noise has 24 bits, so tokens
     far rarer than 6e-8 are hardly ever drawn.) NaN gives the last token, which a check finds."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
-    tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+    tokens = torch.searchsorted(cdf, noise * cdf[:, -1:], right=True)
     return tokens.clamp(max=probs.shape[1] - 1)
 
 
@@ -832,12 +830,12 @@ class ActorCritic(Module):
         super().__init__()
         self.lm = lm
         self.critic = None if critic is None else critic.base_model
-        width = lm.get_output_embeddings().in_features
-        self.value_head = nn.Linear(width, 1, device=lm.device)
+        if hasattr(critic, "score"):  # a reward model, whose head predicts the first values
+            self.value_head = reward_head(critic)
+            return
+        self.value_head = nn.Linear(lm.get_output_embeddings().in_features, 1, device=lm.device)
         for p in self.value_head.parameters():
             nn.init.zeros_(p)  # as in the original
-        if hasattr(critic, "score"):  # a reward model
-            self.value_head = reward_head(critic)
 
     def forward(
         self, ids: Tensor, mask: Tensor, last: int = 1, cache: Cache | None = None
@@ -866,8 +864,8 @@ def reward_head(classifier: PreTrainedModel) -> nn.Linear:
 
 def micro_batches(rows: Tensor, batch: Batch, size: int) -> tuple[Tensor, ...]:
     """Splits row numbers into groups of at most `size`, sorted by length to save padding. Responses
-    to one query must stay together. So each of them counts as long as the longest, and the sort is
-    stable."""
+    to one query stay together, as RLOO needs it: each of them counts as long as the longest, and
+    the sort is stable."""
     longest = defaultdict(int)  # by query
     for i in rows:
         query = tuple(batch.contexts[i])
@@ -890,13 +888,11 @@ def load_policy_and_reference(
     """Two models from --base_model: the policy, and the reference, which is frozen. With LoRA they
     share all weights but the policy's adapters."""
     ref = load("base_model", args.base_model, AutoModelForCausalLM)
-    if args.lora_rank:
-        # before `freeze` holds weights in bf16: adapters get the dtype of their weights
+    if args.lora_rank:  # adapters get the dtype of the weights, which `freeze` may hold in bf16
         lm = with_adapters(ref, args.lora_rank, args.lora_alpha)
-    ref = freeze(ref, args.dtype)
-    if not args.lora_rank:  # only now, with the reference on its GPU: the host never holds both
-        lm = load("base_model", args.base_model, AutoModelForCausalLM)
-    return lm, ref
+        return lm, freeze(ref, args.dtype)
+    ref = freeze(ref, args.dtype)  # on its GPU before the policy is read: the host holds one only
+    return load("base_model", args.base_model, AutoModelForCausalLM), ref
 
 
 def load_critic(load: Callable, args: Args) -> PreTrainedModel | None:
@@ -920,11 +916,8 @@ def check_settings(args: Args, num_processes: int, k: int) -> None:
             "minibatches x responses per query)"
         )
     if args.micro_batch_size % k:
-        raise UserError(f"--micro_batch_size {args.micro_batch_size} must be a multiple of {k}")
-    if args.truncate_token and args.truncate_after >= args.response_length:
         raise UserError(
-            f"--truncate_after {args.truncate_after} must be below "
-            f"--response_length {args.response_length}"
+            f"--micro_batch_size {args.micro_batch_size} must be a multiple of {k} (--rloo_k)"
         )
     # else adapt_kl_coef could make the coefficient 0, or negative
     if args.adaptive_kl_target and args.batch_size >= 5 * args.kl_horizon:

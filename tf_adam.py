@@ -27,12 +27,12 @@ class AdamTF(torch.optim.Adam):
         params: parameters, named ones, or groups; a group may set its own lr, betas and eps.
         lr: learning rate, >= 0.
         fused: use PyTorch's fused kernel, which CPUs and GPUs have for floats.
-        options: those of torch.optim.Adam. `eps` is TensorFlow's "epsilon hat", added to sqrt(v)
+        options: others of torch.optim.Adam. `eps` is TensorFlow's "epsilon hat", added to sqrt(v)
             before any bias correction. `weight_decay` is decoupled, as in AdamW:
             p -= lr * weight_decay * p before the step.
 
     Raises:
-        ValueError: lr, betas or eps out of range (from torch.optim.Adam).
+        ValueError: lr, betas, eps or weight_decay out of range (from torch.optim.Adam).
     """
 
     def __init__(

@@ -47,7 +47,7 @@ import pandas as pd
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather, reduce, set_seed
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, conint
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, confloat, conint
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import cross_entropy, pad
@@ -59,9 +59,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from plumbing.data import Query, is_chat, load_queries, token_id
-from plumbing.labels import Comparison, load_labels
-from plumbing.launch import UserError, blame, make_accelerator, prepare, run_main, say, writing
+from plumbing.data import Query, is_chat, load_queries
+from plumbing.labels import Comparison, end_token_id, load_labels
+from plumbing.launch import UserError, make_accelerator, prepare, run_main, say, write, writing
 from plumbing.models import (
     Cache,
     TokenRows,
@@ -74,10 +74,11 @@ from plumbing.models import (
     read_queries,
     save_model,
 )
-from plumbing.run import Run, choose_folder, write, write_rows
+from plumbing.run import Run, choose_folder, write_rows
 from tf_adam import AdamTF
 
 FILE = Path(__file__).resolve()
+Beta = confloat(ge=0, lt=1)
 
 
 @dataclass
@@ -98,8 +99,7 @@ class Args:
     base_model: str = "tiny/model"  # Reward model and reference start from it: a folder or hub id
     # tf32: GPUs multiply matrices in TF32. bf16: autocast, and frozen linear layers held in bf16
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
-    # Recompute activations in the backward pass: less memory, a third more time (more than that
-    # where several responses share a query, as each then reads it again)
+    # Recompute activations in the backward pass: less memory, at least a third more time
     gradient_checkpointing: bool = False
 
     # the task
@@ -125,7 +125,7 @@ class Args:
     end_text: str | None = "."
     # Tokens sampled per response; chosen and rejected responses are cut to it
     response_length: PositiveInt = 24
-    temperature: PositiveFloat = 0.7  # Logits of tokens are divided by it
+    temperature: PositiveFloat = 0.7  # Divides logits, wherever probabilities are computed
     # Chosen and rejected responses end after this token (`eos`: the tokenizer's, which is added if
     # it is missing; None: no token ends them). A special token ends samples, too
     truncate_token: str | None = "."
@@ -144,13 +144,13 @@ class Args:
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
     adam: Literal["tf", "torch"] = "tf"
     adam_eps: PositiveFloat = 1e-5  # Adam's epsilon
-    adam_betas: tuple[float, float] = (0.9, 0.999)  # Decay rates of Adam's two averages
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.999)  # Decay rates of Adam's two averages
     weight_decay: NonNegativeFloat = 0.0  # Decoupled, as in AdamW; for matrices only
     max_grad_norm: PositiveFloat | None = None  # Gradients of a larger norm are scaled down to it
 
 
-# Settings of OpenAI's launch.py, or of the scripts it starts. Queries in the label files are cut
-# already: no start_text, no end_text.
+# Settings of OpenAI's launch.py, or of the scripts it starts (RLOO has PPO's). Queries in the label
+# files are cut already: no start_text, no end_text.
 FILES = "hf://datasets/vwxyzjn/lm-human-preferences"
 OPENAI = Args(base_model="gpt2", start_text=None, end_text=None)
 BOOKS = replace(  # BookCorpus
@@ -205,13 +205,13 @@ def main(preset: str, args: Args) -> None:
     # The first half sets gain and bias before the training, the second half after it.
     _, queries = load_queries(args, tokenizer, 0, 2 * args.normalization_samples)
     if args.normalization_samples and labels[0].is_from_chat != is_chat(queries[0].prompt):
-        raise UserError("--label_dataset and --query_dataset: both need chats, or both texts")
+        raise UserError("--label_dataset and --query_dataset must be of one kind, chats or texts")
     longest = max(len(query.for_policy) for query in queries) + args.response_length
     for label in labels + held_out:
         longest = max(longest, len(label.query) + max(map(len, label.responses)))
-    load = partial(load_model, "base_model", args.base_model)
-    ref_lm = freeze(load(AutoModelForCausalLM, tokenizer, longest, args), args.dtype)
-    model = load(AutoModelForSequenceClassification, tokenizer, longest, args)
+    load_base = partial(load_model, "base_model", args.base_model)
+    ref_lm = freeze(load_base(AutoModelForCausalLM, tokenizer, longest, args), args.dtype)
+    model = load_base(AutoModelForSequenceClassification, tokenizer, longest, args)
     set_seed(args.seed)
     if "SequenceClassification" not in str(model.config.architectures):  # a language model
         std = 1 / math.sqrt(model.score.in_features + 1)  # a new head is random, as the original's
@@ -220,9 +220,9 @@ def main(preset: str, args: Args) -> None:
 
     # 1. normalize on samples of the reference policy. A resumed run takes gain and bias from its
     # checkpoint. Samples are whole, as the original's, but end at a special token, like an eos.
-    end = token_id("truncate_token", args.truncate_token, tokenizer)
+    end = end_token_id(args, tokenizer)
     if end is not None and tokenizer.decode([end], skip_special_tokens=True):
-        end = None  # it is not skipped, so it is an ordinary token
+        end = None  # an ordinary token, as `decode` does not skip it
     if args.normalization_samples:
         rewards = reference_rewards(accelerator, reward, ref_lm, queries, 0, end, args)
         normalize(reward, rewards)
@@ -241,10 +241,10 @@ def main(preset: str, args: Args) -> None:
         set_learning_rates(optimizer, update, start / len(labels), args)
         rows = order[start : start + args.batch_size][rank::num_processes]
         my_labels = [labels[i] for i in rows]
-        log = reward_update(accelerator, wrapped, optimizer, my_labels, args)
+        means = reward_update(accelerator, wrapped, optimizer, my_labels, args)
 
         # 3. log; leave a checkpoint
-        metrics = log.reduce()
+        metrics = means.reduce()
         metrics["train/lr"] = optimizer.param_groups[0]["lr"]
         run.log(metrics)
         if update % 25 == 0:
@@ -301,21 +301,21 @@ def reward_update(
 ) -> "Metrics":
     """One optimizer step on the mean cross entropy of a batch. `labels` are this process's share of
     the batch, and all shares are equally large. Returns what is logged."""
-    log = Metrics()
+    means = Metrics()
     groups = torch.arange(len(labels)).split(args.micro_batch_size)
     for i, rows in enumerate(groups, 1):
         is_last = i == len(groups)
-        with average_gradients(accelerator, wrapped, is_last):
+        with defer_averaging(accelerator, wrapped, is_last):
             rewards, best, is_hit = label_rewards(wrapped, [labels[row] for row in rows])
             # -log softmax(rewards) at the best of N; for a pair -log sigmoid(chosen - rejected)
             losses = cross_entropy(rewards, best, reduction="none")  # (b,)
             accelerator.backward(losses.sum() / len(labels))
-        log.add({"train/loss": losses, "train/accuracy": is_hit})
+        means.add({"train/loss": losses, "train/accuracy": is_hit})
     gradient_norm = clip_gradients(wrapped, args.max_grad_norm)
-    log.add({"train/gradient_norm": gradient_norm})
+    means.add({"train/gradient_norm": gradient_norm})
     optimizer.step()
     optimizer.zero_grad()
-    return log
+    return means
 
 
 @torch.no_grad()
@@ -342,7 +342,8 @@ def reference_rewards(
 ) -> Tensor:
     """Rewards of --normalization_samples samples of the reference, gathered from all processes. A
     sample is scored at the first `end` at index --truncate_after or later, or at its last token.
-    Draws 0 and 1, before and after training, have other uniforms and, if possible, queries."""
+    Draw 0 is before the training, and draw 1 after it. They use different uniforms, and different
+    queries if there are enough."""
     total = args.normalization_samples
     my_rows = torch.arange(total).chunk(accelerator.num_processes)[accelerator.process_index]
     noise = uniforms(args.seed, draw, total, args.response_length)
@@ -395,8 +396,7 @@ def make_optimizer(model: Module, args: Args) -> Optimizer:
         decay = args.weight_decay if is_matrix else 0.0
         groups.append({"params": params, "part": part, "weight_decay": decay})
     optimizer = AdamTF if args.adam == "tf" else AdamW
-    with blame("optimizer"):
-        return optimizer(groups, args.lr, betas=args.adam_betas, eps=args.adam_eps)
+    return optimizer(groups, args.lr, betas=args.adam_betas, eps=args.adam_eps)
 
 
 def set_learning_rates(
@@ -412,12 +412,12 @@ def set_learning_rates(
         group["lr"] = factor * max_lrs.get(group["part"], args.lr)
 
 
-def average_gradients(
+def defer_averaging(
     accelerator: Accelerator, model: Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
-    """A context for the backward pass of a micro-batch. Processes average gradients at the last one
-    of a step only. If weights are sharded (by modules with `reshard`) they do it at each one:
-    otherwise every process would hold whole gradients until then."""
+    """A context for the forward and backward pass of a micro-batch. Processes average gradients at
+    the last one of a step only. If weights are sharded (by modules with `reshard`) they do it at
+    each one: otherwise every process would hold whole gradients until then."""
     if is_last or hasattr(model, "reshard"):
         return contextlib.nullcontext()
     return accelerator.no_sync(model)
@@ -514,12 +514,12 @@ def sample(
     return responses, logprobs
 
 
-def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes u (B, 1), which is
-    uniform. The sum is in fp64, as fp32 would round away rare tokens. (u has 24 bits, so tokens
+def inverse_cdf(probs: Tensor, noise: Tensor) -> Tensor:
+    """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes noise (B, 1), which
+    is uniform. The sum is in fp64: fp32 would round away rare tokens. (Noise has 24 bits, so tokens
     far rarer than 6e-8 are hardly ever drawn.) NaN gives the last token, which a check finds."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
-    tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+    tokens = torch.searchsorted(cdf, noise * cdf[:, -1:], right=True)
     return tokens.clamp(max=probs.shape[1] - 1)
 
 

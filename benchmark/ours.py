@@ -211,10 +211,10 @@ class Ours:
             scores = script.penalize_missing_end(raw_scores, batch.found_end, args)
             set_rewards(batch, scores, args)
             with clock("optimise"):
-                log = update_policy(
+                means = update_policy(
                     self.accelerator, self.policy, self.optimizer, batch, epochs, args
                 )
-            self.metrics = log.reduce()
+            self.metrics = means.reduce()
         clock.seconds["score"] -= clock.seconds["sample"]
         self.batch = batch
         self.scored = batch.lengths.sum().item()

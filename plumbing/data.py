@@ -40,10 +40,12 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
     what = f"--{flag} {name}"
     if os.path.isfile(name) and not os.path.getsize(name):
         raise UserError(f"{what} is empty")
-    kind = None if os.path.isdir(name) else KINDS.get(Path(name.removesuffix(".gz")).suffix)
+    kind = None if os.path.isdir(name) else kind_of(name)
     if kind:
         split = ""
         source = {"path": kind, "data_files": escape(name)}
+        if kind == "json":  # else datasets takes some tables of chats for logs of agents
+            source["parse_agent_traces"] = False
     else:  # a folder, or a data set on the hub
         path, config, split = split_name(name)
         path = local_path(path)
@@ -60,10 +62,15 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
 
     if not kind:  # datasets reads one kind of files in a folder, and is silent about the others
         files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
-        kinds = {KINDS.get(file.suffix) for file in files} - {None}
+        kinds = {kind_of(file.name) for file in files} - {None}
         if len(kinds) > 1 or (split or "train") not in splits:
             raise UserError(f"{what} has {[*kinds, *splits]}: name a file, or DATA::split")
     return {"train": splits[split]} if split else splits
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of a file, from the end of its name."""
+    return KINDS.get(Path(name.removesuffix(".gz")).suffix)
 
 
 def split_name(name: str) -> tuple[str, str, str]:
@@ -87,20 +94,12 @@ def keeping_texts(table: datasets.Dataset, file: str | None) -> dict[str, Any]:
             raise UserError("rows have more cells than the first line has names")
         texts = dict.fromkeys(features, datasets.Value("string"))
         return {"na_filter": False, "features": datasets.Features(texts)}
-    if table.builder_name == "json" and as_text(features) != features:
-        return {"features": datasets.Features(as_text(features))}
+    if table.builder_name == "json":
+        has_time = re.compile(r"Value\('(time|date)").search  # also within messages
+        dated = [name for name, feature in features.items() if has_time(str(feature))]
+        if dated:
+            return {"features": datasets.Features(features | dict.fromkeys(dated, datasets.Json()))}
     return {}
-
-
-def as_text(feature: Any) -> Any:
-    """The type of a column, with values of JSON as they stand in place of dates and times."""
-    if isinstance(feature, dict):
-        return {name: as_text(part) for name, part in feature.items()}
-    if isinstance(feature, datasets.List):
-        return datasets.List(as_text(feature.feature))
-    if re.match("timestamp|date|time", str(getattr(feature, "dtype", ""))):
-        return datasets.Json()
-    return feature
 
 
 # The prompt is in the first of these columns that exists, if --prompt_column names no other.
@@ -218,11 +217,10 @@ def encode(value: str | list, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 @functools.cache
 def bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens put before every text: one for Llama and Gemma, for others none."""
-    first = tokenizer("a", add_special_tokens=False).input_ids[:1]
-    if not first:
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    if 0 not in encoded.special_tokens_mask:
         raise UserError("--base_model has a tokenizer without tokens")
-    tokens = tokenizer("a").input_ids  # not of "": then an EOS at the end would look like it
-    return tokens[: tokens.index(first[0])]
+    return encoded.input_ids[: encoded.special_tokens_mask.index(0)]  # up to the `a`
 
 
 def token_id(flag: str, text: str | None, tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -50,6 +50,16 @@ class Comparison:
 
 
 # --- labels ---------------------------------------------------------------------------------------
+def end_token_id(args: Any, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id of --truncate_token, which ends a response at index --truncate_after or later."""
+    if args.truncate_token and args.truncate_after >= args.response_length:
+        raise UserError(
+            f"--truncate_after {args.truncate_after} must be below "
+            f"--response_length {args.response_length}"
+        )
+    return token_id("truncate_token", args.truncate_token, tokenizer)
+
+
 def load_labels(
     args: Any, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Comparison], list[Comparison]]:
@@ -82,7 +92,7 @@ def read_labels(
     UserError if they are more than a tenth. A coin decides whether the chosen response comes first:
     argmax takes the first of equal rewards, so otherwise a constant model would count as right."""
     coins = np.random.default_rng([args.seed, STREAM_LABELS]).integers(0, 2, len(rows)).tolist()
-    end = token_id("truncate_token", args.truncate_token, tokenizer)
+    end = end_token_id(args, tokenizer)
     counts = Counter()
     labels = []
     for i, coin in zip(rows, coins, strict=True):
@@ -124,7 +134,11 @@ def read_label(
     prompt, *answers = read_preference(row, column, tokenizer)
     if all(answers) and isinstance(prompt, str) and answers[0] != row["chosen"]:
         counts["with a prompt that both answers began with"] += 1
-    query, *responses = cut_preference(prompt, answers, end, tokenizer, args)
+    if is_chat(prompt) and args.long_queries == "keep_start":
+        raise UserError("a chat must keep its end: --long_queries drop or keep_end")
+    long = args.long_queries or "drop"  # --start_text and --end_text are not used
+    query, _ = cut_query(encode(prompt, tokenizer), args.query_length, None, None, long)
+    responses = [cut_answer(encode(answer, tokenizer), end, args) for answer in answers]
     for answer in responses:
         if answer and end is not None and end not in answer[args.truncate_after :]:
             counts["answers without --truncate_token"] += 1
@@ -192,8 +206,8 @@ def answer_one_turn(chats: list[list[dict]]) -> bool:
         contents.append([turn.get("content") or turn.get("tool_calls") for turn in chat])
     if not all(turns[-1] for turns in contents):
         return False
-    earlier = [turns[:-1] for turns in contents]
-    return not all(earlier) or earlier[0] == earlier[1]
+    earlier, other = [turns[:-1] for turns in contents]
+    return not earlier or not other or earlier == other
 
 
 def render_answer(answer: str | list, prompt: list, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -203,24 +217,6 @@ def render_answer(answer: str | list, prompt: list, tokenizer: PreTrainedTokeniz
     if len(chat) == 1:  # the answer alone
         chat = prompt + chat
     return render(chat, tokenizer)
-
-
-def cut_preference(
-    prompt: str | list,
-    answers: list[str],
-    end: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-    args: Any,
-) -> TokenRows:
-    """Token ids of prompt and answers. A prompt longer than --query_length is dropped, which makes
-    it [], or cut, as --long_queries says (None: dropped); --start_text and --end_text are not
-    used."""
-    if is_chat(prompt) and args.long_queries == "keep_start":
-        raise UserError("a chat must keep its end: --long_queries drop or keep_end")
-    query = encode(prompt, tokenizer)
-    long = args.long_queries or "drop"
-    query, _ = cut_query(query, args.query_length, None, None, long)
-    return [query, *(cut_answer(encode(answer, tokenizer), end, args) for answer in answers)]
 
 
 def cut_answer(tokens: list[int], end: int | None, args: Any) -> list[int]:
@@ -284,8 +280,9 @@ def call_reward_fn(
             completions.append(text)
     named = columns | {"prompts": prompts, "completions": completions}
     try:
-        with torch.enable_grad():  # it may switch gradients off
-            rewards = function(**copy.deepcopy(named))  # and change what it gets
+        # On a copy, which it may change; what it does to torch's switch of gradients ends here.
+        with torch.enable_grad():
+            rewards = function(**copy.deepcopy(named))
     except Exception as error:
         error.add_note("This error comes from the function of --reward_fn.")
         raise

@@ -57,14 +57,20 @@ def blame(what: str, kind: type | tuple = Exception) -> Iterator[None]:
 @contextlib.contextmanager
 def writing(folder: Path | str) -> Iterator[None]:
     """Around what is written to a folder: a full disk, for example, becomes one line."""
-    with blame(f"{folder} cannot be written", OSError):
-        try:
-            yield
-        except (RuntimeError, SafetensorError) as error:  # torch's and safetensors' own
-            if type(error) not in (RuntimeError, SafetensorError):  # out of memory, for example
-                raise
-            # `from None`, because `blame` would show the cause in place of these words
-            raise OSError(f"the disk may be full ({error})") from None
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # the last two: of a full disk
+        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
+            raise  # something else, like out of memory
+        raise UserError(f"{folder} cannot be written: {error} (is the disk full?)") from error
+
+
+def write(path: Path, text: str) -> None:
+    """Writes the file so that a kill leaves the old text or the new one, but no part of it."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.unlink(missing_ok=True)  # a link would be followed
+    unfinished.write_text(text)
+    unfinished.rename(path)
 
 
 def set_up_torch(dtype: str) -> None:
@@ -174,11 +180,11 @@ def parse_args(args_class: type, presets: dict[str, Any]) -> tuple[str, Any]:
 def local_path(name: str) -> str:
     """The path of a file or folder, or else of one beside the scripts, or else a name on the hub,
     which is returned as it is."""
-    if name.startswith("tiny/") and not os.path.exists(f"{ROOT}/tiny"):
-        raise UserError(f"{name} is not there: copy tiny/ beside the scripts, or name your own")
     for path in (os.path.expanduser(name), f"{ROOT}/{name}"):
         if os.path.exists(path):
             return os.path.abspath(path)
+    if name.startswith("tiny/") and not os.path.exists(f"{ROOT}/tiny"):
+        raise UserError(f"{name} is not there: copy tiny/ beside the scripts, or name your own")
     return name
 
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers of Hugging Face folders. Nothing here knows an algorithm."""
+"""Models and tokenizers of Hugging Face folders."""
 
 import copy
 import os
@@ -116,9 +116,8 @@ def with_adapters(model: PreTrainedModel, rank: int, alpha: float) -> PreTrained
 
 
 def freeze(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
-    """The model on its device, with weights that are not trained. With dtype "bf16" its linear
-    layers are held in bf16, in half the memory; autocast would round them anyway. Biases, the head,
-    embeddings and norms stay in fp32."""
+    """The model on its device, not trained. With dtype "bf16" linear layers are held in bf16, in
+    half the memory, as autocast would round them anyway. Other weights stay in fp32."""
     model.requires_grad_(False)
     for module in model.base_model.modules():
         if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D):
@@ -191,6 +190,8 @@ def read_queries(
 def load_tokenizer(flag: str, name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model: a folder or hub id, which the flag names."""
     name = local_path(name)
+    if name[:1] in "/~." and not os.path.exists(name):
+        raise UserError(f"--{flag} {name} does not exist")
     parts = [str(path.parent) for path in Path(name).glob("*/config.json")]
     if parts and not os.path.exists(f"{name}/config.json"):
         raise UserError(f"--{flag} {name} is a run's folder: name a model in it, of {parts}")
@@ -208,7 +209,7 @@ def load_model(
     args: Any,
 ) -> PreTrainedModel:
     """The model that the flag names: on the CPU, in fp32, without dropout, as the original. It
-    computes as --dtype and --gradient_checkpointing say. A missing reward head is random."""
+    computes as --dtype and --gradient_checkpointing say. --base_model may lack a reward head."""
     name = local_path(name)
     what = f"--{flag} {name}"
     is_base = flag == "base_model"
@@ -301,11 +302,10 @@ def check_model(model: PreTrainedModel, top: int, longest: int) -> None:
     a padded text, read through a cache, than for the text alone. The text has no meaning."""
     size = model.get_input_embeddings().num_embeddings
     window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
-    if top >= size or longest > window:
-        raise UserError(
-            f"token ids go up to {top}, with {size} embeddings; texts to {longest} tokens, in a "
-            f"window of {window}"
-        )
+    if top >= size:
+        raise UserError(f"has {size} embeddings, too few for token {top}")
+    if longest > window:
+        raise UserError(f"has a window of {window} tokens, too short for texts of {longest}")
     # Ours: the first token as padding, the others but the last into a cache, and the last one
     # through it. Plain: all but the first token, at once.
     numbers = torch.arange(min(longest, 64))[None]

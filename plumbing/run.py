@@ -1,4 +1,4 @@
-"""The folder of a run: lock, records, checkpoints, samples. Nothing here knows an algorithm."""
+"""The folder of a run: lock, records, checkpoints, samples."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from plumbing.launch import ROOT, UserError, blame, say, writing
+from plumbing.launch import ROOT, UserError, blame, say, write, writing
 from plumbing.models import save_model
 
 # What a resumed run of any of the scripts may change: where, how fast and how long it runs, and its
@@ -46,7 +46,7 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
 def check_folder(folder: Path, args: Any) -> None:
     """UserError unless the folder is empty, or has a run of the same settings to be resumed."""
     files = {file.name for file in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
-    if not files:
+    if not files and not folder.is_file():
         return
     would_start_anew = "samples.jsonl" in files and not complete_checkpoints(folder)
     if not args.resume or "args.json" not in files or would_start_anew:
@@ -59,21 +59,22 @@ def check_folder(folder: Path, args: Any) -> None:
         value = getattr(args, name, None)  # a copy may have lost a setting
         # --reward_model None: the newest is chosen later, and Run.start compares it.
         is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
-        if not is_open and not is_same(value, before):
+        is_same = json.dumps(value, default=str) == json.dumps(before, default=str)
+        if not is_open and not is_same and not has_moved(value, before, folder, settings):
             raise UserError(f"--{name} {value}: {folder} was started with {before}")
 
 
-def is_same(value: Any, before: Any) -> bool:
-    """Whether a setting is as it was. A file may have moved with its folder, like a project."""
-    if os.path.isabs(str(before)) and not os.path.exists(before):
-        return Path(str(value)).parts[-2:] == Path(before).parts[-2:]
-    return json.dumps(value, default=str) == json.dumps(before, default=str)
+def has_moved(value: Any, before: Any, folder: Path, settings: dict) -> bool:
+    """Whether a setting is a path that has moved with the run's folder, like a whole project."""
+    if not os.path.isabs(str(before)) or os.path.exists(before):
+        return False
+    return os.path.relpath(str(value), folder) == os.path.relpath(before, settings["output_dir"])
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The folders of a run's complete checkpoints, checkpoints/<updates made>, the newest last."""
-    found = folder.glob(f"checkpoints/{SEVEN_DIGITS}/state.json")
-    return sorted(path.parent for path in found)
+    states = folder.glob(f"checkpoints/{SEVEN_DIGITS}/state.json")
+    return sorted(path.parent for path in states)
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Run:
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 are noted: the run stops at the end of the update, with a
     checkpoint (if the launcher waits that long: see docs/clusters.md). After the last update a
-    signal changes nothing. Press Ctrl-C twice to stop at once."""
+    signal changes nothing. Press Ctrl-C again, a second later, to stop at once."""
 
     accelerator: Accelerator
     script: Path
@@ -110,7 +111,7 @@ class Run:
         self.state["data"] = crc32(str(self.data).encode())
         self.state_as_json()  # fails now, if it would fail after the first update
         if accelerator.is_main_process:
-            with writing(self.folder):  # an OSError if a run has the lock
+            with blame(f"{self.folder} cannot be written, or is used by another run", OSError):
                 self.lock.acquire(blocking=False)  # makes the folder
         check_folder(self.folder, self.args)  # again, with the lock: a run may have used it
 
@@ -155,9 +156,9 @@ class Run:
         if is_new:  # first args.json: a folder that has other files, but not this one, is refused
             info = {"script": self.script.stem, "torch": torch.__version__, "args": vars(self.args)}
             write(self.folder / "args.json", json.dumps(info, indent=2, default=str))
-        shared = [ROOT / "tf_adam.py", *sorted(ROOT.glob("plumbing/*.py"))]
-        for path in (self.script, *shared):
-            name = path.relative_to(ROOT) if path in shared else path.name
+        files = {self.script.name: self.script, "tf_adam.py": ROOT / "tf_adam.py"}
+        files |= {f"plumbing/{path.name}": path for path in ROOT.glob("plumbing/*.py")}
+        for name, path in files.items():
             copy = self.folder / name
             copy.parent.mkdir(exist_ok=True)
             if is_new or not copy.exists():  # the script may have another name now
@@ -201,9 +202,9 @@ class Run:
         """The numbers of the updates that are left, from 0."""
         return range(self.state["update"], self.num_updates)
 
-    def end_update(self, broken_limit: str = "") -> None:
+    def end_update(self, problem: str = "") -> None:
         """Counts the update. Leaves a checkpoint if one is due. Stops the run, with a checkpoint,
-        if a limit is broken (it is the flag's name), or after a signal to any process."""
+        if there is a problem, or after a signal to any process."""
         self.state["update"] += 1
         made = self.state["update"]
         state = self.state_as_json()
@@ -212,10 +213,10 @@ class Run:
             raise UserError(f"run.state differs between processes, gather it first: {state}")
         is_stopped = any(stopped_at for stopped_at, _ in gathered)  # a signal may reach one only
         every = self.args.checkpoint_every or self.num_updates
-        if broken_limit or is_stopped or made % every == 0 or made == self.num_updates:
+        if problem or is_stopped or made % every == 0 or made == self.num_updates:
             self.save_checkpoint(self.folder / f"checkpoints/{made:07d}", state)
-        if broken_limit:
-            error = UserError(f"update {made} is beyond {broken_limit}: see docs/metrics.md")
+        if problem:
+            error = UserError(f"update {made}: {problem}, see docs/metrics.md")
             error.add_note(self.how_to_go_on())
             raise error
         if is_stopped:
@@ -269,14 +270,6 @@ class Run:
                     (old / "state.json").unlink(missing_ok=True)  # first: from now on it is none
                     shutil.rmtree(old)
         self.accelerator.wait_for_everyone()  # no process goes on before it is written
-
-
-def write(path: Path, text: str) -> None:
-    """Writes the file so that a kill leaves the old text or the new one, but no part of it."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.unlink(missing_ok=True)  # a link would be followed
-    unfinished.write_text(text)
-    unfinished.rename(path)
 
 
 def save_policy(

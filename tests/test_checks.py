@@ -56,9 +56,9 @@ def first_epoch(module, policy, batch, epochs, args):
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     prepared, optimizer = accelerator.prepare(policy, optimizer)
     update = module.ppo_update if module is ppo_rlhf else module.rloo_update
-    log = update(accelerator, prepared, optimizer, batch, epochs, args)
-    log.add({"sampling_error": module.sampling_error(batch)})
-    return log.reduce()
+    means = update(accelerator, prepared, optimizer, batch, epochs, args)
+    means.add({"sampling_error": module.sampling_error(batch)})
+    return means.reduce()
 
 
 CASES = [

@@ -88,9 +88,9 @@ def test_pytest_runs_tests_against_a_copy_and_names_its_fault(tmp_path):
 @pytest.mark.long
 def test_a_test_that_cannot_call_a_changed_function_has_not_failed(tmp_path):
     """But a mask that is forgotten has."""
-    given = "def inverse_cdf(probs: Tensor, u: Tensor)"
+    given = "def inverse_cdf(probs: Tensor, noise: Tensor)"
     changes = [
-        (given, given.replace("u: Tensor", "u: Tensor, least: float")),
+        (given, given.replace("noise: Tensor", "noise: Tensor, least: float")),
         ("noise[rows, t].unsqueeze(1))", "noise[rows, t].unsqueeze(1), 0.0)"),
         ("-batch.sum_tokens(batch.logprobs)", "-batch.logprobs.sum(1)"),
     ]
@@ -244,7 +244,7 @@ def f(prompts, completions, **_):
 
 def test_processes_may_keep_unequal_numbers_of_groups(folder, tmp_path):
     """What two processes give is what one gives."""
-    line = "        log = rloo_update("
+    line = "        means = rloo_update("
     shown = (line, f"        print('kept', epochs.shape[2], flush=True)\n{line}")
     words = "--reward_model none --reward_fn mine:f --truncate_token none --kl_coef 0"
     words += " --batch_size 24 --micro_batch_size 2 --total_episodes 72"

@@ -1,9 +1,11 @@
 """What the scripts make of queries, labels, preferences and chats; tables; reward functions."""
 
 import colorsys
+import gzip
 import itertools
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -267,11 +269,15 @@ def test_a_table_is_a_split_that_is_named_or_train():
     Path("of_csv/train.csv").write_text("text\nw5\n")
     Path("of_csv/dataset_info.json").write_text("{}")
     assert load("of_csv")["train"]["text"][:] == ["w5"]
+    Path("packed").mkdir()
+    Path("packed/a.csv").write_text("text\nw5\n")
+    Path("packed/b.json.gz").write_bytes(gzip.compress(to_lines({"text": "w6"}).encode()))
     for name, text in (("set", "set/train"), ("set::test", "set/test"), ("a:b", "a:b/train")):
         splits = load(name)
         assert splits["train"]["text"][:] == [text]
         assert ("test" in splits) == (name == "set"), "a split that is named is the only one"
-    bad = {"no": "'csv', .*", "only": "'test'", "set::no": "'json', ", "mixed": "'csv'.*"}
+    bad = {"no": "'csv', .*", "only": "'test'", "set::no": "'json', "}
+    bad |= {"mixed": "'csv'.*", "packed": "'csv'.*"}
     for name, has in bad.items():
         says = rf"^--query_dataset \S*{name} has \[.*{has}.*\]: name a file, or DATA::split$"
         with pytest.raises(UserError, match=says):
@@ -328,6 +334,12 @@ def test_texts_of_files_arrive_as_they_stand_there():
     Path("a.jsonl").write_text(to_lines(row, row))
     read = data_module.load_table("query_dataset", "a.jsonl")["train"]
     assert read[0] == read[1] == row
+    # datasets would take these columns for an agent's log, and read other rows
+    log = {"id": "1", "source": "a", "model": "b", "system_prompt": "c"}
+    log["messages"] = turn("w5", "user")
+    Path("a.jsonl").write_text(to_lines(log, log))
+    read = data_module.load_table("query_dataset", "a.jsonl")["train"]
+    assert read[0] == read[1] == log
 
 
 def test_a_folder_may_be_named_like_a_file_and_a_file_of_another_kind_is_refused():
@@ -460,9 +472,8 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin, c
     tokenizer, args = start(train_reward, base_model="bytes", **long)
 
     def assert_read(row, *expected):
-        prompt, *answers = labels_module.read_preference(row, None, tokenizer)
-        read = labels_module.cut_preference(prompt, answers, None, tokenizer, args)
-        assert tokenizer.batch_decode(read) == [*expected]
+        label = labels_module.read_label(row, 0, None, Counter(), tokenizer, args)
+        assert tokenizer.batch_decode([label.query, *label.responses]) == [*expected]
 
     answers = [begin + chosen, begin + rejected]
     row = {"chosen": answers[0], "rejected": answers[1]}

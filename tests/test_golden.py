@@ -171,8 +171,8 @@ def update_all_ranks(policy, optimizer, batches, epochs, args):
             ranks = zip(batches, epochs, steppers, strict=True)
             for batch, order, stepper in ranks:
                 rows = order[i : i + 1, j : j + 1]
-                log = ppo_rlhf.ppo_update(accelerator, policy, stepper, batch, rows, args)
-            found.append(log.reduce())
+                means = ppo_rlhf.ppo_update(accelerator, policy, stepper, batch, rows, args)
+            found.append(means.reduce())
     return found
 
 
@@ -278,8 +278,8 @@ def test_reward_training_equals_the_original(golden_03b, micro_batch_size):
         recorded_lr = pytest.approx(float(arrays[f"{step}/lr"]), rel=1e-6)
         assert optimizer.param_groups[0]["lr"] == recorded_lr
         mine = [labels[i] for i in rows]
-        log = train_reward.reward_update(accelerator, model, optimizer, mine, args)
-        loss = log.reduce()["train/loss"]
+        means = train_reward.reward_update(accelerator, model, optimizer, mine, args)
+        loss = means.reduce()["train/loss"]
         assert loss == pytest.approx(float(arrays[f"{step}/loss"]), abs=2e-6)
         assert_moved_alike(reward, before, arrays, f"{step}/weights/reward_model/")
 

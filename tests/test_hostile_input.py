@@ -118,11 +118,14 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (PPO, "--num_minibatches 4 --batch_size 6", "@must be a multiple of 4 "),
     (RLOO, "--rloo_k 2 --num_minibatches 2 --batch_size 6", "@must be a multiple of 4 "),
     (RLOO, "--rloo_k 4 --batch_size 8 --micro_batch_size 2", "--micro_batch_size 2 must be a mult"),
-    (PPO, "--truncate_token w1 --truncate_after 5", "@must be below --response_length"),
+    *(
+        (script, "--truncate_token w1 --truncate_after 5", "@must be below --response_length")
+        for script in SCRIPTS
+    ),
     (PPO, "--reward_fn functions:broken --reward_model none", "--critic reward needs --re"),
     (PPO, ["--truncate_token", ""], "--truncate_token '' must be one token"),
-    (PPO, ["--adam_betas", "1.5", "0.9"], "optimizer: Invalid beta"),
-    (PPO, "--critic_warmup 4", "--critic_warmup must be below 4 updates$"),
+    (PPO, ["--adam_betas", "1.5", "0.9"], "--adam_betas 1.5: Input should be less than 1$"),
+    (PPO, "--critic_warmup 4", "@must be below 4 updates$"),
     *((script, "--resume --output_dir none", "--resume needs --output_dir") for script in SCRIPTS),
     # models
     (PPO, "--base_model no_tokenizer --truncate_token none", "--base_model has a .* tokens$"),
@@ -130,7 +133,10 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     *((PPO, f"--base_model {name}", "@.") for name in ("no/such", "tiny/nothing", "./nowhere")),
     (PPO, "--base_model pickle", "@.*model.safetensors"),
     *((script, "--base_model code", "@.*custom code") for script in SCRIPTS),
-    *((script, "--response_length 60", "--.* 6. tokens, in a window of 64$") for script in SCRIPTS),
+    *(
+        (script, "--response_length 60", "--.* a window of 64 tokens, too short for texts of 6.$")
+        for script in SCRIPTS
+    ),
     # rewards
     (RLOO, "--reward_model short", "@.*a window of 8"),
     (PPO, "--reward_model model", "@the weights do not fit a GPT2For.*: score.weight$"),
@@ -149,8 +155,8 @@ CASES = [  # @: the last flag, its value and a colon, at the beginning of the li
     (REWARD, "--num_labels 50", "@--label_dataset has 20 rows$"),
     (REWARD, "--normalization_samples 1", "--normalization_samples: .* mean .* deviation 0"),
     # the run's folder
-    (PPO, "--output_dir queries.jsonl", "/.*queries.jsonl cannot be written: "),
-    (RLOO, "--output_dir /proc/run", "/proc/run cannot be written: "),
+    (PPO, "--output_dir queries.jsonl", "--output_dir /.*queries.jsonl is not empty: "),
+    (RLOO, "--output_dir /proc/run", "/proc/run cannot be written, "),
 ]
 
 

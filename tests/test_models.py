@@ -107,7 +107,7 @@ def test_a_reward_model_and_a_critic_keep_their_buffers(tmp_path, monkeypatch):
     (tmp_path / "labels.jsonl").write_text(to_lines(*labels))
     start = AutoModelForCausalLM.from_pretrained(folder)
     common = f"--base_model {folder} --query_dataset queries.jsonl --start_text none"
-    common += " --end_text none --query_length 6 --response_length 2"
+    common += " --end_text none --query_length 6 --response_length 2 --truncate_token none"
     flags = f"{common} --label_dataset labels.jsonl --num_labels 4 --normalization_samples 4"
     flags += " --batch_size 2 --output_dir reward"
     call("train_reward.py", flags.split(), tmp_path, monkeypatch)
@@ -116,7 +116,7 @@ def test_a_reward_model_and_a_critic_keep_their_buffers(tmp_path, monkeypatch):
     assert not info["missing_keys"]
     assert_same_buffers(start.base_model, judge.base_model)
     flags = f"{common} --reward_model reward/reward_model --critic reward --output_dir out"
-    flags += " --truncate_token none --eval_queries 2 --batch_size 6 --total_episodes 12"
+    flags += " --eval_queries 2 --batch_size 6 --total_episodes 12"
     call("ppo_rlhf.py", flags.split(), tmp_path, monkeypatch)
     weights = load_file("out/critic/model.safetensors")
     name = next(name for name in weights if "e_score_correction_bias" in name)
@@ -370,10 +370,11 @@ def test_the_last_embedding_and_the_whole_window_can_be_used(make):
     with torch.no_grad():
         models_module.check_model(model, size - 1, WINDOW)
         models_module.check_model(make("gpt2", max_position_embeddings=9), 49, 9)
-        for top, longest in ((size, WINDOW), (1, WINDOW + 1)):
-            says = f"^token ids go up to {top}, with {size} embeddings; texts to {longest} "
-            with pytest.raises(UserError, match=f"{says}tokens, in a window of {WINDOW}$"):
-                models_module.check_model(model, top, longest)
+        with pytest.raises(UserError, match=f"^has {size} embeddings, too few for token {size}$"):
+            models_module.check_model(model, size, WINDOW)
+        says = f"^has a window of {WINDOW} tokens, too short for texts of {WINDOW + 1}$"
+        with pytest.raises(UserError, match=says):
+            models_module.check_model(model, 1, WINDOW + 1)
 
 
 def test_the_window_of_a_model_of_texts_and_images_is_that_of_texts():
@@ -382,7 +383,8 @@ def test_the_window_of_a_model_of_texts_and_images_is_that_of_texts():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert not hasattr(config, "max_position_embeddings")
-    with pytest.raises(UserError, match=f"{WINDOW + 1} tokens, in a window of {WINDOW}$"):
+    says = f"window of {WINDOW} tokens, too short for texts of {WINDOW + 1}$"
+    with pytest.raises(UserError, match=says):
         models_module.check_model(model, 1, WINDOW + 1)
 
 
@@ -676,9 +678,9 @@ def test_an_added_token_without_an_embedding_is_no_fault_unless_something_has_it
     with pytest.raises(UserError, match=f"a text has token {VOCABULARY}, of which the model has"):
         lm(ids + 1)
     args.truncate_token = "<soft>"  # no response would ever end
-    with pytest.raises(UserError, match=f"token ids go up to {VOCABULARY}, with 50 embeddings"):
+    with pytest.raises(UserError, match=f"has 50 embeddings, too few for token {VOCABULARY}$"):
         load_model("base_model", args.base_model, AutoModelForCausalLM)
     args.truncate_token = None
     tokenizer.chat_template = "{{ messages[0].content + '<soft>' }}"
-    with pytest.raises(UserError, match=f"token ids go up to {VOCABULARY}, with 50 embeddings"):
+    with pytest.raises(UserError, match=f"has 50 embeddings, too few for token {VOCABULARY}$"):
         load_model("base_model", args.base_model, AutoModelForCausalLM)

@@ -13,7 +13,7 @@ import ppo_rlhf
 import rloo_rlhf
 
 BOTH = pytest.mark.parametrize(("script", "module"), [(PPO, ppo_rlhf), (RLOO, rloo_rlhf)])
-LOGGED = "loss/total is not what the backward passes get: log.add has another loss"
+LOGGED = "loss/total is not what the backward passes get: means.add has another loss"
 SCORED = "objective/scores are not those of score_responses, so evaluations have others"
 MASKED = "tokens after a response's end change a run with --mask_truncated: use batch.sum_tokens or"
 MASKED += " batch.loss_mask"

@@ -179,7 +179,7 @@ def test_a_file_that_the_system_cuts_off_is_one_line_and_loses_nothing(what, fol
     words = [*WORDS[PPO], "--resume"]
     limit = (fork_tools.limit_file_sizes, str(size - 1))
     code, _, errors = run(PPO, words, folder, limit)
-    says = rf"{PPO}: .*/out/checkpoints/0000001 cannot be written: the disk may be full .*"
+    says = rf"{PPO}: .*/out/checkpoints/0000001 cannot be written: .* \(is the disk full\?\)"
     assert (code, len(checkpoints(folder))) == (1, 0)
     assert re.fullmatch(says, errors.splitlines()[-1]), errors
     assert "Traceback" not in errors
@@ -562,21 +562,34 @@ def test_what_an_older_run_does_not_record_had_its_default(tmp_path):
 
 
 def test_a_setting_may_be_a_path_and_its_file_may_have_moved(tmp_path):
-    """With the folder that it is in, as when a project is moved. A file that is still there is
-    another one."""
-    new = tmp_path / "new/run-1/model"
-    old = tmp_path / "old/run-1/model"
-    assert run_module.is_same(new, str(new))
-    assert run_module.is_same(new, new)
-    assert run_module.is_same(str(new), str(old))
-    assert not run_module.is_same(str(new), str(tmp_path / "old/run-2/model"))
-    assert not run_module.is_same("new/model", "old/model")  # may be on the hub
+    """Together with the run's folder, as when a project is moved. What is still there, or has not
+    moved in the same way, is another file."""
+    new = tmp_path / "new/rm/reward_model"
+    old = tmp_path / "old/rm/reward_model"
+
+    def has_moved(value, before, folder="new"):
+        settings = {"output_dir": str(tmp_path / "old/run")}
+        return run_module.has_moved(value, before, tmp_path / folder / "run", settings)
+
+    assert has_moved(new, old)
+    assert has_moved(str(new), str(old))
+    assert not has_moved(new, old, folder="old")
+    assert not has_moved(new, tmp_path / "old/v2/rm/reward_model")
+    assert not has_moved(None, old)
+    assert not has_moved("new/model", "old/model")  # may be on the hub
     old.mkdir(parents=True)
-    assert not run_module.is_same(str(new), str(old))
+    assert not has_moved(new, old)
     args = ppo_rlhf.Args(output_dir=str(tmp_path / "out"))
     args.own = new
     run_module.Run(Accelerator(cpu=True), ppo_rlhf.FILE, args, 1, [], {}).start()
     assert json.loads((tmp_path / "out/args.json").read_text())["args"]["own"] == str(new)
+    args.resume = True
+    run_module.check_folder(tmp_path / "out", args)
+    args.own = str(new)
+    run_module.check_folder(tmp_path / "out", args)
+    args.own = str(old)
+    with pytest.raises(UserError, match="^--own .*/old/rm/reward_model: "):
+        run_module.check_folder(tmp_path / "out", args)
 
 
 @pytest.mark.parametrize("script", [PPO, RLOO])
@@ -629,7 +642,8 @@ def test_what_may_change_takes_effect(tmp_path, monkeypatch, capsys):
     for name, record in records.items():
         assert (folder / "out" / name).read_bytes() == record
     # Beyond --max_kl it stops with a checkpoint, so a higher one goes on exactly.
-    with pytest.raises(UserError, match="^update 7 is beyond --max_kl: ") as error:
+    says = "^update 7: objective/kl is beyond --max_kl 1e-09, see docs/metrics.md$"
+    with pytest.raises(UserError, match=says) as error:
         call(PPO, [*words, "--total_episodes", "32", "--max_kl", "1e-9"], folder)
     assert error.value.__notes__[0].startswith("to go on (behind python):")
     assert checkpoints(folder) == ["0000006", "0000007"]

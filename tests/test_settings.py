@@ -10,13 +10,13 @@ import fork_tools
 import huggingface_hub.constants
 import pytest
 import tiny_models as tiny
-from conftest import GOLDEN
+from conftest import GOLDEN, ROOT
 from fork_tools import PPO, REWARD, RLOO, parse
 from huggingface_hub import HfFileSystem
 from run_tools import call, read_lines, read_metrics, turn
 from tiny_models import BOTH, Stop, values
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
 import ppo_rlhf
 import rloo_rlhf
@@ -104,8 +104,6 @@ def test_words_of_a_command_line(module, capsys):
         (rloo_rlhf, "rloo_k=4 batch_size=8 micro_batch_size", "12", "2 6"),
         (train_reward, "batch_size=4 normalization_samples", "6 0", "3"),
         (train_reward, "normalization_samples=6 batch_size", "4", "3"),
-        (ppo_rlhf, "response_length", "17", "16"),
-        (ppo_rlhf, "truncate_token=None response_length", "16", ""),
         # a fifth of the batch is 12.8: the coefficient would be times 1 - 0.2 * 64 / 12.8 = 0
         (rloo_rlhf, "batch_size=64 kl_horizon", "12.9", "12.8"),
         (rloo_rlhf, "batch_size=64 adaptive_kl_target=None kl_horizon", "1.0", ""),
@@ -122,6 +120,18 @@ def test_sizes_that_go_together(module, settings, good, bad):
             pytest.raises(Stop if value in good.split() else UserError),
         ):
             module.main("tiny", module.Args(**values(f"{settings}={value}")))
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_a_response_is_long_enough_to_end(module):
+    """The first place where it may end, 16, is its 17th token. Without an end any length does."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny/model")
+    end = labels_module.end_token_id(module.Args(response_length=17), tokenizer)
+    assert tokenizer.decode([end]) == "."
+    with pytest.raises(UserError, match="^--truncate_after 16 must be below --response_length 16$"):
+        labels_module.end_token_id(module.Args(response_length=16), tokenizer)
+    args = module.Args(response_length=16, truncate_token=None)
+    assert labels_module.end_token_id(args, tokenizer) is None
 
 
 @BOTH
@@ -189,7 +199,7 @@ def test_labels_and_queries_are_both_chats_or_both_texts(
     labels = [labels_module.Comparison([1], [[2], [3]], 0, is_from_chat)]
     queries = [data_module.Query([1], [1], {}, asked)]
     given = {"normalization_samples": num_samples, "output_dir": str(tmp_path / "out")}
-    says = "^--label_dataset and --query_dataset: both need chats, or both texts$"
+    says = "^--label_dataset and --query_dataset must be of one kind, chats or texts$"
     with (
         mock.patch.object(train_reward, "load_queries", lambda *_: ([], queries)),
         mock.patch.object(train_reward, "load_labels", lambda *_: (labels, [])),

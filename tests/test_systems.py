@@ -402,8 +402,8 @@ def test_texts_add_their_mean_loss_per_token_to_the_gradient(micro_batch_size):
     before = {name: p.detach().clone() for name, p in lm.named_parameters()}
     prepared, optimizer = accelerator.prepare(policy, optimizer)
     epochs = torch.arange(4).view(1, 1, 4)
-    log = script.ppo_update(accelerator, prepared, optimizer, batch, epochs, args)
-    metrics = log.reduce()
+    means = script.ppo_update(accelerator, prepared, optimizer, batch, epochs, args)
+    metrics = means.reduce()
     steps = {name: p.detach() - before[name] for name, p in lm.named_parameters()}
 
     plain_lm = make_lm("gpt2")

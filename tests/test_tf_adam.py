@@ -136,7 +136,7 @@ def test_learning_rates_follow_the_schedule(case):
     update, progress, lr, critic_lr = map(float, numbers.split())
     args = ppo_rlhf.Args(lr=1e-2, **values(changes))
     optimizer = make_optimizer(make_parts("lm", "critic", "value_head", "new"), args)
-    highest = ppo_rlhf.max_rates(int(update), args)
+    highest = ppo_rlhf.max_lrs(int(update), args)
     ppo_rlhf.set_learning_rates(optimizer, int(update), progress, args, **highest)
     rates = {group["part"]: group["lr"] for group in optimizer.param_groups}
     expected = {"lm": lr, "critic": critic_lr, "value_head": critic_lr}
@@ -225,29 +225,29 @@ def test_means_of_metrics_are_over_a_mask_of_their_shape():
     """Or over all elements. A column, or a row, for a mask of more is an error."""
     mask = torch.tensor([[True, True], [True, False]])
     x = torch.tensor([[2.0, 3.0], [4.0, 50.0]]).requires_grad_()
-    log = Metrics()
-    log.add({"x": x, "y": mask}, mask)
-    log.add({"x": x.detach(), "once": torch.tensor(7)})
-    assert log.reduce() == pytest.approx({"x": 68 / 7, "y": 1, "once": 7})
-    assert not log.sums["x"].requires_grad  # it keeps no graph
+    means = Metrics()
+    means.add({"x": x, "y": mask}, mask)
+    means.add({"x": x.detach(), "once": torch.tensor(7)})
+    assert means.reduce() == pytest.approx({"x": 68 / 7, "y": 1, "once": 7})
+    assert not means.sums["x"].requires_grad  # it keeps no graph
     for shape in ((2, 1), (2,), (1, 2), ()):
         with pytest.raises(ValueError, match=r"^x \[.*\] must be \[2, 2\]$"):
-            log.add({"x": torch.ones(shape)}, mask)
+            means.add({"x": torch.ones(shape)}, mask)
 
 
 def test_sums_of_metrics_are_in_fp64():
     """One number stands beside one of 2 ** 24 counts."""
     many = torch.tensor([2.0**24])
     one = torch.ones(1)
-    log = Metrics()
+    means = Metrics()
     for x in (many, one):
-        log.add({"x": x}, one)
-    log.add({"y": 0 * one}, many)
-    log.add({"y": one}, one)
-    log.add({"z": many}, one)
+        means.add({"x": x}, one)
+    means.add({"y": 0 * one}, many)
+    means.add({"y": one}, one)
+    means.add({"z": many}, one)
     for _ in range(999):
-        log.add({"z": torch.tensor([1 / 3], dtype=torch.float64)})
-    found = log.reduce()
+        means.add({"z": torch.tensor([1 / 3], dtype=torch.float64)})
+    found = means.reduce()
     assert found["x"] == pytest.approx((2**24 + 1) / 2, rel=1e-9)
     assert found["y"] == pytest.approx(1 / (2**24 + 1), rel=1e-9)
     assert found["z"] == pytest.approx((2.0**24 + 333) / 1000, rel=1e-12)

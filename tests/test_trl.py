@@ -83,8 +83,8 @@ class Noting:
         self.steps = [self.kind()]
 
     def add(self, terms, mask=None):
-        for log in (self.all, self.steps[-1]):
-            log.add(terms, mask)
+        for means in (self.all, self.steps[-1]):
+            means.add(terms, mask)
         if "gradient_norm" in terms:  # the last of a step
             self.steps.append(self.kind())
 

@@ -99,17 +99,19 @@ def chats(*records: Record) -> list[Row]:
     """How many times as long as ours TRL's updates take in the shape of a chat: medians."""
     rows = []
     for record in records:
-        of_contender = {row["contender"]: row for row in record["rows"]}
-        for name, row in of_contender.items():
-            theirs = of_contender[f"trl-{name.rpartition('-')[2]}"]
-            kept = sum(record["kept"][name]) / len(record["kept"][name])
-            found = {"code": CODES[name], "seconds": row["median_seconds"]}
-            found["kept"] = kept / record["args"]["batch_size"]
+        of_contender = {}
+        for row in record["rows"]:
+            kept = record["kept"][row["contender"]]
+            of_contender[row["contender"]] = {
+                "code": CODES[row["contender"]],
+                "seconds": row["median_seconds"],
+                "kept": sum(kept) / len(kept) / record["args"]["batch_size"],
+            }
+        for name, ours in of_contender.items():
             if not name.startswith("trl"):
-                found["ratio"] = {}
-                for phase, seconds in theirs["median_seconds"].items():
-                    found["ratio"][phase] = seconds / row["median_seconds"][phase]
-            rows.append(found)
+                trl = of_contender[f"trl-{name.rpartition('-')[2]}"]
+                ratio = {x: trl["seconds"][x] / seconds for x, seconds in ours["seconds"].items()}
+                rows.append(ours | {"trl": trl, "ratio": ratio})
     return rows
 
 

@@ -43,8 +43,8 @@ group["eps"] /= math.sqrt(1 - beta2 ** group["t"])
     group["eps"] /= 1
 AdamTF if args.adam == "tf" else AdamW
     AdamW
-set_learning_rates(optimizer, update, update / num_updates, args, **max_rates(update, args))
-    set_learning_rates(optimizer, update, 0.0, args, **max_rates(update, args))
+set_learning_rates(optimizer, update, update / num_updates, args, **max_lrs(update, args))
+    set_learning_rates(optimizer, update, 0.0, args, **max_lrs(update, args))
 # queries
 tokens.index(start) + 1
     tokens.index(start)
@@ -72,7 +72,7 @@ ratio_limit * args.response_length
 # scores
 is_end[:, :after] = False
     is_end[:, : after + 1] = False
-torch.where(found_end, scores, without_end)
+torch.where(found_end, scores, args.penalty_reward_value)
     scores
 states[:, -1]
     states[:, -2]
@@ -123,8 +123,8 @@ batch.scores - kl_coef * kl
     batch.scores
 old.sum_tokens(logprobs - old.logprobs)
     ((logprobs - old.logprobs) * old.loss_mask).mean(1)
-ids[:: self.k, :shared]
-    ids[: len(ids) // self.k, :shared]
+ids[:: self.k, :length]
+    ids[: len(ids) // self.k, :length]
 # options
 args.whiten_advantages
     True

@@ -41,7 +41,7 @@ def estimated(*records: Record) -> list[Row]:
 
 def of_record(record: Record) -> Figure:
     """The share of the way from the starting model to the optimum that every run has left."""
-    text = "Both come within about 1.5% of the optimum where it can be computed"
+    text = "Both close at least 98.5% of the gap to the optimum where it can be computed"
     figure, panels = report.new(text, 1, 1, 3.4)
     axes = panels[0, 0]
     for row in record["rows"]:
