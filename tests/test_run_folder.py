@@ -642,7 +642,7 @@ def test_what_may_change_takes_effect(tmp_path, monkeypatch, capsys):
     for name, record in records.items():
         assert (folder / "out" / name).read_bytes() == record
     # Beyond --max_kl it stops with a checkpoint, so a higher one goes on exactly.
-    says = "^update 7: objective/kl is beyond --max_kl 1e-09, see docs/metrics.md$"
+    says = "^update 7: objective/kl is beyond --max_kl 1e-09, see docs/metrics.md"
     with pytest.raises(UserError, match=says) as error:
         call(PPO, [*words, "--total_episodes", "32", "--max_kl", "1e-9"], folder)
     assert error.value.__notes__[0].startswith("to go on (behind python):")

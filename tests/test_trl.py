@@ -144,9 +144,6 @@ def replay(recording, args, shake=0):
         tokens = next(responses)
         return tokens, torch.zeros(tokens.shape)
 
-    def token_id(flag, *_):
-        return recording.end_token if flag == "truncate_token" else None
-
     def noted(name, *values):
         returned = originals[name](*values)
         made[-1][name] = (values, returned)
@@ -163,7 +160,7 @@ def replay(recording, args, shake=0):
     given |= {name: partial(noted, name) for name in originals} | recording.replaced()
     given |= {
         "sample": sample,
-        "token_id": token_id,
+        "end_token_id": lambda *_: recording.end_token,
         "load_tokenizer": lambda *_: tokenizer,
         "load_queries": lambda *_: (queries[:1], queries[1:]),
         "load_reward_model": lambda *_: score,
