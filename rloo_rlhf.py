@@ -570,8 +570,8 @@ def rollout(
 def set_logprobs(
     batch: Batch, policy: Module, ref: Module, minibatches: Tensor, args: Args
 ) -> None:
-    """Sets `logprobs`, `ref_logprobs`, and a field of its name for whatever else the policy returns
-    (`values`). Each of the minibatches (num_minibatches, b) is read in its micro-batches."""
+    """Sets batch.logprobs, batch.ref_logprobs, and what else the policy predicts, as PPO's does
+    batch.values. Each of the minibatches (num_minibatches, b) is read in its micro-batches."""
     fields = defaultdict(lambda: torch.zeros_like(batch.sampled_logprobs))  # (B, R), filled below
     for minibatch in minibatches:
         for rows in micro_batches(minibatch, batch, args.micro_batch_size):

@@ -248,7 +248,7 @@ def main(preset: str, args: Args) -> None:
         metrics["train/lr"] = optimizer.param_groups[0]["lr"]
         run.log(metrics)
         if update % 25 == 0:
-            say(f"update {update + 1} of {num_updates}: {metrics['train/loss']:.3f}")
+            say(f"update {update + 1} of {num_updates}: loss {metrics['train/loss']:.3f}")
         if not math.isfinite(metrics["train/gradient_norm"]):
             raise UserError("the gradient is not finite: a smaller --lr may help")
         run.end_update()

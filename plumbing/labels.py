@@ -125,7 +125,7 @@ def read_label(
     args: Any,
 ) -> Comparison:
     """The label in a row of either format, without BOS. If it is of no use, its query or a response
-    is []. The coin is the place of the chosen response. Answers without `end` are counted."""
+    is []. The coin is the place of the chosen response. Adds to counts what read_labels prints."""
     column = args.prompt_column if args.prompt_column in row else None
     if "chosen" not in row or "rejected" not in row:
         prompt, samples, best = read_samples(row, column)
@@ -182,7 +182,7 @@ def read_preference(row: dict, column: str | None, tokenizer: PreTrainedTokenize
         # Texts in unknown columns are an error: one of them may be the prompt.
         prompt = prompt_of(row, column)
     else:
-        # The common beginning may end within a word: that piece is left to the answers.
+        # The common beginning without its last word, which may be a piece, and the space before.
         shared = os.path.commonprefix(answers)
         prompt = re.sub(r"(\s|\A)\S*\Z", "", shared)
         if prompt and shared in answers:  # one of them has nothing more

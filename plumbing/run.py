@@ -59,8 +59,8 @@ def check_folder(folder: Path, args: Any) -> None:
         value = getattr(args, name, None)  # a copy may have lost a setting
         # --reward_model None: the newest is chosen later, and Run.start compares it.
         is_open = name in CHANGEABLE or (name == "reward_model" and value is None)
-        is_same = json.dumps(value, default=str) == json.dumps(before, default=str)
-        if not is_open and not is_same and not has_moved(value, before, folder, settings):
+        new, old = json.loads(json.dumps([value, before], default=str))  # 10000 equals 10000.0
+        if not is_open and new != old and not has_moved(value, before, folder, settings):
             raise UserError(f"--{name} {value}: {folder} was started with {before}")
 
 
@@ -239,12 +239,12 @@ class Run:
             error = failure
         if not any(gather_object([error is not None])):
             return
-        made = self.state["update"]
-        path = self.folder / f"checkpoints/{made:07d}"
-        if path not in broadcast_object_list([complete_checkpoints(self.folder)])[0]:
-            self.save_checkpoint(path, self.state_as_json())
         error = error or UserError("another process failed")
-        error.add_note(f"The state after update {made} is saved; {self.how_to_go_on()}")
+        path = self.folder / f"checkpoints/{self.state['update']:07d}"
+        if path not in broadcast_object_list([complete_checkpoints(self.folder)])[0]:
+            with blame(f"scoring failed ({error!r}), and then"):
+                self.save_checkpoint(path, self.state_as_json())
+        error.add_note(f"The last complete update is saved in {path}; {self.how_to_go_on()}")
         raise error
 
     def state_as_json(self) -> str:

@@ -179,7 +179,7 @@ def test_a_file_that_the_system_cuts_off_is_one_line_and_loses_nothing(what, fol
     words = [*WORDS[PPO], "--resume"]
     limit = (fork_tools.limit_file_sizes, str(size - 1))
     code, _, errors = run(PPO, words, folder, limit)
-    says = rf"{PPO}: .*/out/checkpoints/0000001 cannot be written: .* \(is the disk full\?\)"
+    says = rf"{PPO}: .*/out/checkpoints/0000001 cannot be written: .* \(is the disk full, .*\)"
     assert (code, len(checkpoints(folder))) == (1, 0)
     assert re.fullmatch(says, errors.splitlines()[-1]), errors
     assert "Traceback" not in errors
@@ -326,6 +326,19 @@ def test_a_reward_function_that_fails_late_or_moves(
     assert checkpoints(folder) == [f"{i:07d}" for i in range(1, updates + 1)][-2:]
     if updates:
         assert len(read_lines(folder / "out/metrics.jsonl")) == updates
+
+
+def test_an_error_of_scoring_is_told_if_its_checkpoint_fails_too(tmp_path):
+    args = ppo_rlhf.Args(output_dir=str(tmp_path / "out"))
+    run_of_args = run_module.Run(Accelerator(cpu=True), ppo_rlhf.FILE, args, 1, [], {})
+    run_of_args.start()
+    says = r"^scoring failed \(ValueError\('no answer'\)\), and then: no room$"
+    with (
+        mock.patch.object(run_of_args, "save_checkpoint", side_effect=UserError("no room")),
+        pytest.raises(UserError, match=says),
+        run_of_args.keeping_updates(),
+    ):
+        raise ValueError("no answer")
 
 
 def test_sampling_that_fails_on_one_process_ends_the_run(folder):
@@ -559,6 +572,19 @@ def test_what_an_older_run_does_not_record_had_its_default(tmp_path):
     (tmp_path / "args.json").write_text(json.dumps({"args": old | {"ent_coef": 0.5}}))
     with pytest.raises(UserError, match=f"^--ent_coef None: {tmp_path} was started with"):
         run_module.choose_folder(ppo_rlhf.FILE, "tiny", args)
+
+
+def test_a_number_may_be_written_in_another_way(tmp_path):
+    """Presets have whole numbers where the command line gives floats."""
+    args = ppo_rlhf.Args(kl_horizon=10_000.0, resume=True, adam_betas=(0, 0.5))
+    settings = vars(args) | {"kl_horizon": 10_000, "adam_betas": [0.0, 0.5]}
+    (tmp_path / "args.json").write_text(json.dumps({"args": settings}))
+    run_module.check_folder(tmp_path, args)
+    args.kl_horizon += 0.5
+    with pytest.raises(
+        UserError, match=f"^--kl_horizon 10000.5: {tmp_path} was started with 10000$"
+    ):
+        run_module.check_folder(tmp_path, args)
 
 
 def test_a_setting_may_be_a_path_and_its_file_may_have_moved(tmp_path):

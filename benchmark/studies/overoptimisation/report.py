@@ -14,10 +14,12 @@ from benchmark.report import ALGORITHMS, BEST_OF_N, TRUE_SCORE, Record, Row, gro
 
 HELD_OUT = 512  # labels, on which accuracies are measured
 KINDS = ("true_score", "reward", "kl")
+HELD_OUT_KINDS = ("repetitive", "likelihood", "true_score", "kl")
 WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 # Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
 SHOWN = (("128", "PPO", 0.0, 3), ("4000:0.5", "RLOO", 0.0, 2))
 SHOWN += (("512", "PPO", 0.0, 1), ("512", "PPO", 0.15, 1))
+FRESH = range(61, 65)  # seeds of the fresh sets of labels that are done
 SEEDS = {1: "-", 2: "--", 3: ":"}  # lines of runs that differ by their seed
 SHADES = {0.0: "#E69F00", 0.05: "#56B4E9", 0.15: "#009E73", 0.5: "#CC79A7"}  # of coefficients
 
@@ -101,6 +103,65 @@ def sets_of_labels(record: Record) -> Row:
         "sets": len(more),
         "p": p,
     }
+
+
+def held_out(records: tuple[Record, ...], algorithms: list[str], coef: float) -> list[Row]:
+    """What the responses to held-out queries are for each set of labels, a record of its own: means
+    over the algorithms' runs."""
+    found = []
+    for record in records:
+        runs = []
+        for run in record["rows"]:
+            if run["kl_coef"] == coef and run["algorithm"] in algorithms:
+                runs.append(run["held_out"])
+        means = {}
+        for kind in HELD_OUT_KINDS:
+            means[kind] = np.mean([run[kind] for run in runs])
+        found.append(means)
+    return found
+
+
+def fresh_sets(*records: Record) -> list[Row]:
+    """By protocol.md, for each algorithm and for both: what 512 responses to held-out queries are
+    without and with the penalty, as means over sets of labels; and how much more it is without,
+    within sets."""
+    names = {
+        "PPO": ["PPO"],
+        "RLOO": ["RLOO"],
+        "both": ["PPO", "RLOO"],
+    }
+    start = start_of_sets(*records)
+    rows = []
+    for name, algorithms in names.items():
+        row: Row = {"name": name, "sets": len(records)}
+        for kind in HELD_OUT_KINDS:
+            values = []
+            for coef in WORDS:
+                found = held_out(records, algorithms, coef)
+                values.append([means[kind] for means in found])
+            leads = np.subtract(*values)
+            row[kind] = differences.with_interval(leads)
+            row[kind] |= {
+                "none": np.mean(values[0]),
+                "default": np.mean(values[1]),
+                "more": int((leads > 0).sum()),
+                "start": start[kind],
+            }
+        rows.append(row)
+    return rows
+
+
+def start_of_sets(*records: Record) -> Row:
+    """The same of the starting model, read with the sets' queries and reward models; and how good
+    these are."""
+    row: Row = {}
+    for kind in HELD_OUT_KINDS:
+        values = [record["starting_models"][0]["held_out"][kind] for record in records]
+        row[kind] = float(np.mean(values))
+    accuracies = [record["reward_models"][0]["accuracy"] for record in records]
+    row["least"] = min(accuracies)
+    row["most"] = max(accuracies)
+    return row
 
 
 def collapse(record: Record) -> list[Row]:
@@ -214,6 +275,27 @@ def with_penalty(record: Record) -> Figure:
     return figure
 
 
+def of_fresh_sets(*records: Record) -> Figure:
+    """The share of repetitive responses without and with the penalty, a line for each set."""
+    text = "Without a KL penalty most responses repeat phrases, with nearly every set of labels"
+    figure, (panels,) = report.new(text, 1, 2, 3.2, sharey=True)
+    start = start_of_sets(*records)["repetitive"]
+    lines = dict(zip(ALGORITHMS, panels, strict=True))
+    for algorithm, axes in lines.items():
+        columns = [held_out(records, [algorithm], coef) for coef in WORDS]
+        for without, with_it in zip(*columns, strict=True):
+            shares = (without["repetitive"], with_it["repetitive"])
+            axes.plot(shares, "o-", color=ALGORITHMS[algorithm])
+        report.line_at(axes, start, "starting model", "--", report.START)
+        axes.set_title(algorithm)
+        axes.set_xticks((0, 1), ("no KL penalty", "default KL penalty"))
+        axes.set_xlim(-0.4, 1.4)
+        axes.set_ylim(-0.03, 1.03)
+        axes.yaxis.set_major_formatter("{x:.0%}")
+    report.label(panels[0], y="repetitive responses", legend="upper right")
+    return figure
+
+
 def coefficients(fixed: Record, slow: Record, free: Record) -> Figure:
     """True score over the KL and over the episodes, for coefficients of the KL penalty and a lower
     rate; a row for each algorithm."""
@@ -249,5 +331,6 @@ curves = functools.partial(over_root_kl, sources=["128", "512", "4000"], title=W
 PICTURES = {
     "curves.png": (curves, "tiny.json"),
     "penalty.png": (with_penalty, "penalty.json"),
+    "repeats.png": (of_fresh_sets, *(f"set-{seed}.json" for seed in FRESH)),
     "frontier.png": (coefficients, "frontier.json", "slow.json", "tiny.json"),
 }
