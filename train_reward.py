@@ -134,7 +134,7 @@ class Args:
     normalization_samples: NonNegativeInt = 512
 
     # updates and optimizer
-    batch_size: PositiveInt = 8  # Comparisons per update, over all devices
+    batch_size: PositiveInt = 8  # Labels per update, over all devices
     # Labels (of N rows each), or sampled rows, per pass on a device; gradients accumulate
     micro_batch_size: PositiveInt = 128
     lr: NonNegativeFloat = 2e-3  # The highest learning rate, see --lr_schedule

@@ -57,7 +57,7 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
     with blame(what):
         splits = datasets.load_dataset(**source)
         options = keeping_texts(next(iter(splits.values())), name if kind else None)
-        if options:
+        if options:  # which are known only when it has been read once
             splits = datasets.load_dataset(**source, **options)
 
     if not kind:  # datasets reads one kind of files in a folder, and is silent about the others

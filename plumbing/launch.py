@@ -163,7 +163,7 @@ def parse_args(args_class: type, presets: dict[str, Any]) -> tuple[str, Any]:
     args = tyro.cli(args_class, default=presets[preset], args=words, use_underscores=True)
     args_class.__pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False)
     try:
-        pydantic.TypeAdapter(args_class).validate_python(vars(args))
+        pydantic.TypeAdapter(args_class).validate_python(vars(args))  # tyro checks no ranges
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"--{first['loc'][0]} {first['input']}: {first['msg']}") from error

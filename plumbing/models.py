@@ -1,4 +1,4 @@
-"""Models and tokenizers of Hugging Face folders."""
+"""Models and tokenizers of Hugging Face folders: loading, changes, forward passes."""
 
 import copy
 import os
@@ -28,6 +28,139 @@ from transformers.utils import ModelOutput
 from plumbing.launch import UserError, blame, local_path
 
 TokenRows = list[list[int]]
+
+
+def load_tokenizer(flag: str, name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model: a folder or hub id, which the flag names."""
+    name = local_path(name)
+    if name[:1] in "/~." and not os.path.exists(name):
+        raise UserError(f"--{flag} {name} does not exist")
+    parts = [str(path.parent) for path in Path(name).glob("*/config.json")]
+    if parts and not os.path.exists(f"{name}/config.json"):
+        raise UserError(f"--{flag} {name} is a run's folder: name a model in it, of {parts}")
+    with blame(f"--{flag} {name}"):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+@torch.no_grad()
+def load_model(
+    flag: str,
+    name: str,
+    auto_class: type,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int,
+    args: Any,
+) -> PreTrainedModel:
+    """The model that the flag names: on the CPU, in fp32, without dropout, as the original. It
+    computes as --dtype and --gradient_checkpointing say. --base_model may lack a reward head."""
+    name = local_path(name)
+    what = f"--{flag} {name}"
+    is_base = flag == "base_model"
+    vocabulary = tokenizer.get_vocab()
+    if not is_base and load_tokenizer(flag, name).get_vocab() != vocabulary:
+        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
+    head = "lm_head"
+    options = {}
+    if auto_class is AutoModelForSequenceClassification:
+        head = "score"
+        options["num_labels"] = 1
+    if PartialState().device.type == "cpu":
+        options["attn_implementation"] = "eager"  # the faster one; on a GPU transformers chooses
+    with blame(what):
+        model, info = auto_class.from_pretrained(
+            name,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,  # None would ask
+            ignore_mismatched_sizes=True,  # they are refused below
+            output_loading_info=True,
+            **options,
+        )
+    if is_base:
+        if "SequenceClassification" not in str(model.config.architectures):  # it gets a new head
+            info["missing_keys"].discard("score.weight")
+        if "label_dataset" in vars(args):  # train_reward.py may go on with a reward model
+            info["unexpected_keys"].discard("score.weight")
+    check_weights(model, info, head, what)
+    if hasattr(model.config, "output_router_logits"):  # for a loss that cannot read a cache
+        model.config.output_router_logits = False
+    if is_base:  # after the last update it would be too late
+        architectures = model.config.architectures
+        with blame(f"{what} cannot be saved"), TemporaryDirectory() as folder:
+            save_model(model, tokenizer, folder, {})
+        model.config.architectures = architectures  # saving replaces it
+
+    # Added tokens may lack an embedding, if no template and no end uses them (Gemma 3's images).
+    ends = f"{tokenizer.bos_token}{tokenizer.eos_token}{args.truncate_token}"
+    used = f"{tokenizer.chat_template}{ends}"
+    added = tokenizer.get_added_vocab()
+    with blame(what):
+        top = max(i for text, i in vocabulary.items() if text not in added or text in used)
+        check_model(model, top, longest)
+    patch_layers(model, args.dtype, max(vocabulary.values()) + 1)
+    if args.gradient_checkpointing:
+        recompute_activations(model)
+    return model
+
+
+def check_weights(model: PreTrainedModel, info: dict, head: str, what: str) -> None:
+    """UserError for models that cannot be trained, and for weights that do not fit the model, about
+    which transformers only warns. `info` is what it says of them."""
+    kind = type(model).__name__
+    if getattr(model.config, "quantization_config", None):
+        raise UserError(f"{what} is quantized: save a copy in fp32 or bf16 first (`dequantize()`)")
+    if hasattr(model, "peft_config"):
+        raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
+    if head == "score" and not hasattr(model, head):
+        raise UserError(f"{what}: a {kind} is not supported, as it has no `score`")
+    # What is left over may be another head (no reward model's) or the attention mask of an old file
+    # (attn.bias), but nothing else of a layer (`h.3.`) or of this head (a bias).
+    left_over = rf"\.\d+\.(?!.*\b(attn|attention)\.(masked_)?bias$)|^({head}|score)\."
+    wrong = {key for key in info["unexpected_keys"] if re.search(left_over, key)}
+    wrong |= info["missing_keys"]
+    wrong |= {str(key) for key in info["mismatched_keys"]}
+    if wrong:
+        raise UserError(f"{what}: the weights do not fit a {kind}: {min(wrong)}")
+
+
+def check_model(model: PreTrainedModel, top: int, longest: int) -> None:
+    """UserError for too few embeddings, too short a window, or a trunk that gives other states for
+    a padded text, read through a cache, than for the text alone. The text has no meaning."""
+    size = model.get_input_embeddings().num_embeddings
+    window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    if top >= size:
+        raise UserError(f"has {size} embeddings, too few for token {top}")
+    if longest > window:
+        raise UserError(f"has a window of {window} tokens, too short for texts of {longest}")
+    # Ours: the first token as padding, the others but the last into a cache, and the last one
+    # through it. Plain: all but the first token, at once.
+    numbers = torch.arange(min(longest, 64))[None]
+    ids = numbers % top
+    mask = numbers > 0
+    cache = Cache(config=model.config)
+    forward(model.base_model, ids[:, :-1], mask[:, :-1], cache)
+    cache.batch_repeat_interleave(1)  # changes nothing, but raises for recurrent models
+    ours = forward(model.base_model, ids[:, -1:], mask, cache).last_hidden_state
+    plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
+    if not (ours - plain).abs().max() < 1e-3 * plain.std():
+        raise UserError("is not supported: padding or a cache changes its results")
+
+
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str, weights: dict
+) -> None:
+    """Writes a Hugging Face folder with these weights."""
+    # The policy was trained to be sampled from all tokens, whatever --base_model advises. Chat
+    # models may name the end of a turn in their generation config alone.
+    ends = {}
+    for config in (model.config, getattr(model, "generation_config", None)):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            token = getattr(config, name, None)
+            if token is not None:
+                ends[name] = token
+    model.generation_config = GenerationConfig(do_sample=True, top_k=0, **ends)
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
 
 
 def patch_layers(model: PreTrainedModel, dtype: str, num_tokens: int) -> None:
@@ -82,21 +215,6 @@ def run_in_bf16(forward: Callable, *inputs: Any, **named: Any) -> ModelOutput:
     return output
 
 
-class Cache(DynamicCache):
-    """The keys and values of all tokens that a model has read. Under autocast they are kept in
-    bf16. Rotary embeddings make keys fp32, and values would follow them: the cache would be twice
-    as large, and attention would round all of it again for every sampled token."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **named: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Adds these to a layer's (b, heads, tokens, size), and returns all."""
-        if torch.is_autocast_enabled(key_states.device.type):
-            key_states = key_states.bfloat16()
-            value_states = value_states.bfloat16()
-        return super().update(key_states, value_states, *args, **named)
-
-
 def with_adapters(model: PreTrainedModel, rank: int, alpha: float) -> PreTrainedModel:
     """The same with LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on all linear layers but the
     head. All other weights are the model's own, and frozen. UserError without peft."""
@@ -123,6 +241,21 @@ def freeze(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
         if dtype == "bf16" and isinstance(module, nn.Linear | Conv1D):
             module.weight.data = module.weight.bfloat16()  # not the bias: Falcon adds it in fp32
     return model.to(PartialState().device)
+
+
+class Cache(DynamicCache):
+    """The keys and values of all tokens that a model has read. Under autocast they are kept in
+    bf16. Rotary embeddings make keys fp32, and values would follow them: the cache would be twice
+    as large, and attention would round all of it again for every sampled token."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Adds these to a layer's (b, heads, tokens, size), and returns all."""
+        if torch.is_autocast_enabled(key_states.device.type):
+            key_states = key_states.bfloat16()
+            value_states = value_states.bfloat16()
+        return super().update(key_states, value_states, *args, **named)
 
 
 def forward(
@@ -168,11 +301,6 @@ def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
     return ids.clamp(min=0), ids >= 0
 
 
-def full_tensor(x: Tensor) -> Tensor:
-    """The whole of a tensor, which may be sharded."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
 def read_queries(
     model: PreTrainedModel, queries: Tensor, mask: Tensor, k: int, cache: Cache | None = None
 ) -> Cache:
@@ -187,134 +315,6 @@ def read_queries(
     return cache
 
 
-def load_tokenizer(flag: str, name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model: a folder or hub id, which the flag names."""
-    name = local_path(name)
-    if name[:1] in "/~." and not os.path.exists(name):
-        raise UserError(f"--{flag} {name} does not exist")
-    parts = [str(path.parent) for path in Path(name).glob("*/config.json")]
-    if parts and not os.path.exists(f"{name}/config.json"):
-        raise UserError(f"--{flag} {name} is a run's folder: name a model in it, of {parts}")
-    with blame(f"--{flag} {name}"):
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-
-
-@torch.no_grad()
-def load_model(
-    flag: str,
-    name: str,
-    auto_class: type,
-    tokenizer: PreTrainedTokenizerBase,
-    longest: int,
-    args: Any,
-) -> PreTrainedModel:
-    """The model that the flag names: on the CPU, in fp32, without dropout, as the original. It
-    computes as --dtype and --gradient_checkpointing say. --base_model may lack a reward head."""
-    name = local_path(name)
-    what = f"--{flag} {name}"
-    is_base = flag == "base_model"
-    vocabulary = tokenizer.get_vocab()
-    if not is_base and load_tokenizer(flag, name).get_vocab() != vocabulary:
-        raise UserError(f"{what} has another tokenizer than --base_model: use a --reward_fn")
-    head = "lm_head"
-    options = {}
-    if auto_class is AutoModelForSequenceClassification:
-        head = "score"
-        options["num_labels"] = 1
-    if PartialState().device.type == "cpu":
-        options["attn_implementation"] = "eager"  # the faster one; on a GPU transformers chooses
-    with blame(what):
-        model, info = auto_class.from_pretrained(
-            name,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,  # None would ask
-            ignore_mismatched_sizes=True,  # they are refused below
-            output_loading_info=True,
-            **options,
-        )
-    if is_base:
-        if "SequenceClassification" not in str(model.config.architectures):
-            info["missing_keys"].discard("score.weight")
-        if "label_dataset" in vars(args):  # train_reward.py may go on with a reward model
-            info["unexpected_keys"].discard("score.weight")
-    check_weights(model, info, head, what)
-    if hasattr(model.config, "output_router_logits"):  # for a loss that cannot read a cache
-        model.config.output_router_logits = False
-    if is_base:  # after the last update it would be too late
-        architectures = model.config.architectures
-        with blame(f"{what} cannot be saved"), TemporaryDirectory() as folder:
-            save_model(model, tokenizer, folder, {})
-        model.config.architectures = architectures  # saving replaces it
-
-    # Added tokens may lack an embedding, if no template and no end uses them (Gemma 3's images).
-    ends = f"{tokenizer.bos_token}{tokenizer.eos_token}{args.truncate_token}"
-    used = f"{tokenizer.chat_template}{ends}"
-    added = tokenizer.get_added_vocab()
-    with blame(what):
-        top = max(i for text, i in vocabulary.items() if text not in added or text in used)
-        check_model(model, top, longest)
-    patch_layers(model, args.dtype, max(vocabulary.values()) + 1)
-    if args.gradient_checkpointing:
-        recompute_activations(model)
-    return model
-
-
-def check_weights(model: PreTrainedModel, info: dict, head: str, what: str) -> None:
-    """UserError for models that cannot be trained, and for weights that do not fit the model, about
-    which transformers only warns. `info` is what it says of them."""
-    kind = type(model).__name__
-    if getattr(model.config, "quantization_config", None):
-        raise UserError(f"{what} is quantized: save a copy in fp32 or bf16 first (`dequantize()`)")
-    if hasattr(model, "peft_config"):
-        raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
-    if head == "score" and not hasattr(model, head):
-        raise UserError(f"{what}: a {kind} is not supported, as it has no `score`")
-    # What is left over may be another head (no reward model's) or the attention mask of an old file
-    # (attn.bias), but nothing else of a layer (`h.3.`) or of this head (a bias).
-    left_over = rf"\.\d+\.(?!.*\b(attn|attention)\.(masked_)?bias$)|^({head}|score)\."
-    wrong = {key for key in info["unexpected_keys"] if re.search(left_over, key)}
-    wrong |= info["missing_keys"]
-    wrong |= {str(key) for key in info["mismatched_keys"]}
-    if wrong:
-        raise UserError(f"{what}: the weights do not fit a {kind}: {min(wrong)}")
-
-
-def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str, weights: dict
-) -> None:
-    """Writes a Hugging Face folder with these weights."""
-    # The policy was trained to be sampled from all tokens, whatever --base_model advises. Chat
-    # models may name the end of a turn in their generation config alone.
-    ends = {}
-    for config in (model.config, getattr(model, "generation_config", None)):
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            token = getattr(config, name, None)
-            if token is not None:
-                ends[name] = token
-    model.generation_config = GenerationConfig(do_sample=True, top_k=0, **ends)
-    model.save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
-
-
-def check_model(model: PreTrainedModel, top: int, longest: int) -> None:
-    """UserError for too few embeddings, too short a window, or a trunk that gives other states for
-    a padded text, read through a cache, than for the text alone. The text has no meaning."""
-    size = model.get_input_embeddings().num_embeddings
-    window = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
-    if top >= size:
-        raise UserError(f"has {size} embeddings, too few for token {top}")
-    if longest > window:
-        raise UserError(f"has a window of {window} tokens, too short for texts of {longest}")
-    # Ours: the first token as padding, the others but the last into a cache, and the last one
-    # through it. Plain: all but the first token, at once.
-    numbers = torch.arange(min(longest, 64))[None]
-    ids = numbers % top
-    mask = numbers > 0
-    cache = Cache(config=model.config)
-    forward(model.base_model, ids[:, :-1], mask[:, :-1], cache)
-    cache.batch_repeat_interleave(1)  # changes nothing, but raises for recurrent models
-    ours = forward(model.base_model, ids[:, -1:], mask, cache).last_hidden_state
-    plain = model.base_model(ids[:, 1:]).last_hidden_state[:, -1:]
-    if not (ours - plain).abs().max() < 1e-3 * plain.std():
-        raise UserError("is not supported: padding or a cache changes its results")
+def full_tensor(x: Tensor) -> Tensor:
+    """The whole of a tensor, which may be sharded."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x

@@ -19,7 +19,7 @@ WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 # Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
 SHOWN = (("128", "PPO", 0.0, 3), ("4000:0.5", "RLOO", 0.0, 2))
 SHOWN += (("512", "PPO", 0.0, 1), ("512", "PPO", 0.15, 1))
-FRESH = range(61, 65)  # seeds of the fresh sets of labels that are done
+FRESH = range(61, 67)  # seeds of the fresh sets of labels that are done
 SEEDS = {1: "-", 2: "--", 3: ":"}  # lines of runs that differ by their seed
 SHADES = {0.0: "#E69F00", 0.05: "#56B4E9", 0.15: "#009E73", 0.5: "#CC79A7"}  # of coefficients
 
@@ -146,6 +146,7 @@ def fresh_sets(*records: Record) -> list[Row]:
                 "default": np.mean(values[1]),
                 "more": int((leads > 0).sum()),
                 "start": start[kind],
+                "lower": -row[kind]["mean"],
             }
         rows.append(row)
     return rows
@@ -277,7 +278,7 @@ def with_penalty(record: Record) -> Figure:
 
 def of_fresh_sets(*records: Record) -> Figure:
     """The share of repetitive responses without and with the penalty, a line for each set."""
-    text = "Without a KL penalty most responses repeat phrases, with nearly every set of labels"
+    text = "Without a KL penalty many more responses repeat phrases, with every set of labels"
     figure, (panels,) = report.new(text, 1, 2, 3.2, sharey=True)
     start = start_of_sets(*records)["repetitive"]
     lines = dict(zip(ALGORITHMS, panels, strict=True))
