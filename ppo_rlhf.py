@@ -75,7 +75,7 @@ from plumbing.run import Run, choose_folder, save_policy, write_samples
 from tf_adam import AdamTF
 
 FILE = Path(__file__).resolve()
-Beta = confloat(ge=0, lt=1)
+Beta = confloat(ge=0, lt=1)  # of Adam
 
 
 @dataclass
@@ -208,9 +208,9 @@ PRESETS = {
 
 @dataclass
 class Batch:
-    """B responses of R tokens, and what follows from them. The fields are set in this order,
-    the last of them in each minibatch. `sampled_logprobs` are computed token by token with a cache,
-    the others in one pass over whole responses."""
+    """B responses of R tokens, and what follows from them. The fields are set in this order, and
+    the last three (RLOO: the last) in each minibatch. `sampled_logprobs` are computed token by
+    token with a cache, the others in one pass over whole responses."""
 
     contexts: TokenRows  # B lists of the tokens before each response
     responses: Tensor  # (B, R), as sampled

@@ -78,7 +78,7 @@ from plumbing.run import Run, choose_folder, write_rows
 from tf_adam import AdamTF
 
 FILE = Path(__file__).resolve()
-Beta = confloat(ge=0, lt=1)
+Beta = confloat(ge=0, lt=1)  # of Adam
 
 
 @dataclass

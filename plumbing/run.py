@@ -46,7 +46,7 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
 def check_folder(folder: Path, args: Any) -> None:
     """UserError unless the folder is empty, or has a run of the same settings to be resumed."""
     files = {file.name for file in folder.glob("*")} - {"lock", "args.tmp"}  # of an early kill
-    if not files and not folder.is_file():
+    if not files and not folder.is_file():  # a file is refused below
         return
     would_start_anew = "samples.jsonl" in files and not complete_checkpoints(folder)
     if not args.resume or "args.json" not in files or would_start_anew:
