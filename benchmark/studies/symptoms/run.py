@@ -6,9 +6,9 @@
 
 A row has three short runs of the default task, which differ in what is named: healthy, ill and
 cured. What the scripts refuse or cannot do by a flag is patched into a copy, and their check is
-taken out there. VADER, which labelled the data, reads the trained responses in all runs. A
-value is the mean over the last quarter of a run's updates. Rows that are in the record with the
-same runs are kept; finished runs of the same scripts are used again. Writes symptoms.json.
+taken out there. A value is the mean over the last quarter of a run's updates. Rows that are in the
+record with the same runs are kept; finished runs of the same scripts are used again. Writes
+symptoms.json.
 """
 
 import argparse
@@ -35,19 +35,6 @@ RATIO = "sampled / mean entropy"
 PPO = "ppo_rlhf.py"
 REWARD = "train_reward.py"
 
-# In every copy: VADER reads the responses that are trained on.
-TRUE_SCORE = (
-    (
-        "\nfrom plumbing.data import ",
-        "\nfrom benchmark.tools.vader import sentiment\nfrom plumbing.data import ",
-    ),
-    (
-        "        run.log(metrics, ",
-        "        read = sentiment([], tokenizer.batch_decode(truncated(batch)))\n"
-        '        metrics["true_score"] = sum(read) / len(read)\n'
-        "        run.log(metrics, ",
-    ),
-)
 TEMPERATURE = (
     UNCHECKED,
     ("probs = (logits / temperature)", "probs = logits"),
@@ -64,11 +51,10 @@ TOP_K = (
 
 
 class Run(NamedTuple):
-    """Flags, changes to a copy of the script, flags of its reward model, script."""
+    """Flags, changes to a copy of the script, script."""
 
     flags: str = ""
     changes: Changes = ()
-    reward: str = ""
     script: str = PPO
 
 
@@ -149,13 +135,6 @@ SYMPTOMS = [
         None,
         ALL_LABELS,
     ),
-    Symptom(
-        "the score rises, and what is wanted does not",
-        "true_score",
-        "a reward model of 128 labels, no KL penalty, a constant --lr 1e-3",
-        Run(f"{NO_KL} --lr 1e-3", reward=FEW_LABELS),
-        "more labels, the KL penalty, a lower --lr",
-    ),
 ]
 
 
@@ -163,7 +142,7 @@ SYMPTOMS = [
 def copy_of(run: Run, path: Path) -> Path:
     """A copy of the run's script with its changes."""
     text = (common.ROOT / run.script).read_text()
-    for old, new in run.changes + (TRUE_SCORE if run.script == PPO else ()):
+    for old, new in run.changes:
         if text.count(old) != 1:
             raise SystemExit(f"{run.script} has {text.count(old)} times {old!r}")
         text = text.replace(old, new)
@@ -177,9 +156,8 @@ def train(run: Run, args: argparse.Namespace) -> tuple[Path, str]:
     flags = f"{run.flags} --seed {args.seed}"
     if run.script == PPO:
         flags = f"{SIZES} --total_episodes {args.episodes} {flags}"
-        if "--reward_fn" not in run.flags:
-            reward, _ = train(Run(run.reward, script=REWARD), args)
-            flags = f"{flags} --reward_model {reward}/reward_model"
+        reward, _ = train(ALL_LABELS, args)
+        flags = f"{flags} --reward_model {reward}/reward_model"
     name = hashlib.sha256(repr((run.changes, flags)).encode()).hexdigest()[:6]
     out = Path(args.folder) / common.commit() / slug(f"{run.script[:3]} {run.flags[:40]} {name}")
     log = out.with_name(f"{out.name}.log")
