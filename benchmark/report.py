@@ -192,11 +192,16 @@ def origin(paths: tuple[Path, ...], folder: Path) -> str:
 
 
 def expand(names: str) -> Iterator[str]:
-    """The names in words like those of a shell: a/{b,c}.json is a/b.json and a/c.json."""
+    """The names in words like those of a shell: a/{b,c}.json is a/b.json and a/c.json, and {1..3}
+    is {1,2,3}."""
     for name in names.split():
         head, _, rest = name.partition("{")
         words, _, tail = rest.partition("}")
-        yield from [head + word + tail for word in words.split(",")]
+        parts = words.split(",")
+        bounds = re.fullmatch(r"(\d+)\.\.(\d+)", words)
+        if bounds:
+            parts = range(int(bounds[1]), int(bounds[2]) + 1)
+        yield from [f"{head}{part}{tail}" for part in parts]
 
 
 def table(found: re.Match, folder: Path) -> str:
