@@ -15,8 +15,6 @@ pytestmark = pytest.mark.long
 SMALL = "--batch_size 4 --query_length 8 --response_length 4 --num_epochs 1"
 PROGRAMS = {
     "studies/optimum/run": "--seeds 1 --updates 2",
-    "studies/optimum/run estimate": "--reward_fn tiny.rewards:happy --policy tiny/model"
-    " --queries 4 --samples 4 --policy_samples 4",
     "studies/choices/run": "--choices default GRPO --seeds 1 --jobs 1 --episodes 8 --batch_size 8",
     "studies/rates/run": "--rates 2e-4 --seeds 1 --jobs 1 --episodes 8 --batch_size 8",
     "studies/overoptimisation/run": "--labels 128 --seeds 1 --episodes 64 --pool 2 --jobs 1"

@@ -197,7 +197,7 @@ def test_benchmarks_read_queries_before_an_accelerator_is_made(monkeypatch):
     """The scripts' logger asks for accelerate's state, which they have by then."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(PartialState, "_shared_state", {})
-    args = optimum.rloo_rlhf.Args()
+    args = optimum.ppo_rlhf.Args()
     assert len(optimum.ours.load_queries(optimum.common.tokenizer(), args, 4)) == 4
 
 

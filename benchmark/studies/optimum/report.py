@@ -4,7 +4,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmark import report
-from benchmark.differences import half_width
 from benchmark.report import ALGORITHMS, Record, Row
 
 
@@ -15,28 +14,8 @@ def seeds(record: Record) -> list[Row]:
 
 
 def closed(record: Record) -> Row:
-    """The share of the gap that runs close, at least and at most."""
-    shares = [1 - row["gap"] for row in record["rows"]]
-    return {"least": min(shares), "most": max(shares)}
-
-
-def closed_at_most(*records: Record) -> Row:
-    """The share of the estimated gap that PPO and RLOO close; at most, as the optimum is estimated
-    from below."""
-    return {row["algorithm"]: row["closed"] for row in estimated(*records)}
-
-
-def estimated(*records: Record) -> list[Row]:
-    """The estimates for the policies of PPO and RLOO, with intervals over queries."""
-    rows = []
-    for name, record in zip(ALGORITHMS, records, strict=True):
-        row = record["rows"][0]
-        num_queries = row["queries"]
-        for kind in ("j_policy_standard_error", "standard_error"):
-            deviation = row[kind] * num_queries**0.5
-            row[f"{kind}_interval"] = half_width(deviation, num_queries, num_queries - 1)
-        rows.append(row | {"algorithm": name, "closed": 1 - row["gap"]})
-    return rows
+    """The smallest share of the gap that a run closes."""
+    return {"least": min(1 - row["gap"] for row in record["rows"])}
 
 
 def of_record(record: Record) -> Figure:

@@ -1,6 +1,5 @@
-"""The picture and a number of this study: `python benchmark/report.py symptoms`."""
+"""The picture of this study: `python benchmark/report.py symptoms`."""
 
-import math
 import textwrap
 
 import numpy as np
@@ -10,6 +9,7 @@ from matplotlib.figure import Figure
 from benchmark import report
 from benchmark.differences import smooth
 from benchmark.report import START, Record
+from benchmark.studies.overoptimisation.report import FRESH, held_out
 
 ILL = "#CC3311"
 SYMPTOMS = {  # as the record names them: title
@@ -20,14 +20,7 @@ SYMPTOMS = {  # as the record names them: title
     "the entropy collapses": "no KL penalty, constant 1e-3: the entropy collapses, the run stops",
     "the reward model only guesses": "128 labels (16 updates): the reward model only guesses",
 }
-WEAK = "weak reward model: the reward rises, the true score falls"
-
-
-def largest_difference(record: Record) -> dict[str, float]:
-    """About what `first_ratio_error` is today, a difference of log-probabilities: the record is of
-    version 0.5.0, where it was |ratio - 1|."""
-    row = report.look_up(record, "rows > the first ratio is not 1")
-    return {"faulty": math.log1p(row["values"]["ill"])}
+REPEATING = "no KL penalty, weak reward model: responses repeat phrases"
 
 
 def draw(axes: Axes, record: Record, symptom: str, heading: str) -> None:
@@ -48,8 +41,9 @@ def draw(axes: Axes, record: Record, symptom: str, heading: str) -> None:
     report.label(axes, "updates", metric)
 
 
-def symptoms(record: Record, others: Record) -> Figure:
-    """Five symptoms, each with a healthy run, and the true score beside the reward."""
+def symptoms(record: Record, *sets: Record) -> Figure:
+    """Five symptoms, each with a healthy run; and the share of repetitive responses, a point for
+    each set of labels."""
     text = "Six faults, and the metric that shows them"
     figure, panels = report.new(text, 2, 3, 5.4)
     for axes, (symptom, heading) in zip(panels.flat, SYMPTOMS.items(), strict=False):
@@ -60,15 +54,17 @@ def symptoms(record: Record, others: Record) -> Figure:
     panels[1, 1].text(500, 0.17, "chance", ha="right", fontsize=9)
     panels[1, 1].set_ylim(0, 0.8)
     last = panels[1, 2]
-    for kind, name, line in (("reward", "reward", "--"), ("true_score", "true score", "-")):
-        y = smooth(report.look_up(others, f"rows > 512 > PPO > 3 > {kind}"), 5)
-        x = (np.arange(len(y)) + 0.5) * 5
-        last.plot(x, y, line, color=ILL, label=name)
-    report.line_at(last, 0)
-    last.set_title(textwrap.fill(WEAK, 34))
-    report.label(last, "updates", "score of the faulty run", legend="best")
+    for place, (coef, colour) in enumerate(((0.15, START), (0.0, ILL))):
+        shares = [means["repetitive"] for means in held_out(sets, ["PPO"], coef)]
+        last.plot([place] * len(shares), shares, "o", color=colour)
+    last.set_xticks((0, 1), ("default penalty", "no penalty"))
+    last.set_xlim(-0.5, 1.5)
+    last.yaxis.set_major_formatter("{x:.0%}")
+    last.set_title(textwrap.fill(REPEATING, 34))
+    report.label(last, "a point for each set of labels", "repetitive responses")
     report.legend_below(figure, panels[0, 0], 2)
     return figure
 
 
-PICTURES = {"symptoms.png": (symptoms, "symptoms.json", "../overoptimisation/tiny.json")}
+SETS = [f"../overoptimisation/set-{seed}.json" for seed in FRESH]
+PICTURES = {"symptoms.png": (symptoms, "symptoms.json", *SETS)}
