@@ -654,19 +654,19 @@ def rollout(
 def set_logprobs(
     batch: Batch, policy: Module, ref: Module, minibatches: Tensor, args: Args
 ) -> None:
-    """Sets batch.logprobs, batch.ref_logprobs, and what else the policy predicts, as PPO's does
-    batch.values. Each of the minibatches (num_minibatches, b) is read in its micro-batches."""
-    fields = defaultdict(lambda: torch.zeros_like(batch.sampled_logprobs))  # (B, R), filled below
+    """Sets batch.logprobs, batch.ref_logprobs, and what else the policy predicts, like PPO's
+    batch.values. Rows are read in the micro-batches of `minibatches` (num_minibatches, b)."""
+    fields = defaultdict(lambda: torch.zeros_like(batch.sampled_logprobs))  # (B, R) each, by name
     for minibatch in minibatches:
         for rows in micro_batches(minibatch, batch, args.micro_batch_size):
             micro = select(batch, rows)
-            # [1] leaves no name on the (b, R, V) tensor: there is room for the reference's.
+            # [1] drops the (b, R, V) tensor at once, which makes room for the reference's.
             predicted = forward_response(policy, micro, args.temperature)[1]
             of_ref = forward_response(ref, micro, args.temperature)[1]
             predicted["ref_logprobs"] = of_ref["logprobs"]
             index = rows.to(batch.responses.device)
             for name, x in predicted.items():
-                fields[name][index, : x.shape[1]] = x
+                fields[name][index, : x.shape[1]] = x  # the rest stays 0: it does not count
     vars(batch).update(fields)  # sets batch.logprobs, batch.ref_logprobs, ..
 
 
@@ -840,8 +840,8 @@ class ActorCritic(Module):
     def forward(
         self, ids: Tensor, mask: Tensor, last: int = 1, cache: Cache | None = None
     ) -> dict[str, Tensor]:
-        """`logits` (b, last, V), in fp32, at the last tokens of ids (b, T). A cache is for
-        sampling."""
+        """At the last tokens of ids (b, T): `logits` (b, last, V), in fp32, and what else is
+        predicted. A cache is for sampling, which needs only logits."""
         output = forward(self.lm, ids, mask, cache, last)
         if cache is not None:  # sampling needs no values
             return {"logits": output.logits}
@@ -864,7 +864,7 @@ def reward_head(classifier: PreTrainedModel) -> nn.Linear:
 
 def micro_batches(rows: Tensor, batch: Batch, size: int) -> tuple[Tensor, ...]:
     """Splits row numbers into groups of at most `size`, sorted by length to save padding. Responses
-    to one query stay together, as RLOO needs it: each of them counts as long as the longest, and
+    to one query stay together, as RLOO needs: all are sorted by the length of the longest one, and
     the sort is stable."""
     longest = defaultdict(int)  # by query
     for i in rows:
@@ -891,7 +891,7 @@ def load_policy_and_reference(
     if args.lora_rank:  # adapters get the dtype of the weights, which `freeze` may hold in bf16
         lm = with_adapters(ref, args.lora_rank, args.lora_alpha)
         return lm, freeze(ref, args.dtype)
-    ref = freeze(ref, args.dtype)  # on its GPU before the policy is read: the host holds one only
+    ref = freeze(ref, args.dtype)  # now on its GPU, so the host never holds both
     return load("base_model", args.base_model, AutoModelForCausalLM), ref
 
 

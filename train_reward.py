@@ -213,16 +213,16 @@ def main(preset: str, args: Args) -> None:
     ref_lm = freeze(load_base(AutoModelForCausalLM, tokenizer, longest, args), args.dtype)
     model = load_base(AutoModelForSequenceClassification, tokenizer, longest, args)
     set_seed(args.seed)
-    if "SequenceClassification" not in str(model.config.architectures):  # a language model
-        std = 1 / math.sqrt(model.score.in_features + 1)  # a new head is random, as the original's
+    if "SequenceClassification" not in str(model.config.architectures):  # its head is new
+        std = 1 / math.sqrt(model.score.in_features + 1)  # and random, as the original's
         nn.init.normal_(model.score.weight, std=std)
     reward = RewardModel(model, args).to(accelerator.device)
 
     # 1. normalize on samples of the reference policy. A resumed run takes gain and bias from its
-    # checkpoint. Samples are whole, as the original's, but end at a special token, like an eos.
+    # checkpoint. Only a special --truncate_token, like an eos, ends a sample (original: none does).
     end = end_token_id(args, tokenizer)
     if end is not None and tokenizer.decode([end], skip_special_tokens=True):
-        end = None  # an ordinary token, as `decode` does not skip it
+        end = None  # an ordinary token: `decode` would skip a special one
     if args.normalization_samples:
         rewards = reference_rewards(accelerator, reward, ref_lm, queries, 0, end, args)
         normalize(reward, rewards)
@@ -265,7 +265,7 @@ def main(preset: str, args: Args) -> None:
         "bias": full_tensor(reward.bias).item(),
     }
     if held_out:
-        statistics["test/accuracy"] = samples.pop("is_hit").mean().item()
+        statistics["test/accuracy"] = samples.pop("is_hit").mean().item()  # not in samples.jsonl
     accelerator.log(statistics)
     # Only now: this may discard FSDP's gathered weights, and with them the new gain and bias.
     weights = accelerator.get_state_dict(wrapped)

@@ -51,20 +51,22 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
         path = local_path(path)
         source = {"path": path, "name": config or None}
         if os.path.isfile(path):
-            raise UserError(f"{what}: name a file alone; it ends in {[*KINDS]}, or these and .gz")
+            raise UserError(f"{what}: a file must end in {[*KINDS]} (or .gz), and has no :split")
         if os.path.exists(path) and escape(path) != path:
             raise UserError(f"{what}: a folder's name must not have *, ? or [")
     with blame(what):
         splits = datasets.load_dataset(**source)
         options = keeping_texts(next(iter(splits.values())), name if kind else None)
-        if options:  # which are known only when it has been read once
+        if options:  # the first reading shows which are needed
             splits = datasets.load_dataset(**source, **options)
 
-    if not kind:  # datasets reads one kind of files in a folder, and is silent about the others
+    if not kind:  # datasets reads one kind of files in a folder, and ignores others silently
         files = [file for file in Path(path).rglob("*.*") if not file.match("dataset_info*")]
         kinds = {kind_of(file.name) for file in files} - {None}
-        if len(kinds) > 1 or (split or "train") not in splits:
-            raise UserError(f"{what} has {[*kinds, *splits]}: name a file, or DATA::split")
+        if len(kinds) > 1:
+            raise UserError(f"{what} has files of several kinds, {[*kinds]}: name one of them")
+        if (split or "train") not in splits:
+            raise UserError(f"{what} has the splits {[*splits]}: name one, as in DATA::split")
     return {"train": splits[split]} if split else splits
 
 
@@ -83,9 +85,8 @@ def split_name(name: str) -> tuple[str, str, str]:
 
 
 def keeping_texts(table: datasets.Dataset, file: str | None) -> dict[str, Any]:
-    """Options with which datasets reads the texts of this table as they stand in its files. It
-    takes "None" in a csv file for an empty cell and 18 for a number, and a date in JSON for a
-    time."""
+    """Options with which datasets keeps this table's texts as they are in its files. By default it
+    changes "None" and 18 in a csv file, to an empty cell and a number, and dates in JSON."""
     features = table.features
     if table.builder_name == "csv":
         # If rows have more cells than names, pandas takes the first for an index of this name.
@@ -129,7 +130,8 @@ def prompt_of(row: dict, column: str | None = None) -> str | list:
     chosen = row.get("chosen")
     if "chosen" in row and not chosen:  # an empty cell does not tell if it is a chat
         return ""
-    if column not in row and (is_named or not is_chat(chosen)):
+    before = chosen[:-1] if is_chat(chosen) else []
+    if column not in row and (is_named or not before):
         raise UserError(f"--prompt_column must name the column of prompts, one of {list(row)}")
     prompt = row.get(column) or ""
     if not is_chat(prompt) and not is_chat(chosen):
@@ -140,7 +142,6 @@ def prompt_of(row: dict, column: str | None = None) -> str | list:
         raise UserError(f"{column} must be a text or a chat, like `chosen`: {row}")
     elif prompt[-1].get("role") in ("assistant", "model", "bot"):
         prompt = prompt[:-1]
-    before = chosen[:-1] if is_chat(chosen) else []
     texts = [message.get("content") for message in before]
     if prompt and before and prompt[-1].get("content") not in texts:
         raise UserError(f"the chat of `chosen` is not about the {column}: {row}")

@@ -124,13 +124,11 @@ def read_label(
     tokenizer: PreTrainedTokenizerBase,
     args: Any,
 ) -> Comparison:
-    """The label in a row of either format, without BOS. If it is of no use, its query or a response
-    is []. The coin is the place of the chosen response. Adds to counts what read_labels prints."""
-    column = args.prompt_column if args.prompt_column in row else None
+    """The label in a row of either format, without BOS. A label of no use has an empty query or an
+    empty response. `coin` is the index of the chosen one. Adds to what read_labels prints."""
+    column = args.prompt_column if args.prompt_column in row else None  # it may be the queries'
     if "chosen" not in row or "rejected" not in row:
-        prompt, samples, best = read_samples(row, column)
-        query, *responses = [encode(x, tokenizer) for x in (prompt, *samples)]
-        return Comparison(query, responses, best, is_chat(prompt), row)
+        return read_samples(row, column, tokenizer)
     prompt, *answers = read_preference(row, column, tokenizer)
     if all(answers) and isinstance(prompt, str) and answers[0] != row["chosen"]:
         counts["with a prompt that both answers began with"] += 1
@@ -147,8 +145,8 @@ def read_label(
     return Comparison(query, responses, coin, is_chat(prompt), row)
 
 
-def read_samples(row: dict, column: str | None) -> tuple[str | list, list, int]:
-    """Prompt and samples of a row in OpenAI's format: query, sample0, .., and the number `best`."""
+def read_samples(row: dict, column: str | None, tokenizer: PreTrainedTokenizerBase) -> Comparison:
+    """The label in a row of OpenAI's format: query, sample0, .., and the number `best`."""
     samples = [row[f"sample{n}"] or "" for n in range(100) if f"sample{n}" in row]
     best = row.get("best")
     if isinstance(best, str) and best.isdigit():  # in a csv file
@@ -157,7 +155,9 @@ def read_samples(row: dict, column: str | None) -> tuple[str | list, list, int]:
         raise UserError(f"neither query, sample0, .., best, nor chosen, rejected: {row}")
     if any(map(is_chat, samples)):
         raise UserError(f"samples must be texts or token ids, not chats: {row}")
-    return prompt_of(row, column), samples, int(best)
+    prompt = prompt_of(row, column)
+    query, *responses = [encode(x, tokenizer) for x in (prompt, *samples)]
+    return Comparison(query, responses, int(best), is_chat(prompt), row)
 
 
 def read_preference(row: dict, column: str | None, tokenizer: PreTrainedTokenizerBase) -> list:
@@ -170,13 +170,11 @@ def read_preference(row: dict, column: str | None, tokenizer: PreTrainedTokenize
         none      Why? Because   Why? So       Why? | _Because | _So
     """
     answers = [row["chosen"], row["rejected"]]
-    if not all(answers):  # an empty cell is null
-        return ["", "", ""]
     are_chats = all(map(is_chat, answers))
+    if not all(answers) or (are_chats and not answer_one_turn(answers)):  # an empty cell is null
+        return ["", "", ""]
     if not are_chats and not all(isinstance(x, str) for x in answers):
         raise UserError(f"chosen and rejected must be two texts or two chats: {answers}")
-    if are_chats and not answer_one_turn(answers):
-        return ["", "", ""]
     texts = [value for value in row.values() if isinstance(value, str) or is_chat(value)]
     if column or set(PROMPTS) & set(row) or are_chats or len(texts) > 2:
         # Texts in unknown columns are an error: one of them may be the prompt.
@@ -185,8 +183,10 @@ def read_preference(row: dict, column: str | None, tokenizer: PreTrainedTokenize
         # The common beginning without its last word, which may be a piece, and the space before.
         shared = os.path.commonprefix(answers)
         prompt = re.sub(r"(\s|\A)\S*\Z", "", shared)
-        if prompt and shared in answers:  # one of them has nothing more
-            return ["", "", ""]
+        if shared in answers:  # one of them has nothing more
+            prompt = ""
+    if not prompt:
+        return ["", "", ""]
     begin = prompt
     if is_chat(prompt):
         begin = render(prompt, tokenizer, add_generation_prompt=True)
@@ -220,8 +220,8 @@ def render_answer(answer: str | list, prompt: list, tokenizer: PreTrainedTokeniz
 
 
 def cut_answer(tokens: list[int], end: int | None, args: Any) -> list[int]:
-    """An answer up to its first `end` at index --truncate_after or later, as in PPO; if there is
-    none, --truncate_token eos adds one. Then at most --response_length tokens of that."""
+    """An answer up to its first `end` at index --truncate_after or later, as in PPO. Without one,
+    --truncate_token eos adds it, unless the last token is an eos. Cut to --response_length."""
     after = args.truncate_after
     if end in tokens[after:]:
         tokens = tokens[: tokens.index(end, after) + 1]

@@ -66,7 +66,7 @@ def writing(folder: Path | str) -> Iterator[None]:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes the file so that a kill leaves the old text or the new one, but no part of it."""
+    """Writes the file so that a kill leaves either the old text or the whole new one."""
     unfinished = path.with_suffix(".tmp")
     unfinished.unlink(missing_ok=True)  # a link would be followed
     unfinished.write_text(text)
@@ -178,8 +178,8 @@ def parse_args(args_class: type, presets: dict[str, Any]) -> tuple[str, Any]:
 
 
 def local_path(name: str) -> str:
-    """The path of a file or folder, or else of one beside the scripts, or else a name on the hub,
-    which is returned as it is."""
+    """The absolute path of a file or folder, in the current folder or else beside the scripts. Any
+    other name is one on the hub, and stays as it is."""
     for path in (os.path.expanduser(name), f"{ROOT}/{name}"):
         if os.path.exists(path):
             return os.path.abspath(path)

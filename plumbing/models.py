@@ -31,7 +31,7 @@ TokenRows = list[list[int]]
 
 
 def load_tokenizer(flag: str, name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model: a folder or hub id, which the flag names."""
+    """The tokenizer of the model `name`, a folder or hub id, which is the value of --`flag`."""
     name = local_path(name)
     if name[:1] in "/~." and not os.path.exists(name):
         raise UserError(f"--{flag} {name} does not exist")
@@ -51,8 +51,8 @@ def load_model(
     longest: int,
     args: Any,
 ) -> PreTrainedModel:
-    """The model that the flag names: on the CPU, in fp32, without dropout, as the original. It
-    computes as --dtype and --gradient_checkpointing say. --base_model may lack a reward head."""
+    """The model `name` of --`flag`, checked: on the CPU, in fp32, and without dropout, as OpenAI's.
+    It computes as --dtype and --gradient_checkpointing say. --base_model may lack a reward head."""
     name = local_path(name)
     what = f"--{flag} {name}"
     is_base = flag == "base_model"
@@ -79,18 +79,19 @@ def load_model(
     if is_base:
         if "SequenceClassification" not in str(model.config.architectures):  # it gets a new head
             info["missing_keys"].discard("score.weight")
-        if "label_dataset" in vars(args):  # train_reward.py may go on with a reward model
+        if "label_dataset" in vars(args):  # train_reward.py may continue from a reward model
             info["unexpected_keys"].discard("score.weight")
     check_weights(model, info, head, what)
     if hasattr(model.config, "output_router_logits"):  # for a loss that cannot read a cache
         model.config.output_router_logits = False
-    if is_base:  # after the last update it would be too late
+    if is_base:  # a trial: an error in saving after the last update would come too late
         architectures = model.config.architectures
         with blame(f"{what} cannot be saved"), TemporaryDirectory() as folder:
             save_model(model, tokenizer, folder, {})
         model.config.architectures = architectures  # saving replaces it
 
-    # Added tokens may lack an embedding, if no template and no end uses them (Gemma 3's images).
+    # Every token needs an embedding, but for added ones that neither the template nor an end uses,
+    # like Gemma 3's for images.
     ends = f"{tokenizer.bos_token}{tokenizer.eos_token}{args.truncate_token}"
     used = f"{tokenizer.chat_template}{ends}"
     added = tokenizer.get_added_vocab()
@@ -104,8 +105,8 @@ def load_model(
 
 
 def check_weights(model: PreTrainedModel, info: dict, head: str, what: str) -> None:
-    """UserError for models that cannot be trained, and for weights that do not fit the model, about
-    which transformers only warns. `info` is what it says of them."""
+    """UserError for models that cannot be trained, and for weights that do not fit the model.
+    transformers only warns of these: `info` is its report."""
     kind = type(model).__name__
     if getattr(model.config, "quantization_config", None):
         raise UserError(f"{what} is quantized: save a copy in fp32 or bf16 first (`dequantize()`)")
@@ -113,8 +114,8 @@ def check_weights(model: PreTrainedModel, info: dict, head: str, what: str) -> N
         raise UserError(f"{what} is an adapter: merge it first (peft's merge_and_unload)")
     if head == "score" and not hasattr(model, head):
         raise UserError(f"{what}: a {kind} is not supported, as it has no `score`")
-    # What is left over may be another head (no reward model's) or the attention mask of an old file
-    # (attn.bias), but nothing else of a layer (`h.3.`) or of this head (a bias).
+    # The file may also have another head, but not a reward model's, and old attention masks
+    # (attn.bias). Nothing else of a layer (`h.3.`), or of this head (a bias), may be left unused.
     left_over = rf"\.\d+\.(?!.*\b(attn|attention)\.(masked_)?bias$)|^({head}|score)\."
     wrong = {key for key in info["unexpected_keys"] if re.search(left_over, key)}
     wrong |= info["missing_keys"]
@@ -132,8 +133,8 @@ def check_model(model: PreTrainedModel, top: int, longest: int) -> None:
         raise UserError(f"has {size} embeddings, too few for token {top}")
     if longest > window:
         raise UserError(f"has a window of {window} tokens, too short for texts of {longest}")
-    # Ours: the first token as padding, the others but the last into a cache, and the last one
-    # through it. Plain: all but the first token, at once.
+    # `ours`: the first token is masked, as padding; the next ones fill a cache, with which the last
+    # one is read. `plain`: the same text, without padding or cache.
     numbers = torch.arange(min(longest, 64))[None]
     ids = numbers % top
     mask = numbers > 0
@@ -164,25 +165,25 @@ def save_model(
 
 
 def patch_layers(model: PreTrainedModel, dtype: str, num_tokens: int) -> None:
-    """Changes how the model computes: the embedding of padding is trained like any other, GELU is
-    one kernel, and logits end at `num_tokens`, as some models have more embeddings than tokens.
-    With dtype "bf16" the trunk computes in bf16, but heads do not."""
+    """Changes how the model computes. Padding's embedding is trained like any other, tokens without
+    an embedding are an error, and logits end at `num_tokens`, as some models have more embeddings
+    than tokens. With dtype "bf16" the trunk computes in bf16, but heads do not."""
     for layer in model.modules():
         if isinstance(layer, nn.Embedding):
-            layer.padding_idx = None  # else a pad that is also the eos gets no gradient
+            layer.padding_idx = None  # else an eos that is also the padding gets no gradient
         if type(getattr(layer, "act", None)).__name__ == "NewGELUActivation":
-            layer.act = nn.GELU(approximate="tanh")  # the same as one kernel, not eight
+            layer.act = nn.GELU(approximate="tanh")  # the same, as one kernel and not eight
     if dtype == "bf16":
         trunk = model.get_decoder()  # not base_model: OPT calls only the decoder in it
         trunk.forward = partial(run_in_bf16, trunk.forward)
     embedding = model.get_input_embeddings()
-    if num_tokens > embedding.num_embeddings:  # see load_model
+    if num_tokens > embedding.num_embeddings:  # some added tokens have none: see load_model
         embedding.register_forward_pre_hook(refuse_unknown_tokens)
     head = model.get_output_embeddings()
-    if head is None:
+    if head is None:  # a classifier
         return
-    # If the states for a frozen head are not contiguous, torch copies the head's weights for each
-    # row of them, and takes 2 to 50 times as long.
+    # With a frozen head and states that are not contiguous, torch would copy the head's weights for
+    # every row of the batch, and take 2 to 50 times as long.
     head.register_forward_pre_hook(lambda _, inputs: inputs[0].contiguous())
     if head.out_features > num_tokens:
         head.register_forward_hook(lambda _, inputs, logits: logits[..., :num_tokens])
@@ -192,7 +193,7 @@ def refuse_unknown_tokens(embedding: nn.Embedding, inputs: tuple[Tensor]) -> Non
     """UserError for a token without an embedding. A sampled token, which comes alone, has one."""
     (ids,) = inputs
     if ids.shape[1] > 1 and ids.max() >= embedding.num_embeddings:
-        raise UserError(f"a text has token {ids.max()}, of which the model has no embedding")
+        raise UserError(f"a text has token {ids.max()}, for which the model has no embedding")
 
 
 def recompute_activations(model: PreTrainedModel) -> None:
@@ -222,10 +223,7 @@ def with_adapters(model: PreTrainedModel, rank: int, alpha: float) -> PreTrained
         from peft import LoraConfig
 
         config = LoraConfig(
-            r=rank,
-            lora_alpha=alpha,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
+            r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"
         )
         weights = {id(p): p for p in model.parameters()}  # deepcopy's memo: it copies none of these
         adapted = copy.deepcopy(model, weights)

@@ -94,14 +94,14 @@ class Run:
     # What the loop carries to the next update. It must be equal on all processes, and survive JSON
     # (texts as keys, no tensors). A resumed run takes it from its newest checkpoint.
     state: dict
-    # What each process carries for itself, in checkpoints too; on the CPU when a run is resumed.
+    # Tensors of this process alone, which checkpoints keep. A resumed run has them on the CPU.
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    stopped_at: float = 0.0  # when the first signal came; `start` sets the other attributes
+    stopped_at: float = 0.0  # when the first signal came (0: none); `start` adds more attributes
 
     def start(self) -> None:
-        """Starts the run, or continues it at its newest checkpoint. The order matters: the folder
-        is read with the lock held (until this process ends); no process writes before all have
-        read; and signals end the process, as usual, until all is ready."""
+        """Starts the run, or continues it at its newest checkpoint. The order matters. The lock is
+        taken first, and held until this process ends. All processes read the folder before one
+        writes to it. Until all is ready, a signal ends the process as usual."""
         accelerator = self.accelerator
         self.folder = Path(self.args.output_dir)
         self.tensor_file = f"tensors-{accelerator.process_index}.safetensors"
@@ -182,8 +182,8 @@ class Run:
             raise KeyboardInterrupt
 
     def log(self, metrics: dict, *shown: str) -> None:
-        """Adds the seconds since the last call (with checkpoints) and the peak memory of the GPU.
-        Writes a line of metrics.jsonl, logs where --track asks for it, and prints those `shown`."""
+        """Writes a line to metrics.jsonl and --track, with seconds since the last one (checkpoints
+        too) and the GPU's peak memory. Prints those `shown`. Call it exactly once per update."""
         now = time.monotonic()
         metrics["seconds"] = now - self.last_log
         self.last_log = now
@@ -226,12 +226,12 @@ class Run:
     def how_to_go_on(self) -> str:
         """The command that continues this run."""
         words = f"{shlex.join(sys.argv)} --resume --output_dir {shlex.quote(str(self.folder))}"
-        return f"to go on (behind python):\n{words}"
+        return f"to continue, run with python or your launcher:\n{words}"
 
     @contextlib.contextmanager
     def keeping_updates(self) -> Iterator[None]:
-        """Around scoring, in which no process waits for another. If it fails on one, all save the
-        state after the last complete update, and the error says how to go on."""
+        """Around scoring, where processes do not wait for each other. If it fails on one, all save
+        the last complete update as a checkpoint, and the error says how to continue."""
         error = None
         try:
             yield

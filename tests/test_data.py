@@ -276,10 +276,12 @@ def test_a_table_is_a_split_that_is_named_or_train():
         splits = load(name)
         assert splits["train"]["text"][:] == [text]
         assert ("test" in splits) == (name == "set"), "a split that is named is the only one"
-    bad = {"no": "'csv', .*", "only": "'test'", "set::no": "'json', "}
-    bad |= {"mixed": "'csv'.*", "packed": "'csv'.*"}
-    for name, has in bad.items():
-        says = rf"^--query_dataset \S*{name} has \[.*{has}.*\]: name a file, or DATA::split$"
+    for name in ("no", "mixed", "packed"):
+        says = rf"^--query_dataset \S*{name} has files of several kinds, .*'csv'.*: name one of th"
+        with pytest.raises(UserError, match=says):
+            load(name)
+    for name, has in {"only": "'test'", "set::no": "'train', .*"}.items():
+        says = rf"^--query_dataset \S*{name} has the splits \[{has}\]: name one, as in DATA::split$"
         with pytest.raises(UserError, match=says):
             load(name)
 
@@ -352,7 +354,7 @@ def test_a_folder_may_be_named_like_a_file_and_a_file_of_another_kind_is_refused
     for name in ("a.tsv", "a.JSONL", "a.jsonl.zst"):
         Path(name).write_text(to_lines({"text": "w5"}))
     for name in ("a.tsv", "a.JSONL", "a.jsonl.zst", "a.jsonl::train"):
-        with pytest.raises(UserError, match=f"^--query_dataset .*{name}: name a file alone; it en"):
+        with pytest.raises(UserError, match=f"^--query_dataset .*{name}: a file must end in"):
             data_module.load_table("query_dataset", name)
 
 
@@ -467,7 +469,8 @@ def test_the_first_query_and_label_are_shown_as_they_are_read(capsys):
     ],
 )
 def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin, chosen, rejected):
-    """As in Anthropic's HH. A given prompt stays whole, and is read once if both repeat it."""
+    """As in Anthropic's HH. A given prompt stays whole, and is read once if both repeat it. Without
+    a prompt a label is of no use."""
     long = {"query_length": 99, "response_length": 99}
     tokenizer, args = start(train_reward, base_model="bytes", **long)
 
@@ -477,11 +480,15 @@ def test_the_common_beginning_of_two_texts_up_to_a_word_is_their_prompt(begin, c
 
     answers = [begin + chosen, begin + rejected]
     row = {"chosen": answers[0], "rejected": answers[1]}
-    assert_read(row, begin, chosen, rejected)
+    if begin:
+        assert_read(row, begin, chosen, rejected)
+    else:
+        assert_read(row, "", "", "")
     for prompt in ("", None):
-        assert_read(row | {"prompt": prompt}, "", *answers)
-    rest = [answer[len(begin[:2]) :] for answer in answers]
-    assert_read(row | {"prompt": begin[:2]}, begin[:2], *rest)
+        assert_read(row | {"prompt": prompt}, "", "", "")
+    first = begin[:2] or "Y"
+    rest = [answer.removeprefix(first) for answer in answers]
+    assert_read(row | {"prompt": first}, first, *rest)
     assert_read(row | {"prompt": "How? "}, "How? ", *answers)
     chance = "How? " + chosen
     assert_read(row | {"prompt": "How? ", "chosen": chance}, "How? ", chance, answers[1])
@@ -710,6 +717,7 @@ BAD_LABELS = [
     (ASKED | {"chosen": [TALL[0] | {"content": "", "tool_calls": [{}]}]}, "a role and a text, and"),
     # a column that may be the prompt, and samples that are no answers
     (TEXTS | {"riddle": "How tall is it?"}, "row 0: --prompt_column must name the column of"),
+    (ANSWERS | {"riddle": "How tall is it?"}, "row 0: --prompt_column must name the column of"),
     (SAMPLES | {"sample0": TALL}, "row 0: samples must be texts or token ids, not chats: {"),
     (TEXTS | {"trajectory": EARLIER}, "row 0: --prompt_column must name the column of"),
     (SAMPLES | {"system": "Be brief."}, "['system'] are not read: put them into the prompt"),
@@ -861,6 +869,8 @@ USELESS = [
     (PAIR | {"chosen": "w6 w6 w6 w7", "rejected": "w6 w6 w6 w8"}, EQUAL),
     (LABEL | {"sample0": [7]}, EQUAL),
     (ASKED | {"rejected": turn("")}, EMPTY),
+    (ASKED | {"prompt": ""}, EMPTY),
+    (ASKED | {"prompt": []}, EMPTY),
     (ASKED | {"chosen": turn(""), "rejected": turn("")}, EMPTY),
     (ASKED | {"rejected": []}, EMPTY),
     (ASKED | {"chosen": [TALL[0] | {"content": None}]}, EMPTY),

@@ -190,7 +190,7 @@ def test_a_launch_of_the_default_that_is_stopped_leaves_a_checkpoint(tmp_path):
     printed, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "\n2 x cpu" in printed
-    assert "stopped by a signal; to go on (behind python):\n" in printed
+    assert "stopped by a signal; to continue, run with python or your launcher:\n" in printed
     (log,) = logs
     rows = read_lines(log)
     assert rows[0]["objective/scores"] > 1  # letters

@@ -675,7 +675,7 @@ def test_an_added_token_without_an_embedding_is_no_fault_unless_something_has_it
     lm = load_model("base_model", args.base_model, AutoModelForCausalLM)
     ids = torch.tensor([[1, VOCABULARY - 1]])
     assert lm(ids).logits.shape[-1] == VOCABULARY
-    with pytest.raises(UserError, match=f"a text has token {VOCABULARY}, of which the model has"):
+    with pytest.raises(UserError, match=f"a text has token {VOCABULARY}, for which the model has"):
         lm(ids + 1)
     args.truncate_token = "<soft>"  # no response would ever end
     with pytest.raises(UserError, match=f"has 50 embeddings, too few for token {VOCABULARY}$"):

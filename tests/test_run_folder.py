@@ -205,7 +205,7 @@ def test_kills_and_interruptions_change_no_bit(script, world, folder):
             assert re.fullmatch(says, errors.splitlines()[-1]), errors
         if is_signal:
             says, command = printed.splitlines()[-2:]
-            assert says == "stopped by a signal; to go on (behind python):"
+            assert says == "stopped by a signal; to continue, run with python or your launcher:"
             given = [str(ROOT / script), *words, *every, "--resume", "--output_dir", folder / "out"]
             assert command == shlex.join(map(str, given))
             assert "Traceback" not in errors
@@ -671,7 +671,7 @@ def test_what_may_change_takes_effect(tmp_path, monkeypatch, capsys):
     says = "^update 7: objective/kl is beyond --max_kl 1e-09, see docs/metrics.md"
     with pytest.raises(UserError, match=says) as error:
         call(PPO, [*words, "--total_episodes", "32", "--max_kl", "1e-9"], folder)
-    assert error.value.__notes__[0].startswith("to go on (behind python):")
+    assert error.value.__notes__[0].startswith("to continue, run with python or your launcher:")
     assert checkpoints(folder) == ["0000006", "0000007"]
     call(PPO, [*words, "--total_episodes", "32"], folder)
     assert len(read_lines(folder / "out/metrics.jsonl")) == 8
