@@ -176,8 +176,11 @@ def train(run: Run, args: argparse.Namespace) -> tuple[Path, str]:
             log.with_suffix(".stopped").touch()
         elif done.returncode != 0:
             raise SystemExit(f"{script} failed: see {log}")
-    stopped = log.with_suffix(".stopped").exists()
-    return out, log.read_text().splitlines()[-1].partition(": ")[2] if stopped else ""
+    if not log.with_suffix(".stopped").exists():
+        return out, ""
+    script_name = f"{out.name}.py: "
+    lines = log.read_text().splitlines()
+    return out, next(x.removeprefix(script_name) for x in lines if x.startswith(script_name))
 
 
 def curve(out: Path, metric: str) -> list[float]:
