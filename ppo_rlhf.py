@@ -113,7 +113,7 @@ class Args:
 
     # A file (json, jsonl, csv, parquet, txt), or a folder or hub id, perhaps with :config:split
     query_dataset: str = "tiny/queries"
-    # The column of queries (None: the first that exists of prompt, messages, query, text)
+    # The column of prompts (None: the first that exists of prompt, messages, query, text)
     prompt_column: str | None = None
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop)
@@ -143,7 +143,7 @@ class Args:
     num_epochs: PositiveInt = 4  # Passes over the batch in each update
     lr: NonNegativeFloat = 2e-4  # The highest learning rate, see --lr_schedule
     lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
-    # Number n of warm-up updates: update i (from 0) has the scheduled rate times (i + 1) / (n + 1)
+    # Number n of warm-up updates: update i < n (from 0) has (i + 1) / (n + 1) of its scheduled rate
     lr_warmup: NonNegativeInt = 0
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
     adam: Literal["tf", "torch"] = "tf"
@@ -218,7 +218,7 @@ class Batch:
     found_end: Tensor  # (B,), whether there is a truncate token, at --truncate_after or later
     loss_mask: Tensor  # (B, R), tokens that count: all, or those within `lengths`
     num_tokens: list[int]  # B, how many tokens count; a list, so that no pass waits for the GPU
-    sampled_logprobs: Tensor  # (B, R), for check_update
+    sampled_logprobs: Tensor  # (B, R), for sampling_error
     logprobs: Tensor | None = None  # (B, R), of the policy before the update: the old ones
     ref_logprobs: Tensor | None = None  # (B, R), of the reference
     values: Tensor | None = None  # (B, R), predicted before each token
@@ -783,8 +783,8 @@ def evaluate(
     truncate_id: int | None,
     args: Args,
 ) -> dict[str, list]:
-    """The columns of samples.jsonl for these queries: response, score (with its penalty, as in
-    training) and KL. All calls and all processes use the same uniforms."""
+    """Columns of samples.jsonl: for each query a response, its score (with the penalty, as in
+    training), KL and found_end. Each process answers all queries, from the same noise each time."""
     noise = uniforms(args.seed, 0, len(queries), args.response_length)
     batch = rollout(policy, queries, noise, truncate_id, args)
     set_logprobs(batch, policy, ref, torch.arange(len(queries))[None], args)  # one minibatch
@@ -803,9 +803,9 @@ def evaluate(
 def forward_response(
     policy: Module, batch: Batch, temperature: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the policy predicts at each position of the responses: the log-probabilities of all
-    tokens, (b, R, V), and a dict of tensors (b, R): `logprobs`, of the tokens that are there, and
-    what else the policy returns, like `values`, predicted before each token."""
+    """What the policy predicts at each position of the responses: the log-probabilities of the
+    whole vocabulary, (b, R, V), and a dict of tensors (b, R): `logprobs`, of the responses' own
+    tokens, and what else the policy returns, like `values`, predicted before each token."""
     ids, mask = pad_rows(batch.contexts)
     inputs = batch.responses[:, :-1]  # what follows the last token is not needed
     ids = torch.cat([ids, inputs], 1)
@@ -840,8 +840,8 @@ class ActorCritic(Module):
     def forward(
         self, ids: Tensor, mask: Tensor, last: int = 1, cache: Cache | None = None
     ) -> dict[str, Tensor]:
-        """At the last tokens of ids (b, T): `logits` (b, last, V), in fp32, and what else is
-        predicted. A cache is for sampling, which needs only logits."""
+        """What follows each of the last tokens of ids (b, T): `logits` (b, last, V), in fp32, and
+        what else is predicted, (b, last). With a cache, which is for sampling, only `logits`."""
         output = forward(self.lm, ids, mask, cache, last)
         if cache is not None:  # sampling needs no values
             return {"logits": output.logits}

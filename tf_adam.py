@@ -45,9 +45,9 @@ class AdamTF(torch.optim.Adam):
         """One update. It replaces each group's epsilon only while it runs, so state_dict holds the
         given eps.
 
-        Epsilon's step count is a plain int per group, so nothing waits for the GPU. PyTorch counts
-        steps per parameter. The two agree, as in TensorFlow, if every parameter has a gradient at
-        every step.
+        The count t for epsilon is a plain int per group, so nothing waits for the GPU. PyTorch
+        corrects m and v with a count per parameter, and TensorFlow has one count for all. These
+        agree if every parameter has a gradient at every step.
         """
         epsilons = [group["eps"] for group in self.param_groups]
         for group in self.param_groups:

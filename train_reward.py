@@ -111,7 +111,7 @@ class Args:
     eval_labels: PositiveInt = 512  # Evaluate at most this many held-out labels
     # Queries whose samples set gain and bias; forms as for --label_dataset
     query_dataset: str = "tiny/queries"
-    # The column of queries (None: the first that exists of prompt, messages, query, text)
+    # The column of prompts (None: the first that exists of prompt, messages, query, text)
     prompt_column: str | None = None
     query_length: PositiveInt = 32  # Longest query, in tokens
     # What happens to longer queries (None: keep_start if there is an --end_text, else drop), and to
@@ -139,7 +139,7 @@ class Args:
     micro_batch_size: PositiveInt = 128
     lr: NonNegativeFloat = 2e-3  # The highest learning rate, see --lr_schedule
     lr_schedule: Literal["linear", "constant"] = "linear"  # --lr decays to 0, or stays
-    # Number n of warm-up updates: update i (from 0) has the scheduled rate times (i + 1) / (n + 1)
+    # Number n of warm-up updates: update i < n (from 0) has (i + 1) / (n + 1) of its scheduled rate
     lr_warmup: NonNegativeInt = 0
     # Adam as TensorFlow has it (original), or torch.optim.AdamW
     adam: Literal["tf", "torch"] = "tf"
@@ -213,8 +213,8 @@ def main(preset: str, args: Args) -> None:
     ref_lm = freeze(load_base(AutoModelForCausalLM, tokenizer, longest, args), args.dtype)
     model = load_base(AutoModelForSequenceClassification, tokenizer, longest, args)
     set_seed(args.seed)
-    if "SequenceClassification" not in str(model.config.architectures):  # its head is new
-        std = 1 / math.sqrt(model.score.in_features + 1)  # and random, as the original's
+    if "SequenceClassification" not in str(model.config.architectures):  # its file had no head
+        std = 1 / math.sqrt(model.score.in_features + 1)  # of a new head, as in the original
         nn.init.normal_(model.score.weight, std=std)
     reward = RewardModel(model, args).to(accelerator.device)
 
@@ -280,8 +280,8 @@ def main(preset: str, args: Args) -> None:
 
 # --- the algorithm --------------------------------------------------------------------------------
 def label_rewards(reward: Module, labels: list[Comparison]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards (b, N) of the N responses to each query; the index of the best one, (b,); and whether
-    it has the highest reward, (b,). Responses count up to their last token."""
+    """Rewards (b, N) of the N responses to each query, each read at its last token; the index of
+    the one that people liked best, (b,); and whether that one has the highest reward, (b,)."""
     ids, mask = pad_rows([label.query for label in labels])
     # To pad responses on the right: reverse them, pad on the left, reverse back.
     reversed_rows = [response[::-1] for label in labels for response in label.responses]

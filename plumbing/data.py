@@ -85,8 +85,8 @@ def split_name(name: str) -> tuple[str, str, str]:
 
 
 def keeping_texts(table: datasets.Dataset, file: str | None) -> dict[str, Any]:
-    """Options with which datasets keeps this table's texts as they are in its files. By default it
-    changes "None" and 18 in a csv file, to an empty cell and a number, and dates in JSON."""
+    """Options with which datasets keeps this table's texts as they are in its files. By default, it
+    makes "None" in a csv file an empty cell and 18 a number, and turns dates in JSON into times."""
     features = table.features
     if table.builder_name == "csv":
         # If rows have more cells than names, pandas takes the first for an index of this name.

@@ -234,7 +234,7 @@ def cut_answer(tokens: list[int], end: int | None, args: Any) -> list[int]:
 def newest_reward_model(preset: str) -> str:
     """The folder of the newest reward model that train_reward.py has finished for this preset, in
     the current folder's runs/. UserError if there is none."""
-    finished = Path.cwd().glob(f"runs/train_reward-{preset}-*-20??????-??????/samples.jsonl")
+    finished = Path.cwd().glob(f"runs/train_reward-{preset}-[0-9]*-20??????-??????/samples.jsonl")
     newest = max(finished, key=lambda path: path.parent.name[-15:], default=None)  # by time
     (newest,) = broadcast_object_list([newest])  # what the first process sees
     if not newest:

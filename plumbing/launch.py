@@ -41,9 +41,9 @@ def say(*values: object) -> None:
 
 @contextlib.contextmanager
 def blame(what: str, kind: type | tuple = Exception) -> Iterator[None]:
-    """Turns an error of this kind in the block into a UserError: `what`, then the cause. Around
-    calls of a library, and of a model, leave `kind` as it is. Around the scripts' own functions
-    name the kind that is expected, so that their bugs keep their traceback."""
+    """Turns an error of this kind in the block into a UserError: `what`, then the cause. A
+    UserError, too, gets `what` in front. Around calls of a library or a model leave `kind` as it
+    is. Around the scripts' own functions name the expected kind: then bugs keep their traceback."""
     try:
         yield
     except UserError as error:

@@ -82,7 +82,7 @@ def load_model(
         if "label_dataset" in vars(args):  # train_reward.py may continue from a reward model
             info["unexpected_keys"].discard("score.weight")
     check_weights(model, info, head, what)
-    if hasattr(model.config, "output_router_logits"):  # for a loss that cannot read a cache
+    if hasattr(model.config, "output_router_logits"):  # the experts' extra loss fails with a cache
         model.config.output_router_logits = False
     if is_base:  # a trial: an error in saving after the last update would come too late
         architectures = model.config.architectures
@@ -263,10 +263,10 @@ def forward(
     cache: Cache | None = None,
     last: int | None = None,
 ) -> ModelOutput:
-    """The output of a trunk for ids (B, T); with `last`, that of a language model: logits
-    (B, last, V) and last_hidden_state (B, last, d), which the head reads, at the last tokens. With
-    a cache, ids follow what is in it, and mask covers both. Positions count real tokens, as the
-    original's do."""
+    """The output of a trunk for ids (B, T). With `last`, that of a language model: logits
+    (B, last, V) at the last tokens, and as last_hidden_state the states that its head read, which
+    are (B, last, d), or in a few models (B, T, d). With a cache, ids follow what is in it, and mask
+    covers both. Positions count real tokens, as the original's do."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding has position 0, but is masked
     run = partial(
         model,
@@ -292,7 +292,7 @@ def forward(
 
 def pad_rows(rows: TokenRows) -> tuple[Tensor, Tensor]:
     """Token ids (B, T), padded on the left, and a mask, which is False at padding."""
-    # At least 2: RLOO has a pass over all but the last, and no process may be without it.
+    # At least 2: a pass over all but the last token must not be empty on some processes alone.
     longest = max(2, *map(len, rows))
     padded = [[-1] * (longest - len(row)) + row for row in rows]
     ids = torch.tensor(padded, device=PartialState().device)

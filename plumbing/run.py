@@ -240,11 +240,13 @@ class Run:
         if not any(gather_object([error is not None])):
             return
         error = error or UserError("another process failed")
-        path = self.folder / f"checkpoints/{self.state['update']:07d}"
-        if path not in broadcast_object_list([complete_checkpoints(self.folder)])[0]:
+        made = self.state["update"]
+        path = self.folder / f"checkpoints/{made:07d}"
+        # Without an update there is nothing to save, and FSDP2 would count a step of the optimizer.
+        if made and path not in broadcast_object_list([complete_checkpoints(self.folder)])[0]:
             with blame(f"scoring failed ({error!r}), and then"):
                 self.save_checkpoint(path, self.state_as_json())
-        error.add_note(f"The last complete update is saved in {path}; {self.how_to_go_on()}")
+        error.add_note(f"The run is saved with {made} complete updates; {self.how_to_go_on()}")
         raise error
 
     def state_as_json(self) -> str:

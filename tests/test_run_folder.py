@@ -329,9 +329,15 @@ def test_a_reward_function_that_fails_late_or_moves(
 
 
 def test_an_error_of_scoring_is_told_if_its_checkpoint_fails_too(tmp_path):
+    """Before the first update is complete there is nothing to save."""
     args = ppo_rlhf.Args(output_dir=str(tmp_path / "out"))
     run_of_args = run_module.Run(Accelerator(cpu=True), ppo_rlhf.FILE, args, 1, [], {})
     run_of_args.start()
+    with pytest.raises(ValueError, match="^no answer\n") as error, run_of_args.keeping_updates():
+        raise ValueError("no answer")
+    assert error.value.__notes__[0].startswith("The run is saved with 0 complete updates; to conti")
+    assert checkpoints(tmp_path) == []
+    run_of_args.state["update"] = 1
     says = r"^scoring failed \(ValueError\('no answer'\)\), and then: no room$"
     with (
         mock.patch.object(run_of_args, "save_checkpoint", side_effect=UserError("no room")),
