@@ -194,7 +194,8 @@ def test_the_newest_reward_model_is_taken(tmp_path, monkeypatch, capsys):
     other = shutil.copytree(folder, tmp_path / "runs/train_reward-sentiment-1-20260101-030405")
     for file in (folder / ".DS_Store", folder.parent / ".DS_Store", other / "notes.txt"):
         file.touch()
-    shutil.copytree(folder, tmp_path / "runs/train_reward-tiny-mine")
+    for name in ("tiny-mine", "tiny-mine-1-20260105-030405"):  # the second one of another preset
+        shutil.copytree(folder, tmp_path / f"runs/train_reward-{name}")
     # A run that is not finished
     (tmp_path / "runs/train_reward-tiny-3-20260104-030405/reward_model").mkdir(parents=True)
     for preset, taken in (
