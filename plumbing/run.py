@@ -66,7 +66,7 @@ def check_folder(folder: Path, args: Any) -> None:
 
 def has_moved(value: Any, before: Any, folder: Path, settings: dict) -> bool:
     """Whether a setting is a path that has moved with the run's folder, like a whole project."""
-    if not os.path.isabs(str(before)) or os.path.exists(before):
+    if not value or not os.path.isabs(str(before)) or os.path.exists(before):
         return False
     return os.path.relpath(str(value), folder) == os.path.relpath(before, settings["output_dir"])
 

@@ -608,6 +608,7 @@ def test_a_setting_may_be_a_path_and_its_file_may_have_moved(tmp_path):
     assert not has_moved(new, old, folder="old")
     assert not has_moved(new, tmp_path / "old/v2/rm/reward_model")
     assert not has_moved(None, old)
+    assert not has_moved("", old)
     assert not has_moved("new/model", "old/model")  # may be on the hub
     old.mkdir(parents=True)
     assert not has_moved(new, old)
