@@ -101,6 +101,18 @@ def test_the_best_of_each_four_responses_is_kept(folder, monkeypatch):
         assert row["score"] == max(scores)
 
 
+def test_prompts_of_three_texts_become_chats(tmp_path, monkeypatch):
+    """By the page's code. The answers stay texts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    texts = {"prompt": "Is it lit?", "chosen": "Yes.", "rejected": "No."}
+    Path("my_pairs.jsonl").write_text(to_lines(texts, texts))
+    (code,) = re.findall(r"```python\n(from datasets .*?)```", (ROOT / PAGE).read_text(), re.S)
+    exec(compile(code, PAGE, "exec"), {})
+    row, _ = read_lines(Path("my_labels.jsonl"))
+    assert row == texts | {"prompt": turn("Is it lit?", "user")}
+
+
 def test_what_is_printed_is_what_the_page_says_to_look_for(folder):
     printed = (folder / "qwen_reward.txt").read_text()
     assert "24 of 24 rows" in printed
