@@ -19,7 +19,7 @@ WORDS = {0.0: "none", 0.15: "default"}  # of coefficients
 # Labels, algorithm, KL coefficient and seed of the runs whose responses are shown.
 SHOWN = (("128", "PPO", 0.0, 3), ("4000:0.5", "RLOO", 0.0, 2))
 SHOWN += (("512", "PPO", 0.0, 1), ("512", "PPO", 0.15, 1))
-FRESH = range(61, 67)  # seeds of the fresh sets of labels that are done
+FRESH = range(61, 73)  # seeds of the fresh sets of labels
 SEEDS = {1: "-", 2: "--", 3: ":"}  # lines of runs that differ by their seed
 SHADES = {0.0: "#E69F00", 0.05: "#56B4E9", 0.15: "#009E73", 0.5: "#CC79A7"}  # of coefficients
 
