@@ -47,6 +47,7 @@ DRAWS = 16  # more responses of the starting model to each held-out opening
 QUERY, RESPONSE, READ = 8, 20, 48  # tokens; the last of a text that judge A reads
 WORDS = 40  # of a review that judge B learns from, at either end
 ROWS = 64  # of a pass
+LONGEST = 128  # tokens of any text that a model reads
 METRICS = ("objective/kl", "objective/scores", "policy/clipfrac", "seconds")
 PROMPT = "A film review:"
 NO_CUT = "--start_text none --end_text none --truncate_token none"
@@ -172,13 +173,13 @@ def make_judge_b(data: Data) -> JudgeB:
 class Reader:
     """The starting model's tokenizer, and what needs it."""
 
-    def __init__(self, base_model: str) -> None:
+    def __init__(self, base_model: str, response_length: int = RESPONSE) -> None:
         self.base_model = base_model
         self.tokenizer = AutoTokenizer.from_pretrained(base_model)
         self.args = rloo_rlhf.Args(
             base_model=base_model,
             rloo_k=1,
-            response_length=RESPONSE,
+            response_length=response_length,
             truncate_token=None,
             micro_batch_size=32,
         )
@@ -190,7 +191,7 @@ class Reader:
     def score(self, folder: str, queries: TokenRows, responses: TokenRows) -> Any:
         """The rewards of a classifier."""
         self.args.reward_model = folder
-        score = ours.load_score_fn(self.tokenizer, 128, self.args)
+        score = ours.load_score_fn(self.tokenizer, LONGEST, self.args)
         return score([ours.query(query) for query in queries], responses).numpy()
 
     def judge_a(self, folder: str, texts: list[str]) -> np.ndarray:
@@ -204,7 +205,7 @@ class Reader:
 
     def actors(self, model: str) -> tuple[Any, Any]:
         """The policy in a folder, and the reference."""
-        load = ours.loader(self.tokenizer, 64, self.args)
+        load = ours.loader(self.tokenizer, LONGEST, self.args)
         self.args.base_model = self.base_model
         _, lm = rloo_rlhf.load_policy_and_reference(load, self.args)
         ref = ours.make_actor(rloo_rlhf, lm, self.args)
@@ -218,7 +219,7 @@ class Reader:
     def sample(self, openings: TokenRows, draw: int) -> TokenRows:
         """The starting model's response to each opening."""
         policy, _ = self.actors(self.base_model)
-        u = rloo_rlhf.uniforms(1, draw, len(openings), RESPONSE)
+        u = rloo_rlhf.uniforms(1, draw, len(openings), self.args.response_length)
         responses = []
         for i in range(0, len(openings), ROWS):
             asked = [ours.query(opening) for opening in openings[i : i + ROWS]]
@@ -232,7 +233,7 @@ class Reader:
         starting model."""
         policy, ref = self.actors(model)
         queries = [ours.query(opening) for opening in openings]
-        u = rloo_rlhf.uniforms(1, draw, len(queries), RESPONSE)
+        u = rloo_rlhf.uniforms(1, draw, len(queries), self.args.response_length)
         parts = []
         for i in range(0, len(queries), ROWS):
             asked = queries[i : i + ROWS]
