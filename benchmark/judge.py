@@ -87,33 +87,33 @@ class Judge:
         }
 
 
-def best_of_n(judges: dict[str, Judge], pool: int) -> list[dict[str, Any]]:
-    """Of each judge, named by its labels: KL, reward and true score of the best of n = 1, 2, 4, ..
-    of the starting model's responses, as its reward model chooses. Means over all choices of n
-    among `pool` responses to each query, which the judges share."""
-    first = next(iter(judges.values()))
-    draws = [first.responses(first.ref, 10**6 + i) for i in range(pool)]
+def best_of_n(judge: Judge, pool: int) -> dict[str, list[float]]:
+    """KL, reward and true score of the best of n = 1, 2, 4, .. of the starting model's responses,
+    as the judge's reward model chooses. Means over all choices of n among `pool` responses to each
+    query."""
+    draws = [judge.responses(judge.ref, 10**6 + i) for i in range(pool)]
     texts = [rloo_rlhf.truncated(batch) for batch in draws]
-    true_scores = np.array([first.true_scores(x) for x in texts]).T  # (queries, pool)
-    rows = []
-    for labels, judge in judges.items():
-        rewards = np.array([judge.rewards(x) for x in draws]).T
-        order = rewards.argsort(1)
-        sorted_rewards = np.take_along_axis(rewards, order, 1)
-        sorted_true_scores = np.take_along_axis(true_scores, order, 1)
-        points = []
-        n = 1
-        while n <= pool // 2:
-            # Of the pool's r-th smallest to be the best of n.
-            share = comb(np.arange(pool), n - 1) / comb(pool, n)
-            point = {
-                "n": n,
-                "kl": float(np.log(n) - (n - 1) / n),
-                "reward": float((sorted_rewards * share).sum(1).mean()),
-                "true_score": float((sorted_true_scores * share).sum(1).mean()),
-            }
-            points.append(point)
-            n *= 2
-        curve = {name: [point[name] for point in points] for name in points[0]}
-        rows.append({"labels": labels} | curve)
-    return rows
+    true_scores = np.array([judge.true_scores(x) for x in texts]).T  # (queries, pool)
+    rewards = np.array([judge.rewards(x) for x in draws]).T
+    order = rewards.argsort(1)
+    sorted_rewards = np.take_along_axis(rewards, order, 1)
+    sorted_true_scores = np.take_along_axis(true_scores, order, 1)
+    points = []
+    n = 1
+    while n <= pool // 2:
+        # Of the pool's r-th smallest to be the best of n.
+        share = comb(np.arange(pool), n - 1) / comb(pool, n)
+        best_rewards = sorted_rewards @ share
+        best_true_scores = sorted_true_scores @ share
+        point = {
+            "n": n,
+            "kl": float(np.log(n) - (n - 1) / n),
+            "reward": float(best_rewards.mean()),
+            "true_score": float(best_true_scores.mean()),
+        }
+        points.append(point)
+        n *= 2
+    curve = {}
+    for name in points[0]:
+        curve[name] = [point[name] for point in points]
+    return curve

@@ -19,7 +19,7 @@ a number at its end says how many rows. A number in prose stands in a marker, to
 record: into a field, or to the items of a list that have this value in one of their fields.
 
     <!-- full.json: table > default > kl .1f -->5.8<!-- / -->
-    <!-- penalty.json: repeats > all, none > repeat d -->17<!-- / -->
+    <!-- set-{61..72}.json: penalties > PPO > sets d -->12<!-- / -->
     <!-- runs.json: gains > PPO {mean:+.2f} ± {width:.2f} -->+0.70 ± 0.05<!-- / -->
 
 The last one is of several fields, with the words between them, as in the cells of a table.
@@ -281,10 +281,10 @@ def first_passages(curves: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray
     return levels, np.mean([differences.at_levels(curve, levels) for curve in curves], 0)
 
 
-def best_of_n(record: Record, labels: str = "4000") -> tuple[np.ndarray, np.ndarray]:
+def best_of_n(record: Record) -> tuple[np.ndarray, np.ndarray]:
     """KL and mean true score of best of n, for n = 1, 2, 4, .. 128, as the reward model chooses; of
-    a record of overoptimisation."""
-    rows = [row for row in record["best_of_n"] if row["labels"] == labels]
+    the record of the default run."""
+    rows = record["best_of_n"]
     return np.array(rows[0]["kl"]), np.mean([row["true_score"] for row in rows], 0)
 
 

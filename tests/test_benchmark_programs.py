@@ -17,8 +17,7 @@ PROGRAMS = {
     "studies/optimum/run": "--seeds 1 --updates 2",
     "studies/choices/run": "--choices default GRPO --seeds 1 --jobs 1 --episodes 8 --batch_size 8",
     "studies/rates/run": "--rates 2e-4 --seeds 1 --jobs 1 --episodes 8 --batch_size 8",
-    "studies/overoptimisation/run": "--labels 128 --seeds 1 --episodes 64 --pool 2 --jobs 1"
-    " --kl_coefs 0.15 --kl_target 6",
+    "studies/overoptimisation/run": "--labels 128 --seeds 1 --episodes 64 --jobs 1 --kl_coefs 0.15",
 }
 
 

@@ -17,7 +17,9 @@ import rloo_rlhf
 from benchmark import differences, runs
 from benchmark.studies.alternatives import run as alternatives
 from benchmark.studies.choices import run as choices
+from benchmark.studies.human_labels import policies
 from benchmark.studies.optimum import run as optimum
+from benchmark.studies.overoptimisation import report as over_report
 from benchmark.studies.overoptimisation import run as over
 
 STUDIES = ROOT / "benchmark" / "studies"
@@ -44,25 +46,12 @@ def of_choices(record):
     return choices.summarise(record["rows"], tuple(record["table"][0]["levels"]))
 
 
-def frontier(record):
-    groups = over.curves_of(record["rows"], record["best_of_n"])
-    return over.summarise(groups)
-
-
-@pytest.mark.parametrize(
-    ("name", "summarise"),
-    [
-        ("choices/short", of_choices),
-        ("rates/slow", of_choices),
-        ("overoptimisation/frontier", frontier),
-    ],
-)
-def test_the_table_of_a_record_is_that_of_its_runs(name, summarise):
+@pytest.mark.parametrize("name", ["choices/short", "rates/slow"])
+def test_the_table_of_a_record_is_that_of_its_runs(name):
     record = json.loads((STUDIES / f"{name}.json").read_text())
-    for mine, recorded in zip(summarise(record), record["table"], strict=True):
+    for mine, recorded in zip(of_choices(record), record["table"], strict=True):
         older = {key for key in recorded if key.startswith("beside")}  # of slow, by 0.5.0
-        older |= {"alpha", "beta", "explained"} if "best_of_n" in record else set()  # a fit
-        assert recorded.keys() - mine.keys() <= {"accuracy"} | older  # the first comes later
+        assert recorded.keys() - mine.keys() <= older
         for key, value in mine.items():
             if key == "levels":  # which the table is made for
                 continue
@@ -138,13 +127,9 @@ def test_every_run_is_a_copy_that_vader_reads(tmp_path):
 
 
 # --- overoptimisation -----------------------------------------------------------------------------
-def labels_of(source, folder):
-    made = over.labels_folder(source, 1, folder)
-    return datasets.load_dataset(str(made), cache_dir=str(folder / "cache"))
-
-
 def test_few_labels_come_in_turn(tmp_path):
-    splits = labels_of("128", tmp_path)
+    made = over.labels_folder("128", 1, tmp_path)
+    splits = datasets.load_dataset(str(made), cache_dir=str(tmp_path / "cache"))
     rows = splits["train"].to_list()
     assert len(rows) == over.NUM_LABELS
     assert rows[:128] == rows[128:256]
@@ -153,12 +138,105 @@ def test_few_labels_come_in_turn(tmp_path):
     assert splits["test"].to_list() == all_of_tiny["test"].to_list()
 
 
-def test_noise_replaces_that_share_of_the_choices(tmp_path):
-    clean = labels_of("4000", tmp_path)["train"]
-    noisy = labels_of("4000:0.5", tmp_path)["train"]
-    assert clean["sample0"] == noisy["sample0"]
-    changed = np.not_equal(clean["best"], noisy["best"])
-    assert np.mean(changed) == pytest.approx(0.5 * 0.75, abs=0.03)
+def record_of(size, *runs, start=0.0, accuracy=0.5):
+    """A record of one set of labels. A run: algorithm, coefficient, share of repetitive responses,
+    true score."""
+    rows = []
+    for algorithm, coef, repetitive, true_score in runs:
+        row = {
+            "labels": size,
+            "algorithm": algorithm,
+            "kl_coef": coef,
+            "held_out": responses_with(repetitive, true_score),
+        }
+        rows.append(row)
+    model = {
+        "labels": size,
+        "accuracy": accuracy,
+    }
+    starting_model = {
+        "labels": size,
+        "held_out": responses_with(0.0, start),
+    }
+    return {
+        "rows": rows,
+        "reward_models": [model],
+        "starting_models": [starting_model],
+    }
+
+
+def responses_with(repetitive, true_score):
+    return {
+        "repetitive": repetitive,
+        "true_score": true_score,
+        "likelihood": -1.0,
+        "kl": 2.0,
+    }
+
+
+def test_penalties_are_compared_within_sets_of_labels():
+    """Leads of PPO 0.8 and 0.6, of RLOO 0.4 and -0.2: in one of two sets more for RLOO."""
+    first = record_of(
+        "128",
+        ("PPO", 0.0, 0.9, 0.5),
+        ("PPO", 0.15, 0.1, 0.3),
+        ("RLOO", 0.0, 0.5, 0.1),
+        ("RLOO", 0.15, 0.1, 0.2),
+    )
+    second = record_of(
+        "128",
+        ("PPO", 0.0, 0.8, 0.5),
+        ("PPO", 0.15, 0.2, 0.1),
+        ("RLOO", 0.0, 0.1, 0.1),
+        ("RLOO", 0.15, 0.3, 0.4),
+    )
+    ppo, rloo, both = over_report.penalties(first, second)
+    found = ppo["repetitive"]
+    assert found["none"] == pytest.approx(0.85)
+    assert found["default"] == pytest.approx(0.15)
+    assert found["mean"] == pytest.approx(0.7)
+    assert found["width"] == pytest.approx(12.706 * 0.1, rel=1e-4)
+    assert found["more"] == 2
+    assert rloo["repetitive"]["mean"] == pytest.approx(0.1)
+    assert rloo["repetitive"]["more"] == 1
+    assert both["repetitive"]["mean"] == pytest.approx(0.4)
+
+
+def test_numbers_of_labels_are_compared_by_runs_with_the_penalty():
+    small = record_of(
+        "128",
+        ("PPO", 0.0, 0.9, 0.9),  # without the penalty
+        ("PPO", 0.15, 0.1, 0.2),
+        ("RLOO", 0.15, 0.0, 0.1),
+        accuracy=0.3,
+    )
+    large = record_of(
+        "4000",
+        ("RLOO", 0.15, 0.0, 0.8),
+        ("PPO", 0.15, 0.0, 0.6),
+        start=0.1,
+    )
+    rows = over_report.by_labels(large, large, small, small)  # two seeds each
+    assert [row["labels"] for row in rows] == [128, 4000]
+    assert [row["PPO"]["mean"] for row in rows] == [0.2, 0.6]
+    assert [row["RLOO"]["mean"] for row in rows] == [0.1, 0.8]
+    assert [row["accuracy"]["mean"] for row in rows] == [0.3, 0.5]
+    assert [row["start"]["mean"] for row in rows] == [0.0, 0.1]
+
+
+# --- human labels ---------------------------------------------------------------------------------
+def test_pairs_are_divided_into_parts_that_share_none():
+    """A pair whose dialogues differ before the last answer is left out."""
+    pairs = [{"chosen": "Why?\n\nAssistant: a", "rejected": "How?\n\nAssistant: b"}]
+    for i in range(policies.HELD_OUT + 41):
+        prompt = f"Human: {i}?\n\nAssistant:"
+        pairs.append({"chosen": f"{prompt} yes", "rejected": f"{prompt} no"})
+    parts = policies.divide(pairs)
+    assert [len(part) for part in parts] == [policies.HELD_OUT, 20, 21]
+    prompts = [row["prompt"] for part in parts for row in part]
+    assert set(prompts) == {pair["chosen"].removesuffix(" yes") for pair in pairs[1:]}
+    assert parts.half_a[0]["chosen"] == " yes"
+    assert parts.half_a[0]["rejected"] == " no"
 
 
 # --- the exact optimum ----------------------------------------------------------------------------

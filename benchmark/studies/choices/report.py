@@ -381,4 +381,4 @@ def over_kl(record: Record, others: Record) -> Figure:
 
 RECORDS = ("full.json", "short.json")
 PICTURES = {"all.png": (of_both, *RECORDS), "chosen.png": (chosen, *RECORDS)}
-PICTURES["full.png"] = (over_kl, "full.json", "../overoptimisation/tiny.json")
+PICTURES["full.png"] = (over_kl, "full.json", "../default_run/runs.json")

@@ -19,7 +19,6 @@ import numpy as np
 from benchmark import common, runs
 from benchmark.judge import Judge, best_of_n
 
-LABELS = "4000"  # of each reward model
 POOL = 256  # responses to each of 128 queries, for best of n
 
 
@@ -44,8 +43,7 @@ def measure(task: tuple[str, int, Path, list[str]]) -> dict[str, Any]:
 def best_of_seed(task: tuple[int, Path]) -> dict[str, Any]:
     """Best of n by the reward model that the policies of this seed learn from."""
     reward = runs.reward_folder("", *task) / "reward_model"
-    (row,) = best_of_n({LABELS: Judge(task[0], reward, num_queries=128)}, POOL)
-    return row | {"seed": task[0]}
+    return best_of_n(Judge(task[0], reward, num_queries=128), POOL) | {"seed": task[0]}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from benchmark import report
 from benchmark.differences import smooth
 from benchmark.report import START, Record
-from benchmark.studies.overoptimisation.report import FRESH, held_out
+from benchmark.studies.overoptimisation.report import DEFAULT, NONE, SETS, held_out
 
 ILL = "#CC3311"
 SYMPTOMS = {  # as the record names them: title
@@ -54,7 +54,7 @@ def symptoms(record: Record, *sets: Record) -> Figure:
     panels[1, 1].text(500, 0.17, "chance", ha="right", fontsize=9)
     panels[1, 1].set_ylim(0, 0.8)
     last = panels[1, 2]
-    for place, (coef, colour) in enumerate(((0.15, START), (0.0, ILL))):
+    for place, (coef, colour) in enumerate(((DEFAULT, START), (NONE, ILL))):
         shares = [means["repetitive"] for means in held_out(sets, ["PPO"], coef)]
         last.plot([place] * len(shares), shares, "o", color=colour)
     last.set_xticks((0, 1), ("default penalty", "no penalty"))
@@ -66,5 +66,6 @@ def symptoms(record: Record, *sets: Record) -> Figure:
     return figure
 
 
-SETS = [f"../overoptimisation/set-{seed}.json" for seed in FRESH]
-PICTURES = {"symptoms.png": (symptoms, "symptoms.json", *SETS)}
+PICTURES = {
+    "symptoms.png": (symptoms, "symptoms.json", *(f"../overoptimisation/{name}" for name in SETS)),
+}
