@@ -237,16 +237,9 @@ def beside_rloo(record: Record) -> list[Row]:
 def planned(record: Record) -> list[Row]:
     """The comparisons of protocol.md: for each seed the mean over pairs of runs of their difference
     at the same KL, and at the end. `holds` is by Holm's method over these four."""
-    runs = {(row["choice"], row["seed"]): row for row in record["rows"]}
     rows = []
     for name, pairs_of_choices in PLANNED.items():
-        leads = []
-        ends = []
-        for seed in record["args"]["seeds"]:
-            pairs = [(runs[one, seed], runs[other, seed]) for one, other in pairs_of_choices]
-            leads.append(np.mean([mean(at_equal_kl(*pair, SHORT_LEVELS)) for pair in pairs]))
-            found = [scores_of(one, ()) - scores_of(other, ()) for one, other in pairs]
-            ends.append(np.mean(found))
+        leads, ends = leads_of(record, pairs_of_choices)
         row = {"name": name} | differences.of_seeds(leads)
         deviation = float(np.std(leads, ddof=1))
         row["p"] = differences.p_value(leads, deviation, len(leads) - 1)
@@ -254,6 +247,30 @@ def planned(record: Record) -> list[Row]:
     for row, holds in zip(rows, differences.holm([row["p"] for row in rows]), strict=True):
         row["holds"] = "yes" if holds else "no"
     return rows
+
+
+def leads_of(
+    record: Record, pairs_of_choices: list[tuple[str, str]]
+) -> tuple[list[float], list[float]]:
+    """For each seed, how far the first of a pair of choices is above the other at the same KL, and
+    at the end; means over the pairs."""
+    runs = {(row["choice"], row["seed"]): row for row in record["rows"]}
+    leads = []
+    ends = []
+    for seed in record["args"]["seeds"]:
+        pairs = [(runs[one, seed], runs[other, seed]) for one, other in pairs_of_choices]
+        leads.append(np.mean([mean(at_equal_kl(*pair, SHORT_LEVELS)) for pair in pairs]))
+        found = [scores_of(one, ()) - scores_of(other, ()) for one, other in pairs]
+        ends.append(np.mean(found))
+    return leads, ends
+
+
+def together(record: Record) -> Row:
+    """What the start as the reward model and the warm-up gain together, with the seeds of
+    protocol.md, which had not planned this."""
+    pair = ("critic from the reward model, warmed up", "default")
+    leads, ends = leads_of(record, [pair])
+    return differences.of_seeds(leads) | {"end": differences.of_seeds(ends)}
 
 
 def starts(record: Record) -> list[Row]:

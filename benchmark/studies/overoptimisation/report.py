@@ -18,7 +18,9 @@ SEEDS = range(61, 64)  # of the larger ones
 SHADES = {"128": "#E69F00", "4000": "#56B4E9"}  # of numbers of labels
 WINDOW = 5  # updates whose means make a point of a curve
 NATS = (0, 4, 16, 36, 64, 100, 144)  # which the pictures name
-TITLE = "Without a KL penalty, the reward rises in every run; the true score does not"
+TITLE = (
+    "Without a KL penalty the reward rises in every run; with few labels the true score need not"
+)
 
 
 # --- tables ---------------------------------------------------------------------------------------
