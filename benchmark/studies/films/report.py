@@ -24,14 +24,14 @@ def short(rate: float) -> str:
     return f"{rate:.0e}".replace("e-0", "e-")
 
 
-def against_start(row: Row, start: Row, tie: float = TIE) -> Row:
-    """How the judge compares a policy's response to each query with the starting model's."""
+def against_start(row: Row, start: Row) -> Row:
+    """How judge B compares a policy's text of each opening with the starting model's."""
     gains = np.subtract(row["judge"], start["judge"])
     return {
         "gain": float(gains.mean()),
-        "won": float((gains > tie).mean()),
-        "tied": float((np.abs(gains) <= tie).mean()),
-        "lost": float((gains < -tie).mean()),
+        "won": float((gains > TIE).mean()),
+        "tied": float((np.abs(gains) <= TIE).mean()),
+        "lost": float((gains < -TIE).mean()),
     }
 
 

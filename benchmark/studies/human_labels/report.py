@@ -5,7 +5,6 @@ from matplotlib.figure import Figure
 
 from benchmark import differences, report
 from benchmark.report import CRITIC, OTHER, Record, Row
-from benchmark.studies.films.report import against_start, agreement
 
 RECORDS = tuple(f"seed-{seed}.json" for seed in (1, 2, 3))
 RULES = {
@@ -16,9 +15,6 @@ RULES = {
     "the likelier answer, per token": ("token_likelihood", 1),
 }
 DRAWS = 2_000
-TIE = 0.1  # of gold reward
-MEANS = ("judge", "reward", "kl", "words", "repeats", "likelihood")
-__all__ = ["agreement"]  # for the page
 SHIFT = 0.12  # between the marks of two seeds
 SHARE = "share of 512 held-out pairs in which people chose this answer,\n"
 SHARE += "with each of three seeds (lines: 95% intervals over pairs)"
@@ -67,31 +63,6 @@ def ahead(*records: Record) -> list[Row]:
     for rule in others:
         found = [right(record, model) - right(record, rule) for record in records]
         rows.append({"rule": rule} | both_intervals(found))
-    return rows
-
-
-def gains(record: Record) -> list[Row]:
-    """The gain in gold reward, and wins, ties and losses by it: means over seeds with intervals."""
-    start = record["rows"][0]
-    rows = []
-    for (algorithm,), runs in report.group(record["rows"][1:], "run").items():
-        found = [against_start(run, start, TIE) for run in runs]
-        row: Row = {"name": algorithm, "seeds": len(runs)}
-        for key in ("gain", "won", "tied", "lost"):
-            row[key] = differences.with_interval([each[key] for each in found])
-        rows.append(row)
-    return rows
-
-
-def models(record: Record) -> list[Row]:
-    """A row for each model: means over its responses."""
-    rows = []
-    for row in record["rows"]:
-        seed = f", seed {row['seed']}" if "seed" in row else ""
-        found: Row = {"name": f"{row['run']}{seed}"}
-        for key in MEANS:
-            found[key] = float(np.mean(row[key]))
-        rows.append(found)
     return rows
 
 

@@ -37,7 +37,6 @@ BATCH_SIZE = 64
 NUM_LABELS = 4_000  # that a reward model reads, one after the other
 KL_TARGET = 6.0  # nats, the default's
 KINDS = ("true_score", "kl", "reward")
-LAST = 5  # updates whose mean is the start or the end of a run
 
 
 # --- reward models --------------------------------------------------------------------------------
@@ -148,11 +147,6 @@ def main() -> None:
             sys.stdout.write(f"{words}: {ends}\n")
             sys.stdout.flush()
         starting = pool.map(starting_model, named, 1)
-    accuracies = {(model["labels"], model["seed"]): model["accuracy"] for model in models}
-    for row in runs:
-        row["accuracy"] = accuracies[row["labels"], row["seed"]]
-        row["start"] = {kind: float(np.mean(row[kind][:LAST])) for kind in KINDS}
-        row["end"] = {kind: float(np.mean(row[kind][-LAST:])) for kind in KINDS}
     common.write(args, runs, reward_models=models, starting_models=starting)
 
 
