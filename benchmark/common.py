@@ -136,12 +136,6 @@ def make_parser(text: str, program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def episode(row: dict[str, float]) -> float | None:
-    """The episodes up to a line of metrics.jsonl, if that is one of PPO or RLOO."""
-    names = ("episode", "ppo/episode", "rloo/episode")  # the last two before 0.9.0
-    return next((row[name] for name in names if name in row), None)
-
-
 # --- models and data ------------------------------------------------------------------------------
 def new_accelerator(reset: bool = True) -> accelerate.Accelerator:
     """An Accelerator as the scripts make it. `reset` ends those made before; without it, all share

@@ -89,7 +89,7 @@ def test_a_whole_run_is_measured(tmp_path):
     flags = " ".join(WORDS[PPO]).replace(" --output_dir out", "")
     for name in ("model", "judge", "queries.jsonl"):
         flags = flags.replace(f" {name}", f" {kit()}/{name}")
-    words = ["--run", json.dumps([str(ROOT), PPO, flags.split()])]
+    words = ["--run", json.dumps([PPO, flags.split()])]
     *_, record = start("speed/whole_run", words, tmp_path / "out")
     assert json.loads(record)["updates"] == 4
 

@@ -13,11 +13,10 @@ import subprocess
 import symtable
 import sys
 
+import details
 import pytest
 from conftest import ROOT
-
-from benchmark.tools import details
-from benchmark.tools.details import DETAILS
+from details import DETAILS
 
 QUICK = ("AdamTF.step", "whiten")  # functions with one row each
 
@@ -43,7 +42,7 @@ def undefined_names(source):
 def test_the_tables_are_up_to_date():
     for path, tables in details.pages().items():
         page = path.read_text()
-        assert page == details.with_tables(page, tables), "run `python benchmark/tools/details.py`"
+        assert page == details.with_tables(page, tables), "run `python tests/helpers/details.py`"
 
 
 @pytest.mark.parametrize("detail", DETAILS, ids=lambda detail: detail.what[:40])

@@ -23,11 +23,11 @@ token once through policy (sampling already yields its log-probability), referen
 three times that per epoch of training, logits at response tokens only, attention, and in RLOO a
 query once for its K responses.
 
-Contenders that are not in by default: `plain-fp32-..`, the plain version in fp32 whatever --dtype
-says; `trl-..` and `trl-fast-..`, TRL's trainers (trl_peer.py); `ours-critic-ppo`, ppo_rlhf.py with
---critic policy, a value model of its own as TRL's PPO has, with which that is compared too. With
---memory, every contender makes two updates alone: peak memory instead of seconds. On a CPU it is
-the largest resident set minus that after the imports, on a GPU what PyTorch allocated at most.
+Contenders that are not in by default: `trl-..`, TRL's trainers (trl_peer.py); `ours-critic-ppo`,
+ppo_rlhf.py with --critic policy, a value model of its own as TRL's PPO has, with which that is
+compared too. With --memory, every contender makes two updates alone: peak memory instead of
+seconds. On a CPU it is the largest resident set minus that after the imports, on a GPU what PyTorch
+allocated at most.
 
 --shape chat: responses end as in whole_run.py, and what comes after is not counted. Plain
 PyTorch has no such update. The sizes are those of CHAT_SIZES, whatever the flags say. Lengths are
@@ -66,7 +66,7 @@ from benchmark.speed.plain import Plain, PlainFrozen
 from plumbing.launch import set_up_torch
 
 PHASES = ("sample", "score", "optimise", "other", "total")
-OTHERS = ("plain-fast", "plain", "plain-fp32", "trl-fast", "trl")
+OTHERS = ("plain-fast", "plain", "trl")
 CONTENDERS = {"ours-critic-ppo": ("ours-critic", "ppo")}
 for algorithm in ours.SCRIPTS:
     for implementation in ("ours", *OTHERS):
@@ -108,16 +108,13 @@ class Setting:
 
     def sizes(self, name: str) -> dict[str, Any]:
         """Settings of a contender that are not the scripts' defaults."""
-        implementation, algorithm = CONTENDERS[name]
         sizes = {size: getattr(self.options, size) for size in SIZES}
         # Random models seldom end. If the score were replaced, all rewards would be equal.
         sizes["penalty_mode"] = "add"
         if self.options.shape == "chat":
             sizes |= CHAT
-        if algorithm == "rloo":
+        if CONTENDERS[name][1] == "rloo":
             sizes["rloo_k"] = self.options.rloo_k
-        if implementation == "plain-fp32":
-            sizes["dtype"] = "fp32"
         return sizes
 
     def args(self, name: str) -> Any:
@@ -132,8 +129,7 @@ class Setting:
             args = self.args(name)
             contexts = self.contexts(ours.responses_per_query(args))
             trl_dir = trl_folder(self.options)
-            is_fast = implementation == "trl-fast"
-            worker = trl_peer.Peer(algorithm, self.folder, contexts, args, trl_dir, is_fast)
+            worker = trl_peer.Peer(algorithm, self.folder, contexts, args, trl_dir)
         else:
             worker = common.Worker(name, [*sys.argv, "--worker", name, self.folder])
         worker.ask({})

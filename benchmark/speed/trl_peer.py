@@ -64,7 +64,6 @@ from transformers import (
 )
 
 from benchmark import common
-from plumbing.launch import set_up_torch
 
 RELEASES = {"ppo": "1.12.0", "rloo": "1.16.0"}
 MODULES = {"ppo": "trl.experimental.ppo", "rloo": "trl.trainer.rloo_trainer"}
@@ -118,7 +117,6 @@ class Peer(common.Worker):
         contexts: list[list[int]],
         args: Any,
         trl_dir: Path,
-        fast: bool,
     ) -> None:
         environment = {"TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
         if torch.cuda.device_count() > 1:  # the Trainer would take them all
@@ -129,7 +127,7 @@ class Peer(common.Worker):
         command = [__file__, algorithm, str(install(algorithm, trl_dir))]
         super().__init__(f"trl-{algorithm}", command, environment)
         given = {name: getattr(args, name) for name in GIVEN}
-        given |= {"folder": folder, "contexts": contexts, "fast": fast}
+        given |= {"folder": folder, "contexts": contexts}
         if algorithm == "rloo":
             given["rloo_k"] = args.rloo_k
         self.ask(given)
@@ -307,8 +305,6 @@ def load(
 ) -> Any:
     """A model with the weights that the other contenders have."""
     torch.manual_seed(1)
-    if given["fast"] and common.device().type == "cpu":
-        kwargs["attn_implementation"] = "eager"
     return auto_class.from_pretrained(given["folder"], dtype=dtype, **kwargs)
 
 
@@ -414,8 +410,6 @@ def main() -> None:
     baseline = common.baseline(common.device())
     with common.private_stdout() as answers, tempfile.TemporaryDirectory() as output_dir:
         given = json.loads(sys.stdin.readline())
-        if given["fast"]:
-            set_up_torch(given["dtype"])
         turns = Turns(given, sys.stdin, answers, baseline)
         trainer = make(given, output_dir, turns)
         wanted = "no" if given["dtype"] == "fp32" else given["dtype"]

@@ -1,7 +1,7 @@
 """The implementation details of docs/details.md: for each row a fault in its code, which the row's
 test sees. Also the tour of ppo_rlhf.py in README.md.
 
-    python benchmark/tools/details.py    # checks the rows, writes their count and the tour
+    python tests/helpers/details.py    # checks the rows, writes their count and the tour
 
 Rows are written on the page. FAULTS has the code of each and a fault. Code is found by its syntax,
 wherever and however it stands in the script, and so is the fault put in its place: `pytest
