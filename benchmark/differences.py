@@ -33,23 +33,16 @@ def at_levels(
     curve: dict[str, Any],
     levels: Sequence[float] | float,
     name: str = "true_score",
-    width: int = 1,
 ) -> np.ndarray:
-    """The values of a run's curve where its KL first passes each level, or NaN; of moving averages
-    over so many of its points."""
-    weights = np.full(width, 1 / width)
-    kl = np.convolve(curve["kl"], weights, mode="valid")
-    values = np.convolve(curve[name], weights, mode="valid")
-    passed = np.maximum.accumulate(kl)
-    return np.interp(levels, passed, values, left=np.nan, right=np.nan)
+    """The values of a run's curve where its KL first passes each level, or NaN."""
+    passed = np.maximum.accumulate(curve["kl"])
+    return np.interp(levels, passed, curve[name], left=np.nan, right=np.nan)
 
 
-def at_equal_kl(
-    one: dict[str, Any], other: dict[str, Any], levels: Sequence[float], width: int = 1
-) -> np.ndarray:
+def at_equal_kl(one: dict[str, Any], other: dict[str, Any], levels: Sequence[float]) -> np.ndarray:
     """True score of a run less that of another, at each level of KL; NaN where one has none."""
-    mine = at_levels(one["fine_curve"], levels, width=width)
-    return mine - at_levels(other["fine_curve"], levels, width=width)
+    mine = at_levels(one["fine_curve"], levels)
+    return mine - at_levels(other["fine_curve"], levels)
 
 
 def scores_of(run: dict[str, Any], levels: Sequence[float]) -> np.ndarray:

@@ -125,6 +125,11 @@ def group(rows: list[Row], *names: str) -> dict[Any, list[Row]]:
     return found
 
 
+def short(rate: float) -> str:
+    """A learning rate as one types it: 2e-4."""
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
 def look_up(value: Any, path: str) -> Any:
     """What the words of a path, between `>`, lead to."""
     for word in path.split(" > "):

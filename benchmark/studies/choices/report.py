@@ -7,7 +7,7 @@ from scipy import stats
 
 from benchmark import differences, report
 from benchmark.differences import at_equal_kl, mean, scores_of
-from benchmark.report import BEST_OF_N, CHOICES, CRITIC, NAMES, PPO, RLOO, Record, Row
+from benchmark.report import CRITIC, PPO, RLOO, Record, Row
 
 # The choices in chosen.png, and those in the findings.
 CHOSEN_FULL = ("RLOO, K 4", "critic from the reward model", "no value function", "GRPO")
@@ -53,11 +53,6 @@ PLANNED = {
     ),
     "reward model: with the warm-up, minus without": ((REWARD_WARM, REWARD),),
 }
-VALUES = {
-    "critic from the reward model": ("critic from the reward model", CRITIC, "-"),
-    "critic's rate 1e-2": ("value head, rate 1e-2", PPO, ":"),
-    "default": ("value head, rate 2e-4 (default)", PPO, "-"),
-}
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -87,11 +82,6 @@ def tested(record: Record) -> list[Row]:
         row["bold"] = "**" if row["equal_kl_pooled_holds"] else ""
         row["width"] = row["equal_kl_pooled_interval"]
     return rows
-
-
-def smaller(record: Record) -> Row:
-    """How far each choice is behind at equal KL."""
-    return {row["choice"]: -(row["equal_kl"] or 0) for row in record["table"]}
 
 
 def choices(record: Record) -> list[Row]:
@@ -175,38 +165,6 @@ def pairs(*records: Record) -> list[Row]:
         }
         rows.append(pair)
     return rows
-
-
-def all_pairs(*records: Record) -> Row:
-    """PPO's and RLOO's runs of a seed: how many there are, in how many of them RLOO ends higher,
-    and in how many it ends farther from the starting model."""
-    found = {"pairs": 0, "higher": 0, "farther": 0}
-    for record in records:
-        for rloo, ppo in report.pairs_of("RLOO, K 4", "default", record):
-            found["pairs"] += 1
-            found["higher"] += rloo["true_score"] > ppo["true_score"]
-            found["farther"] += rloo["kl"] > ppo["kl"]
-    return found
-
-
-def jointly(*records: Record) -> Row:
-    """RLOO minus PPO at the same KL in all records: within each seed the mean of the records, and
-    of these the mean and its interval. The same of the seeds that are in all records."""
-    of_seed: dict[int, list[float]] = {}
-    for record in records:
-        levels = record["table"][0]["levels"]
-        for rloo, ppo in report.pairs_of("RLOO, K 4", "default", record):
-            lead = mean(at_equal_kl(rloo, ppo, levels))
-            of_seed.setdefault(rloo["seed"], []).append(lead)
-    means = [float(np.mean(leads)) for leads in of_seed.values()]
-    complete = []
-    for leads in of_seed.values():
-        if len(leads) == len(records):
-            complete.append(float(np.mean(leads)))
-    return differences.with_interval(means) | {
-        "seeds": len(means),
-        "complete": differences.with_interval(complete),
-    }
 
 
 def beside_rloo(record: Record) -> list[Row]:
@@ -368,34 +326,5 @@ def chosen(full: Record, short: Record) -> Figure:
     return forest(TITLE, panels_of, 0.21, has_hollow=False)
 
 
-def over_kl(record: Record, others: Record) -> Figure:
-    """True score over KL of three choices, and what three value functions explain."""
-    text = "A critic that predicts much better may gain a little true score at the same KL"
-    figure, panels = report.new(text, 1, 2, 3.6)
-    score, values = panels[0]
-    for choice, colour in CHOICES.items():
-        curves = [row["fine_curve"] for row in report.runs_of(record, choice)]
-        name = NAMES.get(choice, f"PPO, {choice}")
-        score.plot(*report.first_passages(curves), color=colour, label=name)
-    name = "best of n, no training"
-    score.plot(*report.best_of_n(others), color=BEST_OF_N, linestyle="--", label=name)
-    limits = {"xlim": (0, 6.5), "ylim": (0, 1), "legend": "lower right"}
-    report.label(score, report.KL, f"{report.TRUE_SCORE}, mean of 3 seeds", **limits)
-    for choice, (name, colour, line) in VALUES.items():
-        x, y = report.over_episodes(record, choice, "var_explained", "curve")
-        values.plot(
-            x,
-            y.mean(0),
-            color=colour,
-            linestyle=line,
-            label=name,
-        )
-    report.line_at(values, 0)
-    limits = {"ylim": (-0.2, 1), "legend": "upper left"}
-    report.label(values, "episodes", "variance explained by the values", **limits)
-    return figure
-
-
 RECORDS = ("full.json", "short.json")
 PICTURES = {"all.png": (of_both, *RECORDS), "chosen.png": (chosen, *RECORDS)}
-PICTURES["full.png"] = (over_kl, "full.json", "../default_run/runs.json")

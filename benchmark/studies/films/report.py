@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmark import common, differences, report
-from benchmark.report import ALGORITHMS, Record, Row
+from benchmark.report import ALGORITHMS, Record, Row, short
 
 TIE = 0.05  # of judge B's probability
 LEVELS = (1.0, 2.0, 3.0)  # nats
@@ -19,44 +19,39 @@ TITLE = "Film reviews: the reward rises with every seed, judge B's probability h
 
 
 # --- tables ---------------------------------------------------------------------------------------
-def short(rate: float) -> str:
-    """A learning rate as one types it."""
-    return f"{rate:.0e}".replace("e-0", "e-")
-
-
-def against_start(row: Row, start: Row) -> Row:
-    """How judge B compares a policy's text of each opening with the starting model's."""
+def against_start(row: Row, start: Row, tie: float) -> Row:
+    """How the judge compares a policy's response to each query with the starting model's."""
     gains = np.subtract(row["judge"], start["judge"])
     return {
         "gain": float(gains.mean()),
-        "won": float((gains > TIE).mean()),
-        "tied": float((np.abs(gains) <= TIE).mean()),
-        "lost": float((gains < -TIE).mean()),
+        "won": float((gains > tie).mean()),
+        "tied": float((np.abs(gains) <= tie).mean()),
+        "lost": float((gains < -tie).mean()),
     }
 
 
-def models(record: Record) -> list[Row]:
-    """A row for each model: means over its texts, and judge B's comparison."""
+def models(record: Record, means: tuple[str, ...] = MEANS, tie: float = TIE) -> list[Row]:
+    """A row for each model: means over its responses, and the judge's comparison."""
     start = record["rows"][0]
     rows = []
     for row in record["rows"]:
         found = {"name": row["run"], "different": row["different"]}
-        for key in MEANS:
+        for key in means:
             found[key] = float(np.mean(row[key]))
         if row is not start:
             found["name"] = f"{row['run']}, {short(row['lr'])}, seed {row['seed']}"
             found["minutes"] = row["seconds"] / 60
-            found |= against_start(row, start)
+            found |= against_start(row, start, tie)
         rows.append(found)
     return rows
 
 
-def claims(record: Record) -> list[Row]:
-    """The gain in judge B's probability: the mean over the seeds, and its interval."""
+def claims(record: Record, tie: float = TIE) -> list[Row]:
+    """What the judge gives more than to the starting model: the mean over seeds, its interval."""
     start = record["rows"][0]
     rows = []
     for (algorithm, rate), runs in report.group(record["rows"][1:], "run", "lr").items():
-        found = [against_start(run, start) for run in runs]
+        found = [against_start(run, start, tie) for run in runs]
         row = {"name": f"{algorithm}, {short(rate)}", "seeds": len(runs)}
         for key in ("gain", "won", "tied", "lost"):
             row[key] = interval([each[key] for each in found])

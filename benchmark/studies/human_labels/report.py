@@ -5,6 +5,7 @@ from matplotlib.figure import Figure
 
 from benchmark import differences, report
 from benchmark.report import CRITIC, OTHER, Record, Row
+from benchmark.studies.films import report as films
 
 RECORDS = tuple(f"seed-{seed}.json" for seed in (1, 2, 3))
 RULES = {
@@ -15,6 +16,9 @@ RULES = {
     "the likelier answer, per token": ("token_likelihood", 1),
 }
 DRAWS = 2_000
+TIE = 0.1  # of gold reward
+MEANS = ("judge", "reward", "kl", "words", "repeats", "likelihood")
+agreement = films.agreement  # the correlation of proxy and gold over the starting model's responses
 SHIFT = 0.12  # between the marks of two seeds
 SHARE = "share of 512 held-out pairs in which people chose this answer,\n"
 SHARE += "with each of three seeds (lines: 95% intervals over pairs)"
@@ -66,6 +70,18 @@ def ahead(*records: Record) -> list[Row]:
     return rows
 
 
+# --- policies -------------------------------------------------------------------------------------
+def gains(record: Record) -> list[Row]:
+    """How far each algorithm raises the gold reward, with wins, ties and losses by it."""
+    return films.claims(record, TIE)
+
+
+def models(record: Record) -> list[Row]:
+    """A row for each model: means over its responses."""
+    return films.models(record, MEANS, TIE)
+
+
+# --- the picture ----------------------------------------------------------------------------------
 def draw(*records: Record) -> Figure:
     """How often each rule is right, with each seed."""
     figure, panels = report.new(TITLE, 1, 1, 3.2)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from benchmark import report
 from benchmark.differences import at_equal_kl, mean, of_seeds, scores_of
-from benchmark.report import ALGORITHMS, NAMES, Record, Row
+from benchmark.report import ALGORITHMS, NAMES, Record, Row, short
 
 DEFAULT = 2e-4
 LEVELS = (2, 4, 6)
@@ -30,11 +30,6 @@ def gain(run: Row, base: Row) -> float:
     return np.nan if found is None else found
 
 
-def words_of(rate: float) -> str:
-    """A rate as one types it: 2e-4."""
-    return f"{rate:.0e}".replace("e-0", "e-")
-
-
 def rates(record: Record) -> list[Row]:
     """A row for each algorithm and rate: means over seeds, and differences from the default's rate
     within seeds."""
@@ -48,7 +43,7 @@ def rates(record: Record) -> list[Row]:
             "name": f"{algorithm} {rate:g}",
             "algorithm": algorithm,
             "lr": rate,
-            "rate": words_of(rate),
+            "rate": short(rate),
             "seeds": len(mine),
             "failed": len(mine) - len(ended),
             "scores": [score_at_end(run) for run in mine],
@@ -195,7 +190,7 @@ def draw(record: Record) -> Figure:
         axes.set_title(title)
         axes.set_xscale("log")
         places = sorted({row["lr"] for row in rows})
-        axes.set_xticks(places, [words_of(rate) for rate in places])
+        axes.set_xticks(places, [short(rate) for rate in places])
         axes.set_xticks([], minor=True)
         report.label(axes, "learning rate")
     ends.set_ylabel(report.TRUE_SCORE)

@@ -1,8 +1,6 @@
 """What goes wrong in RLHF, how it looks, and what cures it: each symptom provoked on purpose.
 
-    python benchmark/studies/symptoms/run.py                     # all rows that the record lacks
-    python benchmark/studies/symptoms/run.py --most 3            # three of them
-    python benchmark/studies/symptoms/run.py --rows 4 5 --again  # these anew
+    python benchmark/studies/symptoms/run.py    # all rows that the record lacks
 
 A row has three short runs of the default task, which differ in what is named: healthy, ill and
 cured. What the scripts refuse or cannot do by a flag is patched into a copy, and their check is
@@ -238,11 +236,7 @@ def runs_of(symptom: Symptom, args: argparse.Namespace) -> list[Any]:
 def main() -> None:
     parser = common.make_parser(__doc__, __file__)
     add = parser.add_argument
-    numbers = list(range(1, len(SYMPTOMS) + 1))
     add("--tag", default="symptoms", help="name of the record")
-    add("--rows", type=int, nargs="+", default=numbers, choices=numbers, metavar="ROW")
-    add("--most", type=int, default=len(SYMPTOMS), help="so many rows that are not there yet")
-    add("--again", action="store_true", help="also rows that are in the record")
     add("--episodes", type=int, default=2_560, help="of each run (the default's own: 12,800)")
     add("--seed", type=int, default=1, help="of all runs")
     add("--folder", default="runs/symptoms", help="where the runs go")
@@ -252,18 +246,14 @@ def main() -> None:
     record = args.out / f"{args.tag}.json"
     if record.exists():
         rows = {row["symptom"]: row for row in json.loads(record.read_text())["rows"]}
-    made = 0
-    for number, symptom in enumerate(SYMPTOMS, 1):
-        known = rows.get(symptom.seen, {}).get("runs") == runs_of(symptom, args)
-        if number not in args.rows or made == args.most or (known and not args.again):
+    for symptom in SYMPTOMS:
+        if rows.get(symptom.seen, {}).get("runs") == runs_of(symptom, args):
             continue
-        made += 1
         rows[symptom.seen] = measure(symptom, args)
         row = rows[symptom.seen]
         kept = [rows[x.seen] for x in SYMPTOMS if x.seen in rows]
         common.write(args, kept)
-        sys.stdout.write(f"{number}. {row['symptom']}: {row['values']} {row['stopped']}\n")
-        sys.stdout.flush()
+        print(f"{row['symptom']}: {row['values']} {row['stopped']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -75,28 +75,6 @@ def published(record: Record) -> list[Row]:
     return [line for line in lines(record) if line["choice"].endswith(PUBLISHED)]
 
 
-def repeated(record: Record) -> list[Row]:
-    """The critic that starts as the reward model against PPO's default, which the study
-    of choices compares, too; and RLOO against that."""
-    rows = []
-    for choice in ("critic from the reward model, warmed up", BASE):
-        pairs = report.pairs_of(choice, "default", record)
-        found = [mean(at_equal_kl(*pair, LEVELS)) for pair in pairs]
-        width = differences.interval(found)
-        rows.append({"method": name_of(choice), "mean": mean(found), "width": width})
-    return rows
-
-
-def pooled(record: Record) -> dict[str, float]:
-    """The pooled deviation of the differences at equal KL, its degrees of freedom, and how many it
-    would have if the rows did not share RLOO's runs."""
-    found = lines(record)
-    rows = [line["equal_kl_differences"] for line in found]
-    deviation, independent = differences.pooled_deviation(rows)
-    freedom = differences.freedom_of(found, "equal_kl")
-    return {"deviation": deviation, "freedom": freedom, "independent": independent}
-
-
 # --- the picture ----------------------------------------------------------------------------------
 def colour_of(line: Row) -> str:
     """PPO, RLOO and the critic as in all pictures; what came later is grey."""
