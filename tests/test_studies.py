@@ -18,6 +18,7 @@ from benchmark import differences, runs
 from benchmark.studies.alternatives import run as alternatives
 from benchmark.studies.choices import run as choices
 from benchmark.studies.human_labels import policies
+from benchmark.studies.human_labels import report as human_report
 from benchmark.studies.optimum import run as optimum
 from benchmark.studies.overoptimisation import report as over_report
 from benchmark.studies.overoptimisation import run as over
@@ -237,6 +238,21 @@ def test_pairs_are_divided_into_parts_that_share_none():
     assert set(prompts) == {pair["chosen"].removesuffix(" yes") for pair in pairs[1:]}
     assert parts.half_a[0]["chosen"] == " yes"
     assert parts.half_a[0]["rejected"] == " no"
+
+
+def test_gains_of_policies_are_means_over_seeds_and_small_ones_are_ties():
+    """Four responses a model; a tie is a difference of up to 0.1."""
+    start = {"run": "starting model", "judge": [0.0, 0.0, 0.0, 0.0]}
+    rows = [start]
+    for seed, judge in enumerate(([1.0, 0.05, -0.05, -2.0], [1.0, 1.0, 0.05, -0.2])):
+        rows.append({"run": "PPO", "seed": seed, "lr": 3e-5, "judge": judge})
+    rows.append({"run": "RLOO", "seed": 0, "lr": 3e-5, "judge": [0.2, 0.2, 0.2, 0.2]})
+    ppo, rloo = human_report.gains({"rows": rows})
+    assert ppo["name"] == "PPO, 3e-5"
+    assert ppo["gain"]["mean"] == pytest.approx((-0.25 + 0.4625) / 2)
+    shares = {name: ppo[name]["mean"] for name in ("won", "tied", "lost")}
+    assert shares == {"won": 0.375, "tied": 0.375, "lost": 0.25}
+    assert rloo["won"] == {"mean": 1.0}  # of one seed there is no interval
 
 
 # --- the exact optimum ----------------------------------------------------------------------------
