@@ -183,9 +183,7 @@ class Ours:
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.actor = self.accelerator.unwrap_model(self.policy)
         self.num_updates = 0
-        self.end = (
-            0 if self.args.truncate_token == "eos" else END
-        )  # 0: as models of a shape have it
+        self.end = 0 if self.args.truncate_token == "eos" else END  # 0: the eos of every shape
 
     def update(self, contexts: list[list[int]], frozen: Frozen) -> Clock:
         """One update; contexts: one per query, so that there are batch_size / rloo_k of them."""

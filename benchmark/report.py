@@ -42,10 +42,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(
-    0,
-    str(Path(__file__).resolve().parents[1]),
-)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import matplotlib
 import numpy as np
@@ -313,13 +310,7 @@ def label(axes: Axes, x: str = "", y: str = "", legend: str = "", **more: Any) -
 
 def line_at(axes: Axes, y: float, name: str = "", style: str = "-", colour: str = "black") -> None:
     """A horizontal line, which the legend has if it has a name."""
-    axes.axhline(
-        y,
-        color=colour,
-        linestyle=style,
-        linewidth=1,
-        label=name or None,
-    )
+    axes.axhline(y, color=colour, linestyle=style, linewidth=1, label=name or None)
 
 
 def note(axes: Axes, text: str, point: Any, shift: tuple[int, int], colour: str) -> Any:

@@ -31,12 +31,10 @@ import rloo_rlhf
 import train_reward
 from benchmark import common
 from benchmark.judge import Judge
-from benchmark.systems.make import SYSTEMS, patched
+from benchmark.systems.make import patched
 
 PPO = ppo_rlhf.__file__
 RLOO = rloo_rlhf.__file__
-# A system's own settings are for models of billions, and for responses that end with an EOS.
-STEADY = "--lr 2e-4 --kl_coef 0.15 --temperature 0.7 --truncate_token . --truncate_after 16"
 # The script would stop there.
 UNCHECKED = ("        check_update(update, metrics, args)\n", "")
 DROPOUT = (
@@ -76,13 +74,12 @@ FIXED = "--adaptive_kl_target none --mask_truncated"
 
 
 class Choice(NamedTuple):
-    """A script, flags, a system whose patch it gets, whether the system's flags come first, flags
-    of the reward model, texts of the script to change, processes."""
+    """A script, flags, a system whose patch it gets, flags of the reward model, texts of the script
+    to change, processes."""
 
     script: str
     flags: str = ""
     system: str = ""
-    has_its_flags: bool = False
     reward: str = ""
     changes: tuple[tuple[str, str], ...] = ()
     processes: int = 1
@@ -126,18 +123,6 @@ CHOICES = {
     "PPO-ptx": Choice(PPO, "--ptx_coef 1 --ptx_dataset tiny/queries", "instructgpt"),
     "scores clipped to 1": Choice(PPO, "--score_clip 1", "deepspeed_chat"),
     "dropout left on": Choice(PPO, changes=DROPOUT),
-    "settings of InstructGPT": Choice(
-        PPO, f"{STEADY} --critic_lr 2e-4 --ema 0.8 --ptx_dataset tiny/queries", "instructgpt", True
-    ),
-    "settings of Llama 2": Choice(PPO, STEADY, "llama2", True),
-    "settings of Qwen": Choice(PPO, f"{STEADY} --critic_lr 2e-4 --critic_warmup 5", "qwen", True),
-    "settings of DeepSpeed-Chat": Choice(
-        PPO,
-        f"{STEADY} --critic_lr 2e-4 --query_length 32 --response_length 24 --lr_warmup 4 --ema 0.8",
-        "deepspeed_chat",
-        True,
-    ),
-    "settings of TRL 0.9": Choice(PPO, STEADY, "trl_0.9", True),
     "RLOO, K 4": Choice(RLOO),
     "RLOO, K 2": Choice(RLOO, "--rloo_k 2"),
     "RLOO, K 8": Choice(RLOO, "--rloo_k 8"),
@@ -257,11 +242,7 @@ def reward_model(task: tuple[str, int, Path]) -> int:
 
 def flags_of(choice: Choice, seed: int, folder: Path, sizes: list[str]) -> list[str]:
     """All flags of a run; what comes later counts."""
-    flags = []
-    if choice.has_its_flags:
-        file = SYSTEMS / f"{choice.system}.args"
-        flags += re.sub("#.*", "", file.read_text()).split()
-    flags += [*sizes, *choice.flags.split(), "--seed", str(seed), "--checkpoint_every", "0"]
+    flags = [*sizes, *choice.flags.split(), "--seed", str(seed), "--checkpoint_every", "0"]
     reward = reward_folder(choice.reward, seed, folder) / "reward_model"
     return [*flags, "--reward_model", str(reward)]
 

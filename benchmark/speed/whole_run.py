@@ -5,8 +5,7 @@
 
 Seconds per update are those between the first and the last line of metrics.jsonl, so that the first
 update warms up. `whole` has the script's imports, loading, evaluation and saving too. Peak memory
-is that of the whole run beyond common.baseline; "before saving" is the peak up to the last line of
-metrics.jsonl.
+is that of the whole run beyond common.baseline.
 
 --shape names a model of random weights that --base_model then is: see common.model_folder, or
 llama-7b, whose 6.5 billion weights (tiny's vocabulary) are made in bf16, or chat: tiny's shape,
@@ -96,14 +95,12 @@ def run(script: str, flags: list[str]) -> dict[str, Any]:
     before = common.baseline(device)
     os.chdir(common.ROOT)
     times = []
-    peaks = []
     dump = json.dumps
 
     def timed(x: Any, *args: Any, **kwargs: Any) -> str:
         """The scripts write a line of metrics per update."""
         if isinstance(x, dict) and "episode" in x:
             times.append(time.perf_counter())
-            peaks.append(common.used(device, before)["peak_bytes"])
         return dump(x, *args, **kwargs)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +117,6 @@ def run(script: str, flags: list[str]) -> dict[str, Any]:
         "updates": len(metrics),
         "episodes": last["episode"],
         "whole_seconds": whole,
-        "loop_peak_bytes": peaks[-1],
         "scores": last["objective/scores"],
         "kl": last["objective/kl"],
         "first_ratio_error": max(x["first_ratio_error"] for x in metrics),

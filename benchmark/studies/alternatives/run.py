@@ -9,6 +9,7 @@ About an hour on one core. PPO and RLOO, with which it is compared, are runs of 
 import itertools
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ def dpo_loss(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> Tensor:
     return -logsigmoid(beta * margins).mean()
 
 
-def make_batch(labels: list[Any], others: list[int], end: int, args: Any) -> Any:
+def make_batch(labels: list[Any], others: list[int], end: int | None, args: Any) -> Any:
     """For each label its best response, and with --rloo_k 2 the other one of this number, too."""
     contexts = []
     responses = []
@@ -78,15 +79,16 @@ def logprobs_of(policy: Any, batch: Any, args: Any) -> Tensor:
     return new["logprobs"] * batch.loss_mask
 
 
-def train(setting: Setting, labels: list[Any], judge: Judge) -> Any:
-    """The policy that a method makes of the labels."""
+def train(
+    setting: Setting, labels: list[Any], lm: Any, ref_lm: Any, end: int | None, args: Any
+) -> None:
+    """Trains a language model on the labels. `args` have the seed, and how the task samples."""
     is_dpo = setting.method == "DPO"
-    args = rloo_rlhf.Args(seed=judge.seed, lr=setting.lr, rloo_k=2 if is_dpo else 1)
-    lm, ref_lm = (ours.load_lm("tiny/model", args) for _ in range(2))
+    args = replace(args, lr=setting.lr, rloo_k=2 if is_dpo else 1)
     policy = ours.make_actor(rloo_rlhf, lm, args)
     ref = ours.make_actor(rloo_rlhf, ref_lm, args)
     optimizer = rloo_rlhf.make_optimizer(policy, args)
-    rng = np.random.default_rng([judge.seed, 50])
+    rng = np.random.default_rng([args.seed, 50])
     num_steps = setting.epochs * (len(labels) // BATCH)
     order = []
     for step in range(num_steps):
@@ -94,7 +96,7 @@ def train(setting: Setting, labels: list[Any], judge: Judge) -> Any:
             order = rng.permutation(len(labels)).tolist()
         mine = [labels[order.pop()] for _ in range(BATCH)]
         others = rng.integers(0, 3, BATCH).tolist()
-        batch = make_batch(mine, others, judge.end, args)
+        batch = make_batch(mine, others, end, args)
         logprobs = logprobs_of(policy, batch, args)
         if is_dpo:
             with torch.no_grad():
@@ -106,14 +108,15 @@ def train(setting: Setting, labels: list[Any], judge: Judge) -> Any:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return ours.make_actor(rloo_rlhf, lm, judge.args)
 
 
 # --- measurements ---------------------------------------------------------------------------------
 def measure(setting: Setting, labels: list[Any], judge: Judge) -> dict[str, Any]:
     """A row of the record."""
     start = time.process_time()
-    policy = train(setting, labels, judge)
+    lm, ref_lm = (ours.load_lm("tiny/model", judge.args) for _ in range(2))
+    train(setting, labels, lm, ref_lm, judge.end, judge.args)
+    policy = ours.make_actor(rloo_rlhf, lm, judge.args)
     seconds = time.process_time() - start
     row = setting._asdict() | {"seed": judge.seed, "cpu_seconds": seconds}
     for kind, values in judge(policy).items():

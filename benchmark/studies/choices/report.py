@@ -286,14 +286,8 @@ def forest(title: str, panels_of: dict[str, list[Row]], height: float, has_hollo
     """A panel of differences below each heading, so many inches high for each of them."""
     counts = [len(rows) for rows in panels_of.values()]
     inches = 1.4 + height * sum(counts)
-    figure, panels = report.new(
-        title,
-        len(counts),
-        1,
-        inches,
-        sharex=True,
-        height_ratios=counts,
-    )
+    shared = {"sharex": True, "height_ratios": counts}
+    figure, panels = report.new(title, len(counts), 1, inches, **shared)
     for axes, (heading, rows) in zip(panels[:, 0], panels_of.items(), strict=True):
         draw_forest(axes, rows)
         axes.set_title(heading)

