@@ -118,7 +118,6 @@ def run(script: str, flags: list[str]) -> dict[str, Any]:
         "episodes": last["episode"],
         "whole_seconds": whole,
         "scores": last["objective/scores"],
-        "kl": last["objective/kl"],
         "first_ratio_error": max(x["first_ratio_error"] for x in metrics),
     }
     row |= common.used(device, before)
