@@ -47,7 +47,7 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
         if kind == "json":  # else datasets takes some tables of chats for logs of agents
             source["parse_agent_traces"] = False
     else:  # a folder, or a data set on the hub
-        path, config, split = split_name(name)
+        path, config, split = split_name(name.removeprefix("hf://datasets/"))
         path = local_path(path)
         source = {"path": path, "name": config or None}
         if os.path.isfile(path):

@@ -240,10 +240,11 @@ def test_what_is_neither_text_nor_ids_is_refused_in_a_line(text):
 # --- tables ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("config", ["", "part"])
 @pytest.mark.parametrize("split", ["", "train", "test"])
-def test_config_and_split_of_a_table_on_the_hub_are_passed_on(config, split):
+@pytest.mark.parametrize("before", ["", "hf://datasets/"])
+def test_config_and_split_of_a_table_on_the_hub_are_passed_on(config, split, before):
     table = datasets.Dataset.from_list([{"text": "w1"}, {"text": "w2"}])
     tables = {"train": table.select([0]), "test": table}
-    args = ppo_rlhf.Args(query_dataset=f"an/owner:{config}:{split}".rstrip(":"))
+    args = ppo_rlhf.Args(query_dataset=f"{before}an/owner:{config}:{split}".rstrip(":"))
     with mock.patch.object(datasets, "load_dataset", return_value=tables) as load:
         splits = data_module.load_table("query_dataset", args.query_dataset)
     load.assert_called_once_with(path="an/owner", name=config or None)
