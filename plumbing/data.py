@@ -202,8 +202,8 @@ def encode(value: str | list, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             raise UserError(f"the last message must be by one of {ASKING}: {chat[-1]}")
     known = range(len(tokenizer))
     if isinstance(value, str):
-        text = value.removeprefix("\ufeff")  # a BOM, at the start of a text file
-        tokens = tokenizer(text, add_special_tokens=False).input_ids
+        # A text file may start with a BOM.
+        tokens = tokenizer(value.removeprefix("\ufeff"), add_special_tokens=False).input_ids
     elif isinstance(value, list) and all(
         type(x) is int and (x in known or x == PADDING) for x in value
     ):
