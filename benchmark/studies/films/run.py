@@ -198,8 +198,8 @@ class Reader:
 
     def score(self, folder: str, queries: TokenRows, responses: TokenRows) -> Any:
         """The rewards of a classifier."""
-        self.args.reward_model = folder
-        score = ours.load_score_fn(self.tokenizer, LONGEST, self.args)
+        args = replace(self.args, reward_model=folder)
+        score = ours.load_score_fn(self.tokenizer, LONGEST, args)
         return score([ours.query(query) for query in queries], responses).numpy()
 
     def judge_a(self, folder: str, texts: list[str]) -> np.ndarray:
@@ -211,22 +211,17 @@ class Reader:
         """The first tokens of reviews."""
         return [self.encode(row["text"])[:QUERY] for row in rows]
 
-    def actors(self, model: str) -> tuple[Any, Any]:
-        """The policy in a folder, and the reference."""
-        load = ours.loader(self.tokenizer, LONGEST, self.args)
-        self.args.base_model = self.base_model
-        _, lm = rloo_rlhf.load_policy_and_reference(load, self.args)
-        ref = ours.make_actor(rloo_rlhf, lm, self.args)
-        if model == self.base_model:
-            return ref, ref
-        self.args.base_model = model
-        _, lm = rloo_rlhf.load_policy_and_reference(load, self.args)
-        return ours.make_actor(rloo_rlhf, lm, self.args), ref
+    def actor(self, model: str) -> Any:
+        """The policy in a folder, or the starting model."""
+        args = replace(self.args, base_model=model)
+        load = ours.loader(self.tokenizer, LONGEST, args)
+        _, lm = rloo_rlhf.load_policy_and_reference(load, args)
+        return ours.make_actor(rloo_rlhf, lm, args)
 
     @torch.no_grad()
     def sample(self, openings: TokenRows, draw: int) -> TokenRows:
         """The starting model's response to each opening."""
-        policy, _ = self.actors(self.base_model)
+        policy = self.actor(self.base_model)
         u = rloo_rlhf.uniforms(1, draw, len(openings), self.args.response_length)
         responses = []
         for i in range(0, len(openings), ROWS):
@@ -239,7 +234,8 @@ class Reader:
     def respond(self, model: str, openings: TokenRows, draw: int) -> dict[str, Any]:
         """A response to each opening; KL in nats of it, and its log-probability per token under the
         starting model."""
-        policy, ref = self.actors(model)
+        ref = self.actor(self.base_model)
+        policy = ref if model == self.base_model else self.actor(model)
         queries = [ours.query(opening) for opening in openings]
         u = rloo_rlhf.uniforms(1, draw, len(queries), self.args.response_length)
         parts = []
@@ -360,7 +356,7 @@ def train_on_labels(
         end_text=None,
     )
     chosen, _ = labels_module.load_labels(given, reader.tokenizer)
-    mine = replace(reader.args, base_model=args.base_model, seed=seed)
+    mine = replace(reader.args, seed=seed)
     load = ours.loader(reader.tokenizer, LONGEST, mine)
     lm, ref_lm = rloo_rlhf.load_policy_and_reference(load, mine)
     setting = alternatives.Setting(method, float(rate), BETA)

