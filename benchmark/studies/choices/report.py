@@ -90,25 +90,22 @@ def choices(record: Record) -> list[Row]:
 
 
 def pooled(record: Record) -> Row:
-    """The deviation of the differences at equal KL that all rows share, its degrees of freedom, and
-    how many it would have if no rows shared runs. What Holm's method keeps. The smallest deviation
-    of a row's own seeds, and the largest."""
+    """The deviation of the differences at equal KL that all rows share, and its degrees of freedom.
+    What Holm's method keeps. The smallest deviation of a row's own seeds, and the largest."""
     rows = compared(record)
     enough = [row["equal_kl_differences"] for row in rows if row["width"]]
     deviations = [float(np.std(values, ddof=1)) for values in enough]
-    deviation, independent = differences.pooled_deviation(enough)
+    deviation, _ = differences.pooled_deviation(enough)
     freedom = differences.freedom_of(rows, "equal_kl")
     first = stats.t.isf(differences.LEVEL / len(rows) / 2, freedom)
     return {
         "deviation": deviation,
         "freedom": freedom,
-        "independent": independent,
         "comparisons": len(rows),
         "kept": sum(row["equal_kl_pooled_holds"] for row in rows),
         "kept_by_own": sum(row["equal_kl_holds"] for row in rows),
         "least": min(deviations),
         "most": max(deviations),
-        "factor": first / stats.t.isf(differences.LEVEL / 2, freedom),
         "can_miss": first * deviation / max(map(len, enough)) ** 0.5,
     }
 
