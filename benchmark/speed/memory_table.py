@@ -33,7 +33,21 @@ from transformers import PreTrainedModel as Model
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 1e9
-HEADS = {"vocab_size": 128_256, "num_key_value_heads": 8}
+
+
+def llama(hidden: int, layers: int, heads: int, intermediate: int, is_tied: bool) -> LlamaConfig:
+    """The sizes of a Llama 3."""
+    return LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        intermediate_size=intermediate,
+        tie_word_embeddings=is_tied,
+    )
+
+
 MODELS = {
     "0.5B": Qwen2Config(  # Qwen2.5-0.5B
         vocab_size=151_936,
@@ -44,29 +58,9 @@ MODELS = {
         intermediate_size=4864,
         tie_word_embeddings=True,
     ),
-    "1B": LlamaConfig(
-        hidden_size=2048,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        intermediate_size=8192,
-        tie_word_embeddings=True,
-        **HEADS,
-    ),
-    "3B": LlamaConfig(
-        hidden_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=24,
-        intermediate_size=8192,
-        tie_word_embeddings=True,
-        **HEADS,
-    ),
-    "8B": LlamaConfig(
-        hidden_size=4096,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        intermediate_size=14_336,
-        **HEADS,
-    ),
+    "1B": llama(2048, 16, 32, 8192, is_tied=True),
+    "3B": llama(3072, 28, 24, 8192, is_tied=True),
+    "8B": llama(4096, 32, 32, 14_336, is_tied=False),
 }
 
 
@@ -236,10 +230,8 @@ def check() -> str:
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         AutoTokenizer.from_pretrained(ROOT / "tiny/model").save_pretrained(folder)
-        flags = (
-            "--reward_fn tiny.rewards:happy --batch_size 8 --micro_batch_size 8 --eval_queries 4"
-        )
-        flags += " --total_episodes 8 --checkpoint_every 0 --lr 1e-5 --num_epochs 1"
+        flags = "--reward_fn tiny.rewards:happy --batch_size 8 --micro_batch_size 8 --lr 1e-5"
+        flags += " --eval_queries 4 --total_episodes 8 --checkpoint_every 0 --num_epochs 1"
         command = [sys.executable, str(ROOT / "ppo_rlhf.py"), "--base_model", folder]
         command += ["--output_dir", f"{folder}/run", *flags.split()]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:

@@ -18,13 +18,12 @@ CHOSEN_SHORT += ("no ratio clipping", "8 minibatches (default: 1)")
 WARMED_UP = "critic from the reward model, warmed up"
 MATTERS_SHORT = (WARMED_UP, "8 minibatches (default: 1)")
 MATTERS_FULL = ("1 epoch (default: 4)", "critic from the reward model", "GRPO")
-MASKED = ("truncated tokens masked",)
+NOT_COMPARABLE = ("truncated tokens masked", "temperature 1 (default: 0.7)")
 DIFFERENCE = "difference in true score at the same KL (better \N{RIGHTWARDS ARROW})"
 PASSES = "bold name: significant after Holm's correction"
 FULL = "Full runs: 12,800 episodes, 3 seeds"
 SHORT = "Short runs: 2,560 episodes, 4 seeds"
 TITLE = "A critic from the reward model helps PPO at the same KL; eight minibatches cost"
-HOLLOW = {"markerfacecolor": "white", "alpha": 0.6}
 
 LEVELS = (2, 4, 6)  # nats, of full runs
 SHORT_LEVELS = (1, 2, 3)
@@ -126,7 +125,7 @@ def at_once(*records: Record) -> Row:
             found.append(p)
     is_kept = differences.holm(found)
     kept = [name for name, holds in zip(names, is_kept, strict=True) if holds]
-    return {"comparisons": len(names), "kept": len(kept), "words": "; ".join(kept)}
+    return {"comparisons": len(names), "words": "; ".join(kept)}
 
 
 def matters(short: Record, full: Record) -> list[Row]:
@@ -260,8 +259,7 @@ def name_of(row: Row) -> str:
 
 
 def draw_forest(axes: Axes, rows: list[Row]) -> None:
-    """Differences at equal KL with intervals. What is significant has a bold name; what is not
-    comparable has a hollow mark."""
+    """Differences at equal KL with intervals. What is significant has a bold name."""
     for y, row in enumerate(rows):
         colour = PPO
         if row["choice"].startswith(("RLOO", "GRPO")):
@@ -269,8 +267,6 @@ def draw_forest(axes: Axes, rows: list[Row]) -> None:
         elif row["choice"].startswith("critic from the reward"):
             colour = CRITIC
         style = {"fmt": "o", "color": colour, "capsize": 2, "markersize": 5, "linewidth": 1.5}
-        if row["choice"] in MASKED:
-            style |= HOLLOW
         axes.errorbar(row["equal_kl"], y, xerr=row["width"] or 0, **style)
     axes.set_yticks(range(len(rows)), [name_of(row) for row in rows], fontsize=8.5)
     for row, label in zip(rows, axes.get_yticklabels(), strict=True):
@@ -279,7 +275,7 @@ def draw_forest(axes: Axes, rows: list[Row]) -> None:
     axes.set_ylim(-0.7, len(rows) - 0.3)
 
 
-def forest(title: str, panels_of: dict[str, list[Row]], height: float, has_hollow: bool) -> Figure:
+def forest(title: str, panels_of: dict[str, list[Row]], height: float) -> Figure:
     """A panel of differences below each heading, so many inches high for each of them."""
     counts = [len(rows) for rows in panels_of.values()]
     inches = 1.4 + height * sum(counts)
@@ -291,8 +287,6 @@ def forest(title: str, panels_of: dict[str, list[Row]], height: float, has_hollo
     panels[-1, 0].set_xlabel(DIFFERENCE)
     legend = {"PPO": PPO, "PPO, critic from the reward model": CRITIC, "RLOO and GRPO": RLOO}
     report.name_colours(panels[0, 0], legend)
-    if has_hollow:
-        report.name_colours(panels[0, 0], {"not comparable (masks tokens)": PPO}, **HOLLOW)
     panels[0, 0].plot([], [], linestyle="", label=PASSES)
     report.legend_below(figure, panels[0, 0], 2)
     return figure
@@ -300,21 +294,22 @@ def forest(title: str, panels_of: dict[str, list[Row]], height: float, has_hollo
 
 def of_record(record: Record) -> Figure:
     """A record of your own."""
-    return forest("Differences at the same KL", {"": compared(record)}, 0.17, has_hollow=True)
+    return forest("Differences at the same KL", {"": compared(record)}, 0.17)
 
 
 def of_both(full: Record, short: Record) -> Figure:
-    """All choices of full and of short runs."""
-    panels_of = {f"{FULL}, at 2, 4 and 6 nats": compared(full)}
+    """All choices of full and of short runs that are comparable."""
+    rows = [row for row in compared(full) if row["choice"] not in NOT_COMPARABLE]
+    panels_of = {f"{FULL}, at 2, 4 and 6 nats": rows}
     panels_of[f"{SHORT}, at 1, 2 and 3 nats"] = compared(short)
-    return forest(TITLE, panels_of, 0.17, has_hollow=True)
+    return forest(TITLE, panels_of, 0.17)
 
 
 def chosen(full: Record, short: Record) -> Figure:
     """The choices that most readers ask for."""
     panels_of = {SHORT: [row for row in compared(short) if row["choice"] in CHOSEN_SHORT]}
     panels_of[FULL] = [row for row in compared(full) if row["choice"] in CHOSEN_FULL]
-    return forest(TITLE, panels_of, 0.21, has_hollow=False)
+    return forest(TITLE, panels_of, 0.21)
 
 
 RECORDS = ("full.json", "short.json")

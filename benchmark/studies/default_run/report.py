@@ -17,22 +17,10 @@ def seeds(record: Record) -> list[Row]:
     return list({row["seed"]: row["reward_model"] | row for row in record["rows"]}.values())
 
 
-def start(record: Record) -> Row:
-    """The true score of the starting model on the held-out queries, as a mean over seeds; and what
-    training added to it, at least and at most."""
-    before = {row["seed"]: row["true_score_before"] for row in record["rows"]}
-    gains = [row["true_score"] - row["true_score_before"] for row in record["rows"]]
-    return {
-        "true_score": float(np.mean(list(before.values()))),
-        "least": min(gains),
-        "most": max(gains),
-    }
-
-
 def gains(record: Record) -> Row:
     """The true score on the held-out queries, before training and after it with each algorithm; and
     what training added to it. Means over seeds, and the interval of what was added."""
-    row: Row = {"start": start(record)["true_score"]}
+    row: Row = {"start": float(np.mean([run["true_score_before"] for run in record["rows"]]))}
     for (algorithm,), runs in report.group(record["rows"], "algorithm").items():
         after = [run["true_score"] for run in runs]
         added = [run["true_score"] - run["true_score_before"] for run in runs]
@@ -124,7 +112,7 @@ def draw_true_score(axes: Axes, record: Record, what: str) -> None:
     draw_bands(axes, record, "true_score")
     best = report.best_of_n(record)[1][-1]
     report.line_at(axes, best, "best of 128, no training (same reward models)", "--")
-    level = start(record)["true_score"]
+    level = gains(record)["start"]
     report.line_at(axes, level, "starting model (held-out queries)", ":", report.START)
     report.label(axes, "episodes (responses trained on)", what, ylim=(0, 1))
 

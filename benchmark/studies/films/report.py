@@ -9,9 +9,11 @@ from matplotlib.figure import Figure
 
 from benchmark import common, differences, report
 from benchmark.report import ALGORITHMS, Record, Row, short
+from benchmark.studies.alternatives.report import COLOURS as ON_LABELS
 
 TIE = 0.05  # of judge B's probability
 LEVELS = (1.0, 2.0, 3.0)  # nats
+RATE = 3e-5  # at which all methods ran
 SHOWN = 20  # openings with their texts
 BETWEEN = "RLOO against PPO"
 MEANS = ("judge", "vader", "reward", "kl", "likelihood", "gemma", "repeats")
@@ -19,6 +21,11 @@ TITLE = "Film reviews: the reward rises with every seed, judge B's probability h
 
 
 # --- tables ---------------------------------------------------------------------------------------
+def runs_of(records: tuple[Record, ...]) -> list[Row]:
+    """The runs of records that share their starting model, whose row is the first of each."""
+    return [row for record in records for row in record["rows"][1:]]
+
+
 def against_start(row: Row, start: Row, tie: float) -> Row:
     """How the judge compares a policy's response to each query with the starting model's."""
     gains = np.subtract(row["judge"], start["judge"])
@@ -30,11 +37,11 @@ def against_start(row: Row, start: Row, tie: float) -> Row:
     }
 
 
-def models(record: Record, means: tuple[str, ...] = MEANS, tie: float = TIE) -> list[Row]:
+def models(*records: Record, means: tuple[str, ...] = MEANS, tie: float = TIE) -> list[Row]:
     """A row for each model: means over its responses, and the judge's comparison."""
-    start = record["rows"][0]
+    start = records[0]["rows"][0]
     rows = []
-    for row in record["rows"]:
+    for row in (start, *runs_of(records)):
         found = {"name": row["run"], "different": row["different"]}
         for key in means:
             found[key] = float(np.mean(row[key]))
@@ -46,11 +53,11 @@ def models(record: Record, means: tuple[str, ...] = MEANS, tie: float = TIE) -> 
     return rows
 
 
-def claims(record: Record, tie: float = TIE) -> list[Row]:
+def claims(*records: Record, tie: float = TIE) -> list[Row]:
     """What the judge gives more than to the starting model: the mean over seeds, its interval."""
-    start = record["rows"][0]
+    start = records[0]["rows"][0]
     rows = []
-    for (algorithm, rate), runs in report.group(record["rows"][1:], "run", "lr").items():
+    for (algorithm, rate), runs in report.group(runs_of(records), "run", "lr").items():
         found = [against_start(run, start, tie) for run in runs]
         row = {"name": f"{algorithm}, {short(rate)}", "seeds": len(runs)}
         for key in ("gain", "won", "tied", "lost"):
@@ -59,12 +66,12 @@ def claims(record: Record, tie: float = TIE) -> list[Row]:
     return rows
 
 
-def start_again(record: Record) -> Row:
+def start_again(*records: Record) -> Row:
     """The mean of judge B's probability over more draws of the starting model's responses, and the
     smallest gain of a run over it, in standard errors over the openings."""
-    again = record["start_again"]
+    again = records[0]["start_again"]
     errors = []
-    for run in record["rows"][1:]:
+    for run in runs_of(records):
         gain = np.subtract(run["judge"], again["judge"])
         error = gain.std(ddof=1) / len(gain) ** 0.5
         errors.append(float(gain.mean() / error))
@@ -74,11 +81,11 @@ def start_again(record: Record) -> Row:
     }
 
 
-def over_more_draws(record: Record) -> list[Row]:
+def over_more_draws(*records: Record) -> list[Row]:
     """The gains of the runs over those draws."""
-    start = start_again(record)["mean"]
+    start = start_again(*records)["mean"]
     rows = []
-    for (algorithm, rate), runs in report.group(record["rows"][1:], "run", "lr").items():
+    for (algorithm, rate), runs in report.group(runs_of(records), "run", "lr").items():
         gains = [float(np.mean(run["judge"])) - start for run in runs]
         row = {
             "name": f"{algorithm}, {short(rate)}",
@@ -123,6 +130,24 @@ def between(record: Record) -> list[Row]:
                 row = {"rate": short(rate), "where": where}
                 row["seeds"] = ", ".join(f"{lead:+.3f}" for lead in leads)
                 rows.append(row | {"difference": interval(leads)})
+    return rows
+
+
+def on_labels(*records: Record) -> list[Row]:
+    """What learns from the labels directly, minus PPO and minus RLOO, within seeds and at one rate:
+    judge B's mean after training."""
+    means: dict[str, dict[int, float]] = {}
+    for run in runs_of(records):
+        if run["lr"] == RATE:
+            means.setdefault(run["run"], {})[run["seed"]] = float(np.mean(run["judge"]))
+    rows = []
+    for method in ON_LABELS:
+        for algorithm in ALGORITHMS:
+            others = means[algorithm]
+            leads = [mean - others[seed] for seed, mean in means[method].items()]
+            row = {"name": f"{method} minus {algorithm}"}
+            row["seeds"] = ", ".join(f"{lead:+.3f}" for lead in leads)
+            rows.append(row | {"difference": interval(leads)})
     return rows
 
 
@@ -211,23 +236,26 @@ def four_seeds(*records: Record) -> list[Row]:
 
 
 # --- the picture ----------------------------------------------------------------------------------
-def draw_gains(axes: Axes, record: Record, key: str, words: str) -> None:
+def draw_gains(axes: Axes, start: Row, runs: list[Row], key: str, words: str) -> None:
     """How far each run's mean is above the starting model's; an interval over the openings."""
-    start, *runs = record["rows"]
+    colours = ALGORITHMS | ON_LABELS
     for i, row in enumerate(runs):
         found = differences.with_interval(np.subtract(row[key], start[key]))
-        axes.errorbar(found["mean"], i, xerr=found["width"], fmt="o", color=ALGORITHMS[row["run"]])
+        axes.errorbar(found["mean"], i, xerr=found["width"], fmt="o", color=colours[row["run"]])
     axes.axvline(0.0, color="black", linewidth=1)
     report.label(axes, words)
 
 
-def draw(record: Record) -> Figure:
-    """Gains in reward and in judge B's probability, of each run."""
-    figure, panels = report.new(TITLE, 1, 2, 3.4, sharey=True)
+def draw(*records: Record) -> Figure:
+    """Gains in reward and in judge B's probability, of each run; the runs of a method together."""
+    start = records[0]["rows"][0]
+    groups = report.group(runs_of(records), "run", "lr").values()
+    runs = [run for group in groups for run in group]
+    figure, panels = report.new(TITLE, 1, 2, 1.6 + 0.3 * len(runs), sharey=True)
     reward, judge = panels[0]
-    draw_gains(reward, record, "reward", "gain in reward (the reward model's)")
-    draw_gains(judge, record, "judge", "gain in judge B's probability of positive")
-    names = [f"{row['run']}, seed {row['seed']}" for row in record["rows"][1:]]
+    draw_gains(reward, start, runs, "reward", "gain in reward (the reward model's)")
+    draw_gains(judge, start, runs, "judge", "gain in judge B's probability of positive")
+    names = [f"{row['run']}, seed {row['seed']}" for row in runs]
     reward.set_yticks(range(len(names)), names)
     reward.invert_yaxis()
     return figure

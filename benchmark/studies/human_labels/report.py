@@ -73,12 +73,12 @@ def ahead(*records: Record) -> list[Row]:
 # --- policies -------------------------------------------------------------------------------------
 def gains(record: Record) -> list[Row]:
     """How far each algorithm raises the gold reward, with wins, ties and losses by it."""
-    return films.claims(record, TIE)
+    return films.claims(record, tie=TIE)
 
 
 def models(record: Record) -> list[Row]:
     """A row for each model: means over its responses."""
-    return films.models(record, MEANS, TIE)
+    return films.models(record, means=MEANS, tie=TIE)
 
 
 # --- the picture ----------------------------------------------------------------------------------

@@ -39,9 +39,8 @@ def line_of(choice: str, record: Record) -> Row:
     line = {"method": name_of(choice), "choice": choice, "seeds": seeds}
     line["pair"] = (choice, BASE)
     line["failed"] = seeds - len(ended) + len(worse)
-    for kind in ("true_score", "reward", "kl", "distinct"):
+    for kind in ("true_score", "kl", "distinct"):
         line[kind] = mean([row[kind] for row in ended])
-    line["spread"] = float(np.std([row["true_score"] for row in ended], ddof=1))
     levels = np.array([at_levels(row["fine_curve"], LEVELS) for row in ended])  # (seeds, levels)
     line["levels"] = [mean(column) for column in levels.T]
     at_same_kl = [mean(at_equal_kl(run, base, LEVELS)) for run, base in pairs]
