@@ -23,7 +23,7 @@ DIFFERENCE = "difference in true score at the same KL (better \N{RIGHTWARDS ARRO
 PASSES = "bold name: significant after Holm's correction"
 FULL = "Full runs: 12,800 episodes, 3 seeds"
 SHORT = "Short runs: 2,560 episodes, 4 seeds"
-TITLE = "A critic from the reward model helps PPO at the same KL; eight minibatches cost"
+TITLE = "A critic from the reward model helps PPO at the same KL; eight minibatches hurt"
 
 LEVELS = (2, 4, 6)  # nats, of full runs
 SHORT_LEVELS = (1, 2, 3)
@@ -246,13 +246,13 @@ def compared(record: Record) -> list[Row]:
 
 
 def name_of(row: Row) -> str:
-    """The choice, what it is compared with if that is RLOO, and how many of its runs ended or
+    """The choice, what it is compared with if that is RLOO, and how many of its runs stopped or
     failed."""
     name = row["choice"]
     if base_of(name) != "default":
         name += " (compared with RLOO)"
     if row["equal_kl_seeds"] < row["seeds"]:
-        name += f" ({row['equal_kl_seeds']} of {row['seeds']} runs ended)"
+        name += f" ({row['seeds'] - row['equal_kl_seeds']} of {row['seeds']} runs stopped)"
     elif row["num_failed"] > 0:
         name += f" ({row['num_failed']} of {row['seeds']} failed)"
     return name
