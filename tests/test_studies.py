@@ -17,6 +17,7 @@ import rloo_rlhf
 from benchmark import differences, runs
 from benchmark.studies.alternatives import run as alternatives
 from benchmark.studies.choices import run as choices
+from benchmark.studies.films import report as films_report
 from benchmark.studies.human_labels import policies
 from benchmark.studies.human_labels import report as human_report
 from benchmark.studies.optimum import run as optimum
@@ -253,6 +254,23 @@ def test_gains_of_policies_are_means_over_seeds_and_small_ones_are_ties():
     shares = {name: ppo[name]["mean"] for name in ("won", "tied", "lost")}
     assert shares == {"won": 0.375, "tied": 0.375, "lost": 0.25}
     assert rloo["won"] == {"mean": 1.0}  # of one seed there is no interval
+
+
+def test_what_learns_from_labels_is_compared_within_seeds_with_runs_of_another_record():
+    start = {"run": "starting model", "judge": [0.5, 0.5]}
+    records = []
+    for names, shift in ((("PPO", "RLOO"), 0.0), (("fine-tuning", "DPO"), 0.25)):
+        rows = [start]
+        for seed in (1, 2, 3):
+            for i, name in enumerate(names):
+                judge = [shift + i, shift + i + seed]
+                rows.append({"run": name, "seed": seed, "lr": 3e-5, "judge": judge})
+        records.append({"rows": rows})
+    found = {row["name"]: row for row in films_report.on_labels(*records)}
+    assert found["DPO minus PPO"]["difference"]["mean"] == pytest.approx(1.25)
+    assert found["fine-tuning minus RLOO"]["seeds"] == "-0.750, -0.750, -0.750"
+    names = [row["name"] for row in films_report.claims(*records)]
+    assert names == ["PPO, 3e-5", "RLOO, 3e-5", "fine-tuning, 3e-5", "DPO, 3e-5"]
 
 
 # --- the exact optimum ----------------------------------------------------------------------------

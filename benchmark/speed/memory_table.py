@@ -11,6 +11,7 @@ sampling.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -225,7 +226,7 @@ def table(models: list[str], sizes: dict[str, int]) -> str:
 
 
 def check() -> str:
-    """A run of a 12x768 model on the CPU in fp32, and the sum for it."""
+    """A run of a 12x768 model in fp32, on a GPU if there is one, and the sum for it."""
     config = GPT2Config()
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -238,11 +239,13 @@ def check() -> str:
             _, status, usage = os.wait4(process.pid, 0)
         if status != 0:
             raise SystemExit("ppo_rlhf.py has failed")
-    setting = Setting("", query=32, response=24, batch=8, bytes_per_state=4)
-    parts = memory(config, replace(setting))
+        last = Path(folder, "run/metrics.jsonl").read_text().splitlines()[-1]
+        on_gpu = json.loads(last)["peak_memory_gb"]
+    parts = memory(config, Setting("", query=32, response=24, batch=8, bytes_per_state=4))
     computed = parts["peak"] - parts["reward model"]
-    measured = usage.ru_maxrss * 1024 / GB
-    return f"computed {computed:.2f} GB, measured {measured:.2f} GB (with Python and its libraries)"
+    on_cpu = usage.ru_maxrss * 1024 / GB
+    measured = f"{on_gpu:.2f} GB" if on_gpu else f"{on_cpu:.2f} GB with Python and its libraries"
+    return f"computed {computed:.2f} GB, measured {measured}"
 
 
 def main() -> None:

@@ -13,9 +13,8 @@ parameters.
     optimise   all optimizer steps
     other      the rest of `total`
 
-`plain-fast` is the plain version after the scripts' set_up_torch (allocators, TF32 for the heads of
-bf16 runs), with eager attention on a CPU. That gains much on one CPU and nothing on another, so
-that its ratio is the one to look at first.
+`plain-fast` is the plain version after the scripts' set_up_torch, with eager attention on a CPU.
+Look at its ratio first: these settings gain much on one CPU, and nothing on another.
 
 The floor is the arithmetic that no implementation of the update can leave out, at the speed of this
 machine's matrix product for these weights and numbers of rows, measured in the same run: each real
@@ -44,6 +43,7 @@ drawn anew in each update, so look at medians; `kept` says how many tokens the r
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -149,6 +149,8 @@ class Contender:
         folder = setting.folder
         device = common.device()
         args = setting.args(name)
+        if implementation.startswith(("ours", "plain-fast")):
+            set_up_torch(args.dtype)  # before the first tensor: the allocator reads it once
         self.contexts = setting.contexts(ours.responses_per_query(args))
         if implementation.startswith("ours"):
             has_critic = implementation == "ours-critic"
@@ -191,6 +193,7 @@ def work(name: str, setting: Setting) -> None:
         contender = Contender(name, setting)
         for _ in sys.stdin:
             seconds = contender.update()
+            torch.cuda.empty_cache()  # for the others, which share the GPU
             answers.write(json.dumps({"seconds": seconds, "scored": contender.run.scored}) + "\n")
             answers.flush()
 
@@ -419,6 +422,7 @@ def measure_speed(options: argparse.Namespace, folder: str) -> None:
             runs[name] += [answer["seconds"] for answer in answers[name]]
             kept[name] += [answer["scored"] for answer in answers[name] if "scored" in answer]
         set_up_torch(options.dtype)
+        os.environ.pop("PYTORCH_ALLOC_CONF", None)  # it is not for the next round's workers
         for algorithm in algorithms:
             # TRL's workers do not say how many tokens were scored.
             told = [x for name in names_with_floor(algorithm) for x in answers.get(name, [])]

@@ -13,7 +13,6 @@ from benchmark.studies.alternatives.report import COLOURS as ON_LABELS
 
 TIE = 0.05  # of judge B's probability
 LEVELS = (1.0, 2.0, 3.0)  # nats
-RATE = 3e-5  # at which all methods ran
 SHOWN = 20  # openings with their texts
 BETWEEN = "RLOO against PPO"
 MEANS = ("judge", "vader", "reward", "kl", "likelihood", "gemma", "repeats")
@@ -134,12 +133,11 @@ def between(record: Record) -> list[Row]:
 
 
 def on_labels(*records: Record) -> list[Row]:
-    """What learns from the labels directly, minus PPO and minus RLOO, within seeds and at one rate:
-    judge B's mean after training."""
-    means: dict[str, dict[int, float]] = {}
-    for run in runs_of(records):
-        if run["lr"] == RATE:
-            means.setdefault(run["run"], {})[run["seed"]] = float(np.mean(run["judge"]))
+    """What learns from the labels directly, minus PPO and minus RLOO, within seeds: judge B's mean
+    after training."""
+    means = {}
+    for (method,), runs in report.group(runs_of(records), "run").items():
+        means[method] = {run["seed"]: float(np.mean(run["judge"])) for run in runs}
     rows = []
     for method in ON_LABELS:
         for algorithm in ALGORITHMS:
@@ -261,4 +259,4 @@ def draw(*records: Record) -> Figure:
     return figure
 
 
-PICTURES = {"films.png": (draw, "films.json")}
+PICTURES = {"films.png": (draw, "films.json", "labels.json")}
