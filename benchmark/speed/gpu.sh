@@ -34,7 +34,7 @@ real=gpt2 # 12 layers, 768 wide: tiny/ is too small to show what TF32 and bf16 d
 sentiment=(--query_length 64 --batch_size 512 --micro_batch_size 128 --total_episodes 5120)
 shapes=(gpt2 36x1280 16x2048) # gpt2; gpt2-large and pythia-1b, with a small vocabulary
 large=llama-7b
-# All contenders are on the GPU together, and plain PyTorch keeps twice as much as ours for its gradients.
+# All contenders are on the GPU together. Plain PyTorch needs the most, by an estimate twice as much as ours.
 sizes=(--batch_size 512 --micro_batch_size 64 --rounds 2 --repeats 3)
 whole_flags=(--total_episodes 102400 --batch_size 512 --micro_batch_size 512)
 lora_flags=(--total_episodes 256 --batch_size 64 --micro_batch_size 16)
@@ -93,6 +93,7 @@ updates() {
             contenders=("ours-$algorithm" "plain-fast-$algorithm" "plain-$algorithm")
             if [ -d benchmark/speed/.trl ]; then
                 contenders+=("trl-$algorithm")
+                [ "$algorithm" = rloo ] || contenders+=(ours-critic-ppo) # TRL's PPO has a critic, too
             fi
             same=(--shape "$shape" --queries full --query_length 64 --dtype bf16)
             same+=(--contenders "${contenders[@]}" "${sizes[@]}")
@@ -121,6 +122,12 @@ parts=("$@")
 if [ $# = 0 ]; then
     parts=(dtypes engines lora updates whole count tests)
 fi
+for part in "${parts[@]}"; do
+    if ! declare -F "$part" > /dev/null; then
+        echo "gpu.sh: there is no part $part: see the first lines of this file"
+        exit 2
+    fi
+done
 failed=()
 for part in "${parts[@]}"; do
     echo "== $part"

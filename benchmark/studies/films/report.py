@@ -21,7 +21,7 @@ TITLE = "Film reviews: the reward rises with every seed, judge B's probability h
 
 # --- tables ---------------------------------------------------------------------------------------
 def runs_of(records: tuple[Record, ...]) -> list[Row]:
-    """The runs of records that share their starting model, whose row is the first of each."""
+    """The runs of records of the same starting model, whose row is the first of each."""
     return [row for record in records for row in record["rows"][1:]]
 
 
@@ -65,12 +65,12 @@ def claims(*records: Record, tie: float = TIE) -> list[Row]:
     return rows
 
 
-def start_again(*records: Record) -> Row:
+def start_again(record: Record) -> Row:
     """The mean of judge B's probability over more draws of the starting model's responses, and the
     smallest gain of a run over it, in standard errors over the openings."""
-    again = records[0]["start_again"]
+    again = record["start_again"]
     errors = []
-    for run in runs_of(records):
+    for run in record["rows"][1:]:
         gain = np.subtract(run["judge"], again["judge"])
         error = gain.std(ddof=1) / len(gain) ** 0.5
         errors.append(float(gain.mean() / error))
@@ -82,7 +82,7 @@ def start_again(*records: Record) -> Row:
 
 def over_more_draws(*records: Record) -> list[Row]:
     """The gains of the runs over those draws."""
-    start = start_again(*records)["mean"]
+    start = start_again(records[0])["mean"]
     rows = []
     for (algorithm, rate), runs in report.group(runs_of(records), "run", "lr").items():
         gains = [float(np.mean(run["judge"])) - start for run in runs]
