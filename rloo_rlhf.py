@@ -127,7 +127,7 @@ class Args:
     start_text: str | None = "."
     # One token: a query is cut back to its last occurrence, or dropped without one (None: off)
     end_text: str | None = "."
-    response_length: PositiveInt = 24  # Tokens sampled per response
+    response_length: PositiveInt = 24  # Tokens sampled per response (or fewer: --mask_truncated)
     temperature: PositiveFloat = 0.7  # Divides logits, wherever probabilities are computed
     # The token that ends a response (`eos`: the tokenizer's; None: every response is complete)
     truncate_token: str | None = "."
@@ -202,7 +202,7 @@ PRESETS = {
 class Batch:
     """B responses of R tokens, and what follows from them. The fields are set in this order, and
     the last three (RLOO: the last) in each minibatch. `sampled_logprobs` are computed token by
-    token with a cache, the others in one pass over whole responses."""
+    token with a cache, the other log-probabilities in one pass over whole responses."""
 
     contexts: TokenRows  # B lists of the tokens before each response
     responses: Tensor  # (B, R), as sampled
@@ -255,7 +255,7 @@ def main(preset: str, args: Args) -> None:
     # The reference is the untrained policy, also when a run is resumed.
     before = evaluate(ref, ref, held_out, score_fn, tokenizer, truncate_id, args)
     # --resume compares these: the held-out queries, and those of the first update. Others may
-    # follow them if --total_episodes is larger.
+    # be new: a larger --total_episodes reads more of them.
     data = contexts[: args.eval_queries + num_queries // num_updates]
     run = Run(accelerator, FILE, args, num_updates, data, state={"kl_coef": args.kl_coef})
     run.start()
@@ -268,7 +268,7 @@ def main(preset: str, args: Args) -> None:
         noise = uniforms(args.seed, update + 1, args.batch_size, args.response_length)
         batch = rollout(policy, my_queries, noise.split(share)[rank], truncate_id, args)
         epochs = shuffle(np.arange(share).reshape(-1, args.rloo_k), rank, update, args)
-        # These are the micro-batches of the first epoch, so padding and rounding are the same in
+        # set_logprobs reads the first epoch's micro-batches, so padding and rounding are those of
         # the first optimizer step. There every ratio is 1, on a CPU exactly.
         set_logprobs(batch, policy, ref, epochs[0], args)
 
@@ -308,7 +308,7 @@ def main(preset: str, args: Args) -> None:
         run.log(metrics, "objective/scores", "objective/kl")  # prints these, and adds seconds
         check_update(update, metrics, args)
 
-        # 6. adapt the KL coefficient; leave a checkpoint
+        # 6. adapt the KL coefficient; leave a checkpoint if one is due
         run.state["kl_coef"] = adapt_kl_coef(kl_coef, metrics["objective/kl"], args)
         is_beyond = abs(metrics["objective/kl"]) > args.max_kl
         run.end_update(f"objective/kl is beyond --max_kl {args.max_kl:g}" if is_beyond else "")
@@ -375,7 +375,7 @@ def rloo_update(
     for step, minibatch in enumerate(epochs.flatten(0, 1)):
         mini = select(batch, minibatch)
 
-        # The loss is the mean over the minibatches of all processes. Each micro-batch adds its
+        # The loss is a single mean over the minibatches of all processes. Each micro-batch adds its
         # share. DDP and FSDP then average over processes, which num_processes undoes.
         mini.loss_weights = torch.ones_like(mini.advantages)  # (b,), or per token: mini.loss_mask
         loss_scale = accelerator.num_processes / reduce(mini.loss_weights.sum(), "sum")
@@ -405,7 +405,7 @@ def rloo_update(
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     """Raises the coefficient where the KL is above --adaptive_kl_target, and lowers it where it is
     below. It is multiplied by 1 + c e, with the relative error e clipped to +-0.2 and c =
-    batch_size / kl_horizon (Ziegler et al. 2019, section 2.2, where c is K_beta, and 0.1)."""
+    batch_size / kl_horizon (Ziegler et al. 2019, section 2.2, has c = 0.1 and calls it K_beta)."""
     if args.adaptive_kl_target is None:
         return kl_coef
     error = min(max(kl / args.adaptive_kl_target - 1, -0.2), 0.2)
@@ -434,7 +434,7 @@ def set_learning_rates(
     optimizer: Optimizer, update: int, progress: float, args: Args, **max_lrs: float
 ) -> None:
     """Sets the rates for all optimizer steps of this update (updates count from 0): the highest
-    rate, times the warm-up, times the linear decay to 0. `progress`, in [0, 1), is the share of the
+    rate, times warm-up and linear decay (if any). `progress`, in [0, 1), is the share of the
     run that is over. `max_lrs` has the highest rates of those parts where it is not --lr."""
     factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
     if args.lr_schedule == "linear":
@@ -447,8 +447,8 @@ def defer_averaging(
     accelerator: Accelerator, model: Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
     """A context for the forward and backward pass of a micro-batch. Processes average gradients at
-    the last one of a step only. If weights are sharded (by modules with `reshard`) they do it at
-    each one: otherwise every process would hold whole gradients until then."""
+    the last one of a step only. With FSDP2, whose modules have `reshard`, they do it at each one:
+    otherwise every process would hold whole gradients until then."""
     if is_last or hasattr(model, "reshard"):
         return contextlib.nullcontext()
     return accelerator.no_sync(model)
@@ -488,8 +488,8 @@ class Metrics:
 
 # --- checks ---------------------------------------------------------------------------------------
 # Limits of (first_ratio_error, sampling_error), in nats; larger differences are not rounding. The
-# first compares set_logprobs with the first optimizer step, token by token. The second compares it
-# with sampling, which reads a cache: means over a response.
+# first compares set_logprobs with the first optimizer step, token by token. The second compares
+# set_logprobs with sampling, which reads a cache, and takes means over responses.
 TOLERANCES = {"fp32": (1e-3, 1e-3), "tf32": (0.01, 0.05), "bf16": (0.02, 0.3)}
 
 
@@ -522,7 +522,7 @@ def check_update(update: int, metrics: dict, args: Args) -> None:
 
 
 # --- rollout and scoring --------------------------------------------------------------------------
-# Each use of random numbers has its own stream, default_rng([seed, stream, ..]), so that none
+# Each use of random numbers has its own stream, default_rng([seed, stream, ..]): in one script none
 # repeats the numbers of another. plumbing/data.py has streams 2 and 3; 5 and more are free.
 STREAM_SAMPLES, STREAM_ROWS = 1, 4
 
@@ -632,8 +632,8 @@ def sample(
 
 def inverse_cdf(probs: Tensor, noise: Tensor) -> Tensor:
     """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes noise (B, 1), which
-    is uniform. The sum is in fp64: fp32 would round away rare tokens. (Noise has 24 bits, so tokens
-    far rarer than 6e-8 are hardly ever drawn.) NaN gives the last token, which a check finds."""
+    is uniform. The sum is in fp64: fp32 would round away rare tokens. (Noise has 24 bits: a token
+    far rarer than 6e-8 is drawn never or with 6e-8.) NaN gives the last token: a check finds it."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, noise * cdf[:, -1:], right=True)
     return tokens.clamp(max=probs.shape[1] - 1)
@@ -740,7 +740,7 @@ def entropy(all_logprobs: Tensor) -> Tensor:
 
 class Actor(Module):
     """A policy. The K responses to a query are always adjacent rows, so the query is read once.
-    Heads compute in fp32 where trunks compute in bf16: see patch_layers in plumbing/models.py."""
+    In bf16 runs heads compute in fp32 (GPUs: in TF32), see patch_layers in plumbing/models.py."""
 
     def __init__(self, lm: PreTrainedModel, args: Args) -> None:
         super().__init__()
@@ -751,9 +751,9 @@ class Actor(Module):
     def forward(
         self, ids: Tensor, mask: Tensor, last: int = 1, cache: Cache | None = None
     ) -> dict[str, Tensor]:
-        """What follows each of the last tokens of ids (b, T): `logits` (b, last, V), in fp32, and
-        what else is predicted, (b, last). With a cache, which is for sampling, only `logits`."""
-        length = ids.shape[1] - last  # of a query but for its last token; 0 once that is cached
+        """Predictions of what follows each of the last tokens of ids (b, T): `logits` (b, last, V),
+        in fp32, and in PPO `values` (b, last). With a cache, which is for sampling, no values."""
+        length = ids.shape[1] - last  # tokens before a query's last; 0 in sampling after the first
         if length > 0 and (self.reads_once or cache is not None):
             queries = ids[:: self.k, :length]  # each once
             cache = read_queries(self.lm, queries, mask[:: self.k, :length], self.k, cache)

@@ -4,7 +4,7 @@ A language model with a scalar head learns which of N responses to a query peopl
 trained for one epoch on the loss -log softmax(reward_1, ..., reward_N)[best], which for a pair is
 -log sigmoid(chosen - rejected). The reward is gain * logit + bias. Gain and bias are set so that
 the rewards of the reference policy's samples have mean 0 and deviation 1: before the training, to
-begin at a sensible scale, and after it, because training moves them. "The original" is OpenAI's
+begin at a sensible scale, and after it, because training shifts rewards. "The original" is OpenAI's
 lm-human-preferences (Ziegler et al. 2019, arXiv:1909.08593). The tests replay recordings of it.
 
     python train_reward.py                                         # tiny model and data
@@ -127,7 +127,7 @@ class Args:
     response_length: PositiveInt = 24
     temperature: PositiveFloat = 0.7  # Divides logits, wherever probabilities are computed
     # Chosen and rejected responses end after this token (`eos`: the tokenizer's, which is added if
-    # it is missing; None: no token ends them). A special token ends samples, too
+    # it is missing; None: no token ends them). A special token ends what is sampled, too
     truncate_token: str | None = "."
     truncate_after: NonNegativeInt = 16  # The token ends a response only at this index or later
     # Samples that set gain and bias, before and after training (0: gain starts at 1, bias at 0)
@@ -243,7 +243,7 @@ def main(preset: str, args: Args) -> None:
         my_labels = [labels[i] for i in rows]
         means = reward_update(accelerator, wrapped, optimizer, my_labels, args)
 
-        # 3. log; leave a checkpoint
+        # 3. log; leave a checkpoint if one is due
         metrics = means.reduce()
         metrics["train/lr"] = optimizer.param_groups[0]["lr"]
         run.log(metrics)
@@ -403,7 +403,7 @@ def set_learning_rates(
     optimizer: Optimizer, update: int, progress: float, args: Args, **max_lrs: float
 ) -> None:
     """Sets the rates for all optimizer steps of this update (updates count from 0): the highest
-    rate, times the warm-up, times the linear decay to 0. `progress`, in [0, 1), is the share of the
+    rate, times warm-up and linear decay (if any). `progress`, in [0, 1), is the share of the
     run that is over. `max_lrs` has the highest rates of those parts where it is not --lr."""
     factor = min(1.0, (update + 1) / (args.lr_warmup + 1))
     if args.lr_schedule == "linear":
@@ -416,8 +416,8 @@ def defer_averaging(
     accelerator: Accelerator, model: Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
     """A context for the forward and backward pass of a micro-batch. Processes average gradients at
-    the last one of a step only. If weights are sharded (by modules with `reshard`) they do it at
-    each one: otherwise every process would hold whole gradients until then."""
+    the last one of a step only. With FSDP2, whose modules have `reshard`, they do it at each one:
+    otherwise every process would hold whole gradients until then."""
     if is_last or hasattr(model, "reshard"):
         return contextlib.nullcontext()
     return accelerator.no_sync(model)
@@ -456,7 +456,7 @@ class Metrics:
 
 
 # --- sampling -------------------------------------------------------------------------------------
-# Each use of random numbers has its own stream, default_rng([seed, stream, ..]), so that none
+# Each use of random numbers has its own stream, default_rng([seed, stream, ..]): in one script none
 # repeats the numbers of another. plumbing/data.py has streams 2 and 3; 5 and more are free.
 STREAM_SAMPLES = 1
 
@@ -516,8 +516,8 @@ def sample(
 
 def inverse_cdf(probs: Tensor, noise: Tensor) -> Tensor:
     """Tokens (B, 1): where the cumulative distribution of probs (B, V) passes noise (B, 1), which
-    is uniform. The sum is in fp64: fp32 would round away rare tokens. (Noise has 24 bits, so tokens
-    far rarer than 6e-8 are hardly ever drawn.) NaN gives the last token, which a check finds."""
+    is uniform. The sum is in fp64: fp32 would round away rare tokens. (Noise has 24 bits: a token
+    far rarer than 6e-8 is drawn never or with 6e-8.) NaN gives the last token: a check finds it."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, noise * cdf[:, -1:], right=True)
     return tokens.clamp(max=probs.shape[1] - 1)

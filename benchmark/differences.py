@@ -57,8 +57,6 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 # --- intervals and tests --------------------------------------------------------------------------
-
-
 def half_width(deviation: float, num_seeds: int, freedom: float) -> float:
     """Half the width of the 95 % interval of a mean over seeds."""
     error = deviation / num_seeds**0.5

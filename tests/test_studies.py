@@ -273,6 +273,27 @@ def test_what_learns_from_labels_is_compared_within_seeds_with_runs_of_another_r
     assert names == ["PPO, 3e-5", "RLOO, 3e-5", "fine-tuning, 3e-5", "DPO, 3e-5"]
 
 
+def test_the_slow_rate_is_compared_with_the_fast_one_within_seeds():
+    start = {"run": "starting model", "judge": [0.5, 0.5]}
+    records = []
+    for lr, shift in ((3e-5, 0.25), (1e-5, 0.0)):
+        rows = [start]
+        for seed in (1, 2, 3):
+            for name in ("PPO", "RLOO"):
+                updates = {"objective/kl": [0.0, 1.5], "judge": [0.0, 3.0]}
+                updates["policy/clipfrac"] = [lr * 1e5, seed]
+                row = {"run": name, "seed": seed, "lr": lr, "updates": updates}
+                rows.append(row | {"judge": [shift * seed, shift]})
+        records.append({"rows": rows})
+    found = films_report.slower(*records)
+    assert [row["name"] for row in found] == ["PPO", "RLOO"]
+    assert found[0]["seeds"] == "-0.250, -0.375, -0.500"
+    assert found[0]["fast"] == pytest.approx(2.5)
+    assert found[1]["slow"] == pytest.approx(1.5)
+    rates = [(row["rate"], row["where"]) for row in films_report.between(*records)]
+    assert rates == [(lr, where) for lr in ("3e-5", "1e-5") for where in ("KL 1", "the end")]
+
+
 # --- the exact optimum ----------------------------------------------------------------------------
 def train(algorithm):
     """A run of 200 updates, in a process of its own. (A fork of this one would wait forever for its

@@ -1,5 +1,6 @@
 """Rows and the picture of this study: `python benchmark/report.py alternatives`."""
 
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,12 @@ Groups = dict[str, list[Row]]
 def policies(rates: Record) -> Groups:
     """The runs of PPO and RLOO at the default's rate, by algorithm, in the order of their seeds."""
     found: Groups = {}
-    for row in sorted(rates["rows"], key=by_seed):
+    for row in sorted(rates["rows"], key=itemgetter("seed")):
         if row["lr"] == DEFAULT:
             minutes = row["seconds"] * row["updates"] / 60
             runs = found.setdefault(row["algorithm"], [])
             runs.append(row | {"minutes": minutes})
     return found
-
-
-def by_seed(row: Row) -> int:
-    """What rows are sorted by."""
-    return row["seed"]
 
 
 def name_of(row: Row) -> str:
@@ -78,7 +74,7 @@ def methods(record: Record, rates: Record) -> list[Row]:
     """A row for each method; PPO and RLOO last."""
     others = policies(rates)
     groups: Groups = {}
-    for row in sorted(record["rows"], key=by_seed):
+    for row in sorted(record["rows"], key=itemgetter("seed")):
         mine = groups.setdefault(name_of(row), [])
         if "cpu_seconds" in row:
             row["minutes"] = row["cpu_seconds"] / 60
@@ -102,8 +98,7 @@ def named(record: Record, rates: Record) -> dict[str, Row]:
 def tried(record: Record) -> list[Row]:
     """The settings that were tried, in the order of their true scores."""
     rows = [row | {"name": name_of(row)} for row in record["tried"]]
-    rows.sort(key=lambda row: row["true_score"], reverse=True)
-    return sorted(rows, key=lambda row: row["method"])
+    return sorted(rows, key=lambda row: (row["method"], -row["true_score"]))
 
 
 # --- the picture ----------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ PASSES = "bold name: significant after Holm's correction"
 FULL = "Full runs: 12,800 episodes, 3 seeds"
 SHORT = "Short runs: 2,560 episodes, 4 seeds"
 TITLE = "A critic from the reward model helps PPO at the same KL; eight minibatches hurt"
-
 LEVELS = (2, 4, 6)  # nats, of full runs
 SHORT_LEVELS = (1, 2, 3)
 STARTS = {
@@ -37,14 +36,8 @@ STARTS = {
 }
 SHARED, SHARED_WARM, POLICY, POLICY_WARM, REWARD, REWARD_WARM = STARTS
 PLANNED = {
-    "start: reward model, minus head on the policy": (
-        (REWARD, SHARED),
-        (REWARD_WARM, SHARED_WARM),
-    ),
-    "start: reward model, minus policy": (
-        (REWARD, POLICY),
-        (REWARD_WARM, POLICY_WARM),
-    ),
+    "start: reward model, minus head on the policy": ((REWARD, SHARED), (REWARD_WARM, SHARED_WARM)),
+    "start: reward model, minus policy": ((REWARD, POLICY), (REWARD_WARM, POLICY_WARM)),
     "warm-up: five updates, minus none": (
         (SHARED_WARM, SHARED),
         (POLICY_WARM, POLICY),
@@ -222,8 +215,7 @@ def leads_of(
 def together(record: Record) -> Row:
     """What the start as the reward model and the warm-up gain together, with the seeds of
     protocol.md, which had not planned this."""
-    pair = ("critic from the reward model, warmed up", "default")
-    leads, ends = leads_of(record, [pair])
+    leads, ends = leads_of(record, [(REWARD_WARM, SHARED)])
     return differences.of_seeds(leads) | {"end": differences.of_seeds(ends)}
 
 

@@ -14,6 +14,8 @@ from benchmark.studies.alternatives.report import COLOURS as ON_LABELS
 TIE = 0.05  # of judge B's probability
 LEVELS = (1.0, 2.0, 3.0)  # nats
 SHOWN = 20  # openings with their texts
+FAST = 3e-5  # learning rates
+SLOW = 1e-5
 BETWEEN = "RLOO against PPO"
 MEANS = ("judge", "vader", "reward", "kl", "likelihood", "gemma", "repeats")
 TITLE = "Film reviews: the reward rises with every seed, judge B's probability hardly"
@@ -66,18 +68,8 @@ def claims(*records: Record, tie: float = TIE) -> list[Row]:
 
 
 def start_again(record: Record) -> Row:
-    """The mean of judge B's probability over more draws of the starting model's responses, and the
-    smallest gain of a run over it, in standard errors over the openings."""
-    again = record["start_again"]
-    errors = []
-    for run in record["rows"][1:]:
-        gain = np.subtract(run["judge"], again["judge"])
-        error = gain.std(ddof=1) / len(gain) ** 0.5
-        errors.append(float(gain.mean() / error))
-    return {
-        "mean": float(np.mean(again["judge"])),
-        "least_in_errors": min(errors),
-    }
+    """The mean of judge B's probability over more draws of the starting model's responses."""
+    return {"mean": float(np.mean(record["start_again"]["judge"]))}
 
 
 def over_more_draws(*records: Record) -> list[Row]:
@@ -86,12 +78,7 @@ def over_more_draws(*records: Record) -> list[Row]:
     rows = []
     for (algorithm, rate), runs in report.group(runs_of(records), "run", "lr").items():
         gains = [float(np.mean(run["judge"])) - start for run in runs]
-        row = {
-            "name": f"{algorithm}, {short(rate)}",
-            "each": ", ".join(f"{gain:+.3f}" for gain in gains),
-            "gain": interval(gains),
-        }
-        rows.append(row)
+        rows.append({"name": f"{algorithm}, {short(rate)}"} | with_each_seed(gains))
     return rows
 
 
@@ -112,9 +99,17 @@ def judged_at(run: Row) -> np.ndarray:
     return np.append(at_levels, np.mean(run["judge"]))
 
 
-def between(record: Record) -> list[Row]:
+def with_each_seed(differences_of_seeds: list[float]) -> Row:
+    """Differences as text, with each seed, and their mean."""
+    return {
+        "seeds": ", ".join(f"{value:+.3f}" for value in differences_of_seeds),
+        "difference": interval(differences_of_seeds),
+    }
+
+
+def between(*records: Record) -> list[Row]:
     """RLOO minus PPO within seeds, by judge B: at levels of KL that both reach, and at the end."""
-    runs = report.group(record["rows"][1:], "run", "lr")
+    runs = report.group(runs_of(records), "run", "lr")
     rows = []
     for rate in dict.fromkeys(rate for _, rate in runs):
         ppo = runs.get(("PPO", rate), [])
@@ -127,26 +122,47 @@ def between(record: Record) -> list[Row]:
             leads = column[~np.isnan(column)].tolist()
             if leads:
                 row = {"rate": short(rate), "where": where}
-                row["seeds"] = ", ".join(f"{lead:+.3f}" for lead in leads)
-                rows.append(row | {"difference": interval(leads)})
+                rows.append(row | with_each_seed(leads))
     return rows
+
+
+def ahead(one: list[Row], other: list[Row]) -> list[float]:
+    """Judge B's mean after some runs minus that after others, within seeds."""
+    found = []
+    for run, base in zip(one, other, strict=True):
+        assert run["seed"] == base["seed"]
+        lead = np.mean(run["judge"]) - np.mean(base["judge"])
+        found.append(float(lead))
+    return found
 
 
 def on_labels(*records: Record) -> list[Row]:
-    """What learns from the labels directly, minus PPO and minus RLOO, within seeds: judge B's mean
-    after training."""
-    means = {}
-    for (method,), runs in report.group(runs_of(records), "run").items():
-        means[method] = {run["seed"]: float(np.mean(run["judge"])) for run in runs}
+    """What learns from the labels directly, minus PPO and minus RLOO."""
+    runs = report.group(runs_of(records), "run")
     rows = []
     for method in ON_LABELS:
         for algorithm in ALGORITHMS:
-            others = means[algorithm]
-            leads = [mean - others[seed] for seed, mean in means[method].items()]
             row = {"name": f"{method} minus {algorithm}"}
-            row["seeds"] = ", ".join(f"{lead:+.3f}" for lead in leads)
-            rows.append(row | {"difference": interval(leads)})
+            found = ahead(runs[method,], runs[algorithm,])
+            rows.append(row | with_each_seed(found))
     return rows
+
+
+def slower(*records: Record) -> list[Row]:
+    """The slow rate minus the fast one, and the mean of policy/clipfrac at each."""
+    runs = report.group(runs_of(records), "run", "lr")
+    rows = []
+    for algorithm in ALGORITHMS:
+        fast = runs[algorithm, FAST]
+        slow = runs[algorithm, SLOW]
+        row = {"name": algorithm, "fast": clipfrac(fast), "slow": clipfrac(slow)}
+        rows.append(row | with_each_seed(ahead(slow, fast)))
+    return rows
+
+
+def clipfrac(runs: list[Row]) -> float:
+    """The mean over all updates of the runs."""
+    return float(np.mean([run["updates"]["policy/clipfrac"] for run in runs]))
 
 
 def judges(record: Record) -> list[Row]:
@@ -181,13 +197,10 @@ def texts(record: Record) -> list[Row]:
         row = {"opening": opening, "start": line["starting model"].removeprefix(opening)}
         for algorithm in ALGORITHMS:
             row[algorithm] = line[f"{algorithm}, {name}"].removeprefix(opening)
-        rows.append({key: in_a_cell(text) for key, text in row.items()})
+        for key, text in row.items():  # as a cell of a table can show it
+            row[key] = " ".join(text.split()).replace("|", "/").replace("<", "&lt;")
+        rows.append(row)
     return rows
-
-
-def in_a_cell(text: str) -> str:
-    """A text as a cell of a table shows it."""
-    return " ".join(text.split()).replace("|", "/").replace("<", "&lt;")
 
 
 # --- the earlier study of four seeds --------------------------------------------------------------
