@@ -170,7 +170,7 @@ def row_text(cells: str, row: Row) -> str:
     parts = []
     for cell in cells.split("|"):
         text = Cells().vformat(cell, (), row).strip()
-        for missing in (" ± -", " (-)"):
+        for missing in (" ± -", " (-)", " (- to -)"):
             text = text.replace(missing, "")
         parts.append(text.replace("|", "/"))
     return f"| {' | '.join(parts)} |".replace("|  |", "| |")

@@ -52,7 +52,7 @@ def load_table(flag: str, name: str) -> dict[str, datasets.Dataset]:
         source = {"path": path, "name": config or None}
         if os.path.isfile(path):
             raise UserError(f"{what}: a file must end in {[*KINDS]} (or .gz), and has no :split")
-        if os.path.exists(path) and escape(path) != path:
+        if escape(path) != path:
             raise UserError(f"{what}: a folder's name must not have *, ? or [")
     with blame(what):
         splits = datasets.load_dataset(**source)

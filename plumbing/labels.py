@@ -7,7 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -46,7 +46,7 @@ class Comparison:
     responses: TokenRows  # N rows of token ids, not padded
     best: int  # index of the one that people liked best
     is_from_chat: bool = False  # whether a chat template made the query
-    row: dict = field(default_factory=dict)  # its row in the table
+    row: dict | None = None  # its row in the table
 
 
 # --- labels ---------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def read_samples(row: dict, column: str | None, tokenizer: PreTrainedTokenizerBa
     best = row.get("best")
     if isinstance(best, str) and best.isdigit():  # in a csv file
         best = int(best)
-    if not samples or best not in range(len(samples)):
+    if best not in range(len(samples)):
         raise UserError(f"neither query, sample0, .., best, nor chosen, rejected: {row}")
     if any(map(is_chat, samples)):
         raise UserError(f"samples must be texts or token ids, not chats: {row}")

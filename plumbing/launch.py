@@ -124,8 +124,7 @@ def make_accelerator(dtype: str) -> Accelerator:
             # The others may wait long for one that writes a checkpoint or has a slow --reward_fn.
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
         )
-    # The scripts micro-batch by hand; ignore the launcher's setting.
-    accelerator.gradient_accumulation_steps = 1
+    accelerator.gradient_accumulation_steps = 1  # the scripts' own micro-batches are enough
     check_launch(accelerator)
     accelerator.wait_for_everyone()  # one that ends early would break the start of the others
     say(f"{accelerator.num_processes} x {accelerator.device}, {dtype}")
@@ -161,7 +160,7 @@ def parse_args(args_class: type, presets: dict[str, Any]) -> tuple[str, Any]:
     if preset not in presets:
         raise UserError(f"there is no preset {preset!r}: choose one of {', '.join(presets)}")
     args = tyro.cli(args_class, default=presets[preset], args=words, use_underscores=True)
-    args_class.__pydantic_config__ = pydantic.ConfigDict(allow_inf_nan=False)
+    args_class.__pydantic_config__ = {"allow_inf_nan": False}
     try:
         pydantic.TypeAdapter(args_class).validate_python(vars(args))  # tyro checks no ranges
     except pydantic.ValidationError as error:

@@ -118,8 +118,7 @@ def check_weights(model: PreTrainedModel, info: dict, head: str, what: str) -> N
     # (attn.bias). Nothing else of a layer (`h.3.`), or of this head (a bias), may be left unused.
     left_over = rf"\.\d+\.(?!.*\b(attn|attention)\.(masked_)?bias$)|^({head}|score)\."
     wrong = {key for key in info["unexpected_keys"] if re.search(left_over, key)}
-    wrong |= info["missing_keys"]
-    wrong |= {str(key) for key in info["mismatched_keys"]}
+    wrong |= info["missing_keys"] | {str(key) for key in info["mismatched_keys"]}
     if wrong:
         raise UserError(f"{what}: the weights do not fit a {kind}: {min(wrong)}")
 

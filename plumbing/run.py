@@ -134,6 +134,8 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.note_signal)
+        # but forked processes, as of a Pool in a --reward_fn, end when they are terminated
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         self.last_log = time.monotonic()
 
     def load_checkpoint(self, path: Path) -> None:
@@ -235,7 +237,7 @@ class Run:
         error = None
         try:
             yield
-        except Exception as failure:  # noqa: BLE001  it is raised again below
+        except BaseException as failure:  # noqa: BLE001  like some timeouts; raised again below
             error = failure
         if not any(gather_object([error is not None])):
             return

@@ -106,6 +106,17 @@ def f(completions, **_):
     os.chdir("/")
     return [float("{value}") if next(calls) == {call} else 0.5] * len(completions)
 """
+# It gives up on processes that take long. The pool terminates them at the end of the block.
+POOL = """
+import contextlib, multiprocessing, time
+def f(completions, **_):
+    start = time.monotonic()
+    late = contextlib.suppress(multiprocessing.TimeoutError)
+    with multiprocessing.get_context("fork").Pool(2) as pool, late:
+        pool.map_async(time.sleep, [60, 60]).get(timeout=0.1)
+    assert time.monotonic() - start < 30
+    return [0.5] * len(completions)
+"""
 # For whoever changes a script
 LOST = (
     "The resumed run differs from one left alone. What the loop carries from update to update must "
@@ -345,6 +356,29 @@ def test_an_error_of_scoring_is_told_if_its_checkpoint_fails_too(tmp_path):
         run_of_args.keeping_updates(),
     ):
         raise ValueError("no answer")
+
+
+class TimedOut(BaseException):
+    """As func_timeout and asyncio have them: no Exception, so that user code does not catch it."""
+
+
+def test_a_judge_that_times_out_in_any_way_loses_no_update(tmp_path):
+    args = ppo_rlhf.Args(output_dir=str(tmp_path / "out"))
+    run_of_args = run_module.Run(Accelerator(cpu=True), ppo_rlhf.FILE, args, 4, [], {})
+    run_of_args.start()
+    for made, ending in ((1, TimedOut), (2, SystemExit), (3, KeyboardInterrupt)):
+        run_of_args.state["update"] = made
+        with pytest.raises(ending) as error, run_of_args.keeping_updates():
+            raise ending
+        assert error.value.__notes__[0].startswith(f"The run is saved with {made} complete updates")
+        assert checkpoints(tmp_path)[-1] == f"{made:07d}"
+
+
+def test_processes_of_a_reward_function_end_when_it_terminates_them(folder):
+    """With the run's handler of signals they would go on, and it would wait for them."""
+    (folder / "rewards.py").write_text(POOL)
+    words = [*WORDS[RLOO], *BY_FUNCTION[RLOO], "rewards:f"]
+    fork_tools.succeed(RLOO, words, folder)
 
 
 def test_sampling_that_fails_on_one_process_ends_the_run(folder):

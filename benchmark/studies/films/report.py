@@ -129,7 +129,7 @@ def between(*records: Record) -> list[Row]:
 def ahead(one: list[Row], other: list[Row]) -> list[float]:
     """Judge B's mean after some runs minus that after others, within seeds."""
     found = []
-    for run, base in zip(one, other, strict=True):
+    for run, base in zip(one, other, strict=False):  # some may still lack seeds
         assert run["seed"] == base["seed"]
         lead = np.mean(run["judge"]) - np.mean(base["judge"])
         found.append(float(lead))
