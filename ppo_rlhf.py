@@ -531,8 +531,8 @@ def defer_averaging(
     accelerator: Accelerator, model: Module, is_last: bool
 ) -> contextlib.AbstractContextManager:
     """A context for the forward and backward pass of a micro-batch. Processes average gradients at
-    the last one of a step only. With FSDP2, whose modules have `reshard`, they do it at each one:
-    otherwise every process would hold whole gradients until then."""
+    the last one of a step only. If weights are sharded (modules then have `reshard`) they do it at
+    each one: otherwise every process would hold whole gradients until then."""
     if is_last or hasattr(model, "reshard"):
         return contextlib.nullcontext()
     return accelerator.no_sync(model)
