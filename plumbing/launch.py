@@ -3,6 +3,7 @@ here knows an algorithm."""
 
 import contextlib
 import ctypes
+import logging
 import os
 import re
 import sys
@@ -114,6 +115,7 @@ def make_accelerator(dtype: str) -> Accelerator:
         launch = {name: os.environ.get(name) for name in names}
         with contextlib.suppress(OSError, ValueError):  # `say` cannot be used yet
             print("waiting for all processes of", launch, flush=True)
+    logging.getLogger("accelerate.utils.other").setLevel("ERROR")  # it warns of tied weights
     with blame("launch"):
         accelerator = Accelerator(
             # a Mac's GPU has no fp64
@@ -136,9 +138,7 @@ def check_launch(accelerator: Accelerator) -> None:
     micro-batch. FSDP1 holds weights in a form that cannot be sampled from."""
     kind = accelerator.distributed_type.value
     if not kind.startswith(("NO", "MULTI")) and not accelerator.is_fsdp2:
-        raise UserError(
-            f"launch: {kind} is not supported: use DDP or FSDP2, see benchmark/accelerate/"
-        )
+        raise UserError(f"launch: {kind} is not supported: use DDP or FSDP2 (benchmark/accelerate)")
 
 
 def prepare(

@@ -38,7 +38,7 @@ def choose_folder(script: Path, preset: str, args: Any) -> str:
     """The folder of the run: --output_dir, or a new one. UserError as in check_folder."""
     default = f"runs/{script.stem}-{preset}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     (path,) = broadcast_object_list([args.output_dir or default])  # processes' clocks may differ
-    folder = Path(path).expanduser().absolute()
+    folder = Path(os.path.expanduser(path)).absolute()
     check_folder(folder, args)
     return str(folder)
 
@@ -146,7 +146,7 @@ class Run:
                 raise UserError(f"--resume with other {name} than the run began with: {path}")
         self.state |= saved  # a key that a copy has added since then keeps its first value
         with blame(f"{path} cannot be read; delete it to go on at the one before"):
-            self.accelerator.load_state(str(path))
+            self.accelerator.load_state(path)
             mine = path / self.tensor_file
             if mine.exists():
                 self.tensors |= load_file(mine)
@@ -261,7 +261,7 @@ class Run:
     def save_checkpoint(self, path: Path, state: str) -> None:
         """Writes a checkpoint, and removes all but the newest two, also what kills have left."""
         with writing(path):
-            self.accelerator.save_state(str(path))
+            self.accelerator.save_state(path)
             if self.tensors:  # copies: safetensors refuses tensors that share memory
                 mine = {name: x.detach().clone().contiguous() for name, x in self.tensors.items()}
                 save_file(mine, path / self.tensor_file)
@@ -286,8 +286,7 @@ def save_policy(
         return
     for part, module in accelerator.unwrap_model(wrapped).named_children():
         tied = getattr(module, "all_tied_weights_keys", ())  # these are saved once
-        names = [name for name in module.state_dict() if name not in tied]
-        own = {name: weights[f"{part}.{name}"] for name in names}
+        own = {name: weights[f"{part}.{name}"] for name in module.state_dict() if name not in tied}
         with writing(parent):
             if hasattr(module, "save_pretrained"):
                 folder = "policy" if part == "lm" else part

@@ -263,11 +263,11 @@ TOUR = [
     ("def main(", "**`main`: start here.** Set-up, then the loop in numbered steps"),
     (
         "# --- the algorithm",
-        "**The algorithm:** `gae`, `ppo_loss`, `ppo_update`, the KL coefficient; metrics, checks",
+        "**The algorithm:** `score_responses`, `gae`, `ppo_loss`, `ppo_update`; metrics, checks",
     ),
     (
         "# --- rollout and scoring",
-        "`sample` and `rollout`; scores; log-probabilities; `ActorCritic` with its value head",
+        "`sample` and `rollout`; the reward model; log-probabilities; `ActorCritic`",
     ),
     (
         "# --- models",

@@ -23,7 +23,7 @@ DIFFERENCE = "difference in true score at the same KL (better \N{RIGHTWARDS ARRO
 PASSES = "bold name: significant after Holm's correction"
 FULL = "Full runs: 12,800 episodes, 3 seeds"
 SHORT = "Short runs: 2,560 episodes, 4 seeds"
-TITLE = "A critic from the reward model helps PPO at the same KL; eight minibatches hurt"
+TITLE = "In short runs a warmed-up critic helps PPO at the same KL; eight minibatches hurt"
 LEVELS = (2, 4, 6)  # nats, of full runs
 SHORT_LEVELS = (1, 2, 3)
 STARTS = {
@@ -71,6 +71,7 @@ def tested(record: Record) -> list[Row]:
     rows = [row | {"pair": (row["choice"], base_of(row["choice"]))} for row in table]
     differences.add_tests(rows, "equal_kl", differences.freedom_of(rows, "equal_kl"))
     for row in rows:
+        row["name"] = name_of(row)
         row["bold"] = "**" if row["equal_kl_pooled_holds"] else ""
         row["width"] = row["equal_kl_pooled_interval"]
     return rows
@@ -243,7 +244,7 @@ def name_of(row: Row) -> str:
     name = row["choice"]
     if base_of(name) != "default":
         name += " (compared with RLOO)"
-    if row["equal_kl_seeds"] < row["seeds"]:
+    if 0 < row["equal_kl_seeds"] < row["seeds"]:
         name += f" ({row['seeds'] - row['equal_kl_seeds']} of {row['seeds']} runs stopped)"
     elif row["num_failed"] > 0:
         name += f" ({row['num_failed']} of {row['seeds']} failed)"

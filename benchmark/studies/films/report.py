@@ -18,7 +18,7 @@ FAST = 3e-5  # learning rates
 SLOW = 1e-5
 BETWEEN = "RLOO against PPO"
 MEANS = ("judge", "vader", "reward", "kl", "likelihood", "gemma", "repeats")
-TITLE = "Film reviews: the reward rises with every seed, judge B's probability hardly"
+TITLE = "Film reviews: the reward rises with every seed, but judge B sees no clear gain"
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def texts(record: Record) -> list[Row]:
         for algorithm in ALGORITHMS:
             row[algorithm] = line[f"{algorithm}, {name}"].removeprefix(opening)
         for key, text in row.items():  # as a cell of a table can show it
-            row[key] = " ".join(text.split()).replace("|", "/").replace("<", "&lt;")
+            row[key] = " ".join(text.split()).replace("|", "&#124;").replace("<", "&lt;")
         rows.append(row)
     return rows
 
