@@ -112,10 +112,8 @@ def between(*records: Record) -> list[Row]:
     runs = report.group(runs_of(records), "run", "lr")
     rows = []
     for rate in dict.fromkeys(rate for _, rate in runs):
-        ppo = runs.get(("PPO", rate), [])
-        rloo = runs.get(("RLOO", rate), [])
         found = []
-        for one, other in zip(ppo, rloo, strict=False):
+        for one, other in zip(runs["PPO", rate], runs["RLOO", rate], strict=True):
             found.append(judged_at(other) - judged_at(one))
         places = [f"KL {level:g}" for level in LEVELS] + ["the end"]
         for where, column in zip(places, np.transpose(found), strict=False):
@@ -129,7 +127,7 @@ def between(*records: Record) -> list[Row]:
 def ahead(one: list[Row], other: list[Row]) -> list[float]:
     """Judge B's mean after some runs minus that after others, within seeds."""
     found = []
-    for run, base in zip(one, other, strict=False):  # some may still lack seeds
+    for run, base in zip(one, other, strict=True):
         assert run["seed"] == base["seed"]
         lead = np.mean(run["judge"]) - np.mean(base["judge"])
         found.append(float(lead))
@@ -168,7 +166,7 @@ def clipfrac(runs: list[Row]) -> float:
 def judges(record: Record) -> list[Row]:
     """How often each judge gives a positive text the higher score of two."""
     rows = []
-    for name, share in record["judges"].items():
+    for name, share in sorted(record["judges"].items()):
         rows.append({"judge": name, "share": share})
     return rows
 
