@@ -12,6 +12,7 @@ from pathlib import Path
 
 import fork_tools
 import pytest
+import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from conftest import ROOT
@@ -40,6 +41,8 @@ def environment(engine):
 def test_fsdp2_gives_what_ddp_gives_and_goes_on(script, folder, tmp_path):
     """Interrupted after the second of four updates, too; PPO with a critic. At first with the
     setting that `accelerate config` proposes, for weights that one process alone reads."""
+    if torch.__version__ < (2, 9):
+        pytest.skip("gloo of torch 2.8 adds gradients of FSDP2 up: see docs/running.md")
     env = environment("fsdp2")
     # The file is opened first when the run's folder is made.
     stop = (fork_tools.strike, "open out/metrics.jsonl", 3, signal.SIGINT)

@@ -185,6 +185,8 @@ def test_an_error_of_the_gpu_is_not_called_a_full_disk():
 @pytest.mark.parametrize("what", ["model.safetensors", "optimizer.bin"])
 def test_a_file_that_the_system_cuts_off_is_one_line_and_loses_nothing(what, folder):
     """By a real limit, not a simulated one: safetensors and torch have errors of their own."""
+    if what == "optimizer.bin" and torch.__version__ < (2, 10):
+        pytest.skip("torch.save of torch 2.8 and 2.9 does not notice it: see docs/running.md")
     expected = plain(PPO, 1)
     size = (expected / "out/checkpoints/0000004" / what).stat().st_size
     words = [*WORDS[PPO], "--resume"]

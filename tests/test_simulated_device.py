@@ -17,6 +17,10 @@ from fork_tools import PPO, REWARD, RLOO, WORDS, changed_copy, copy, kit, run_on
 from run_tools import assert_same_metrics, read_lines
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < (2, 10), reason="before, torch had no devices that are written in Python"
+)
+
 REFUSED = "MixedDevices"
 
 # Runs in which the device must do what the CPU does.
