@@ -26,7 +26,7 @@ functions. In forward passes a `mask` is an attention mask (B, T).
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.8,<2.14", "transformers>=5.23,<5.24", "datasets>=5.2", "accelerate>=1.10",
+#     "torch>=2.8,<2.14", "transformers>=5.23,<5.24", "datasets>=5.2", "accelerate>=1.13",
 #     "tyro>=1.0", "wandb>=0.23.1", "numpy>=2", "safetensors>=0.8", "pandas>=2.2.2",
 #     "pydantic>=2.6", "filelock>=3.16",
 # ]
