@@ -172,7 +172,7 @@ def end(process: Any, folder: Path, name: str = "run") -> tuple[int, str, str]:
 
 
 def without_gloo(printed: str) -> str:
-    """What a script printed. Gloo prints a line of its own with torch before 2.11."""
+    """What a script printed. With some versions of torch, gloo prints a line of its own."""
     return re.sub(r"^\[Gloo\] .*\n", "", printed, flags=re.M)
 
 
