@@ -96,8 +96,8 @@ def keeping_texts(table: datasets.Dataset, file: str | None) -> dict[str, Any]:
         texts = dict.fromkeys(features, datasets.Value("string"))
         return {"na_filter": False, "features": datasets.Features(texts)}
     if table.builder_name == "json":
-        has_time = r"Value\('(time|date)"  # also within messages
-        dated = [name for name, feature in features.items() if re.search(has_time, str(feature))]
+        times = r"Value\('(time|date)"  # also within messages
+        dated = [name for name, feature in features.items() if re.search(times, str(feature))]
         if dated:
             return {"features": datasets.Features(features | dict.fromkeys(dated, datasets.Json()))}
     return {}
